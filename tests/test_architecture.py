@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "shardlib"
 FLOORS = {
     0: ["errors", "untrusted"],
     1: ["axes", "layout", "rules", "collective", "report", "hardware", "schedules"],
-    2: ["graph"],
+    2: ["graph", "decisions"],
     3: ["propagation", "cost"],
     4: ["planning"],
     5: ["_jax_compat", "processes", "annotation", "functions", "tracing"],
@@ -35,6 +35,8 @@ ORDER = {
         "answers",
         "text",
         "plan",
+        "assembly",
+        "offers",
         "search",
         "questions",
         "planner",

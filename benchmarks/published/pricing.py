@@ -25,10 +25,10 @@ from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
-from shardlib.planning.decisions.candidate import Decision
+from shardlib.planning.assembly.candidate_price import price
+from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
-from shardlib.planning.search.search import price
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.tracing.trace import trace
 
@@ -66,13 +66,13 @@ class Quote:
     Attributes:
         load: the prepared model.
         topology: the machine, of boundless memory.
-        decision: the published plan.
+        candidate: the published plan.
         eight_bit, routed: whether some matmuls run in 8 bits, and whether there are experts.
     """
 
     load: Workload
     topology: Topology
-    decision: Decision
+    candidate: Candidate
     eight_bit: bool
     routed: bool
 
@@ -81,21 +81,22 @@ class Quote:
         `shardlib.cost.machine.efficiency.Efficiency` replaced; as `price`, without the memory where
         seconds do not depend on it.
         """
-        what, load = self.decision.what, self.load
+        one, load = self.candidate, self.load
+        how = one.decisions
         topology = replace(self.topology, efficiency=values)
-        if what.recomputed or what.how.offload:
-            return float(price(load, topology, self.decision).step_seconds[0])
+        if how.remat_layers or how.offload:
+            return float(price(load, topology, one).step_seconds[0])
         pricer = Pricer(topology, load.stack)
-        placed = place(self.decision.mesh, pricer.topology, self.decision.order)
-        assert placed is not None, "the decision was priced on this machine"
-        c = candidates([(self.decision.mesh, placed)], [self.decision.micro], pricer.topology)
+        placed = place(how.mesh, pricer.topology, how.axis_order)
+        assert placed is not None, "the candidate was priced on this machine"
+        c = candidates([(how.mesh, placed)], [how.microbatches], pricer.topology)
         work, rest = (
-            pricer.tally(items, what.choice, c.shapes, len(load.counts))
-            for items in (load.programs[what.policy, what.routes].work, load.rest)
+            pricer.tally(items, one.choice, c.shapes, len(load.counts))
+            for items in (load.programs[how.remat, one.routes].work, load.rest)
         )
         return float(
             combine(
-                sums(work, rest, [], load.model, pricer, c), what.how, load.model, pricer, c
+                sums(work, rest, [], load.model, pricer, c), how, load.model, pricer, c
             ).step_seconds[0]
         )
 
@@ -163,7 +164,7 @@ class Bench:
         return Quote(
             load=load,
             topology=machine,
-            decision=first.decision,
+            candidate=first.candidate,
             eight_bit=bool(case.software.stack.matmul_dtype),
             routed=case.config.experts is not None,
         )

@@ -33,7 +33,7 @@ def parse_pins(words: list[str]) -> dict[str, Any]:
             hint="for example --pin mesh.tensor=8 --pin remat=full",
         )
     if pins:
-        from shardlib.planning.decisions.pins import Pins
+        from shardlib.decisions.pins import Pins
 
         Pins.parse(pins)
     return pins
@@ -53,7 +53,7 @@ def parse_allow(words: list[str]) -> dict[str, Any]:
         found.setdefault(key, []).extend(part.strip() for part in value.split(","))
     if not found:
         return {}
-    from shardlib.planning.decisions.pins import Pins
+    from shardlib.decisions.pins import Pins
 
     Pins.parse({"allow": found})
     return {"allow": found}

@@ -1,6 +1,6 @@
 """A plan as a web page: one HTML file with inline SVG, no scripts and nothing to fetch.
 
-The figures and sentences are those of `shardlib.planning.text.explain`; only the form differs.
+The figures and sentences are those of `shardlib.planning.text`; only the form differs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.shadow_prices import SHOCK_HEAD, break_text, price_row, shock_row
 from shardlib.planning.plan import Plan
 from shardlib.planning.questions.questions import Answers
-from shardlib.planning.text.explain import (
-    LABELS,
-    TRIAL_HEAD,
-    collective_rows,
-    decision_lines,
-    parameter_rows,
-    reasons,
-    trial_rows,
-    usable_bytes,
-)
+from shardlib.planning.text.decision_lines import decision_lines
+from shardlib.planning.text.explain import TRIAL_HEAD, trial_rows, usable_bytes
+from shardlib.planning.text.figures import LABELS, collective_rows
+from shardlib.planning.text.parameters import parameter_rows
+from shardlib.planning.text.reasons import reasons
 from shardlib.planning.units.quantity import (
     bytes_text,
     count_text,

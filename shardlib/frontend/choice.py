@@ -13,7 +13,7 @@ from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
 from shardlib.verification.isolation import Limits

@@ -12,8 +12,8 @@ import optax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.frontend.traced_model import problem
 from shardlib.hardware.cluster import Device, cluster
-from shardlib.planning.edge.edge import EdgePlan
 from shardlib.planning.edge.edge import plan_edge as spread
+from shardlib.planning.edge.edge_plan import EdgePlan
 
 
 def plan_edge(

@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shardlib.decisions.pins import Pins, alias
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.constraint import Constraints
 from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.shadow_prices import Sensitivity
-from shardlib.planning.decisions.candidate import Decision
-from shardlib.planning.decisions.pins import Pins, alias
+from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import PlanData, plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.space.workload import Workload
-from shardlib.planning.text import explain as texts
-from shardlib.planning.text.timeline import Timeline, predicted
+from shardlib.planning.text.diff import diff
+from shardlib.planning.text.explain import explain
+from shardlib.planning.text.predicted_timeline import predicted
+from shardlib.planning.text.timeline import Timeline
 from shardlib.untrusted import parse_json
 
 
@@ -33,14 +35,14 @@ class Ranked:
     """A plan that fits, in its place among all that do.
 
     Attributes:
-        decision: what it decides.
+        candidate: what it decides.
         seconds: predicted time of a step.
         peak_bytes: predicted bytes per device.
         make: builds the plan, with the certificate of the search; its gap is how much slower than
             the fastest it is predicted to be.
     """
 
-    decision: Decision
+    candidate: Candidate
     seconds: float
     peak_bytes: float
     make: Callable[[], Plan]
@@ -131,11 +133,11 @@ class Plan(PlanData):
 
     def explain(self) -> str:
         """What was chosen, why, and what it costs, as text for people."""
-        return texts.explain(self)
+        return explain(self)
 
     def diff(self, other: Plan) -> str:
         """What another plan decides and costs differently, as text for people."""
-        return texts.diff(self, other)
+        return diff(self, other)
 
     def why_not(self, **pin: Any) -> str:
         """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.decisions.pins import Pins
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -19,7 +20,6 @@ from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.constraint import Constraints
 from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.shadow_prices import Sensitivity
-from shardlib.planning.decisions.pins import Pins
 from shardlib.planning.plan import Plan, Ranked, Source
 from shardlib.planning.questions.alternatives import alternatives
 from shardlib.planning.questions.constraints import constraints

@@ -118,14 +118,14 @@ class _Bench:
 
     def take(self, entry: Ranked) -> None:
         """Compiles one plan, unless a leaner one was out of memory."""
-        policy = entry.decision.what.policy
+        policy = entry.candidate.decisions.remat
         if self._hopeless(policy, entry.peak_bytes):
             self.passed_over += 1
             return
         plan = entry.make()
         trial = Trial(
             mesh=plan.mesh,
-            summary=entry.decision.summary,
+            summary=entry.candidate.summary,
             predicted_seconds=plan.estimate.step_seconds,
             predicted_bytes=plan.estimate.device_bytes.peak,
             verdict=SLOWER,

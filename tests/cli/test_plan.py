@@ -12,7 +12,7 @@ import pytest
 from shardlib.cli import parse_pins
 from shardlib.errors import PinError
 from shardlib.planning.plan import Plan
-from shardlib.planning.text.explain import diff
+from shardlib.planning.text.diff import diff
 
 
 def test_pins_are_json_or_words():

@@ -32,14 +32,14 @@ from shardlib.cost.pricing.sums import Model, sums
 from shardlib.cost.pricing.totals import combine
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import ROWS, Q
-from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import ENDS
+from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
+from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.explain import explain
 from shardlib.verification.compare import other_compiler
@@ -263,7 +263,7 @@ def priced(
             if name not in Q.__members__
         },
     )
-    totals = combine(known, Knobs(zero=3), model, pricer, c)
+    totals = combine(known, Decisions(zero=3, context="all-gather"), model, pricer, c)
     return {name: float(found[0]) for name, found in totals.seconds.items()}, {
         name: float(found[0]) for name, found in totals.device_bytes.items()
     }
@@ -322,13 +322,13 @@ def test_the_search_is_still_that_of_brute_force():
     )
     found = planner.search(workload().problem, corrected, load=workload(), lowered=True)
     prices = [
-        searching.price(workload(), corrected, entry.decision)
+        price(workload(), corrected, entry.candidate)
         for entry in planner.ranked(workload().problem, tight, load=workload(), lowered=True)
     ]
     fitting = [
         float(p.step_seconds[0])
         for p in prices
-        if float(p.peak_bytes[0]) <= searching.capacity(corrected)
+        if float(p.peak_bytes[0]) <= corrected.chip.usable_bytes
     ]
     assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(
         min(fitting), rel=1e-9

@@ -12,12 +12,12 @@ from shardlib.axes import MeshShape
 from shardlib.cost.step.fusion import fuse
 from shardlib.cost.step.liveness import intervals, levels, points
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.knobs import Knobs
+from shardlib.decisions.table import Decisions
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning.decisions.candidate import Decision, What
-from shardlib.planning.search import search as searching
+from shardlib.planning.assembly.candidate_price import price
+from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 
@@ -66,16 +66,17 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     assert sum(sizes[v] for v in alive) == simulated
 
 
-WHAT = What(
-    policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3)
+BASE = Candidate(
+    decisions=Decisions(mesh=MeshShape(fsdp=2, tensor=2), zero=3, context="all-gather"),
+    choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"),
 )
-BASE = Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, what=WHAT)
+UNCUT = replace(BASE, choice=Choice(batch="batch"))
 
 
 @pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
 def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     place = topology(where)
-    before = float(searching.price(workload(), place, BASE).step_seconds[0])
+    before = float(price(workload(), place, BASE).step_seconds[0])
     chip = place.chip
     for better in (
         replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2),
@@ -83,7 +84,7 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     ):
         assert (
             float(
-                searching.price(
+                price(
                     workload(), replace(place, chip=better, name=place.name + "+"), BASE
                 ).step_seconds[0]
             )
@@ -93,22 +94,18 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
 
 def test_memory_falls_with_zero_and_with_remat() -> None:
     place = topology("h100:4")
-    accumulating = replace(BASE, micro=2)  # gradients are there for the whole step
+    accumulating = BASE.but(microbatches=2)  # gradients are there for the whole step
     peaks = [
-        float(
-            searching.price(
-                workload(), place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))
-            ).peak_bytes[0]
-        )
+        float(price(workload(), place, accumulating.but(zero=stage)).peak_bytes[0])
         for stage in (1, 2)
     ]
     static = [
         sum(
             float(
-                searching.price(
+                price(
                     workload(),
                     place,
-                    replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage))),
+                    accumulating.but(zero=stage),
                 ).device_bytes[name][0]
             )
             for name in ("parameters", "gradients", "optimizer")
@@ -117,11 +114,7 @@ def test_memory_falls_with_zero_and_with_remat() -> None:
     ]
     assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
     saved = [
-        float(
-            searching.price(
-                workload(), place, replace(BASE, what=replace(WHAT, policy=policy))
-            ).device_bytes["activations"][0]
-        )
+        float(price(workload(), place, BASE.but(remat=policy)).device_bytes["activations"][0])
         for policy in ("none", "full")
     ]
     assert saved[1] < saved[0]
@@ -158,14 +151,10 @@ def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
     place, decision = (
         topology("h100:3"),
-        replace(
-            BASE,
-            mesh=MeshShape(fsdp=3),
-            what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=1)),
-        ),
+        UNCUT.but(mesh=MeshShape(fsdp=3), zero=1),
     )
     whole, flat = (
-        searching.price(
+        price(
             prepare(
                 workload().problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)
             ),
@@ -187,17 +176,14 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     place = topology("h100:4")
 
     def seconds(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
-        what = replace(
-            WHAT, how=replace(WHAT.how, zero=0, schedule="1f1b" if stages > 1 else "none")
-        )
-        decision = replace(
-            BASE,
+        decision = UNCUT.but(
             mesh=MeshShape(fsdp=4 // stages, stage=stages),
-            micro=micro,
-            what=replace(what, choice=Choice(tensor=(), batch="batch")),
+            microbatches=micro,
+            zero=0,
+            schedule="1f1b" if stages > 1 else "none",
         )
         return float(
-            searching.price(
+            price(
                 workload(),
                 replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}),
                 decision,
@@ -218,19 +204,15 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
 def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
     place, decision = (
         topology("h100:4"),
-        replace(
-            BASE,
-            mesh=MeshShape(fsdp=4),
-            what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0)),
-        ),
+        UNCUT.but(mesh=MeshShape(fsdp=4), zero=0),
     )
 
     def seconds(stack: FrameworkProfile, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
         return float(
-            searching.price(
-                prepare(workload().problem, "nvidia", stack), machine, decision
-            ).seconds["compute"][0]
+            price(prepare(workload().problem, "nvidia", stack), machine, decision).seconds[
+                "compute"
+            ][0]
         )
 
     plain, loss = FrameworkProfile(name="toy"), FrameworkProfile(name="toy", unfused_loss=3.0)
@@ -244,12 +226,11 @@ def test_gaps_between_kernels_add_up() -> None:
     place = topology("h100:4")
 
     def seconds(gap_s: float) -> float:
-        what = replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0))
         machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
         return float(
-            searching.price(
-                workload(), machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)
-            ).seconds["compute"][0]
+            price(workload(), machine, UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)).seconds[
+                "compute"
+            ][0]
         )
 
     assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"

@@ -14,7 +14,7 @@ from shardlib.errors import PinError
 from shardlib.lowering.host_memory import offload
 from shardlib.lowering.program.build import build_program
 from shardlib.lowering.program.options import BuildOptions
-from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.verification.exported import export_step
 from tests.lowering import models, small
 from tests.lowering.hand_plan import hand_plan

@@ -17,7 +17,7 @@ import pytest
 from shardlib.errors import PinError
 from shardlib.lowering.mesh.eight_bit import product
 from shardlib.lowering.mesh.precision import require_products
-from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.verification.compare_collectives import wire_dtypes
 from shardlib.verification.report import CompiledStep
 from tests.lowering import small

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
-from shardlib.cost.terms.knobs import Knobs
+from shardlib.decisions.table import Decisions
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.candidate import Decision, What
-from shardlib.planning.search import search as searching
+from shardlib.planning.assembly.candidate_price import price
+from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
@@ -139,9 +139,9 @@ def every_schedule(
             yield "interleaved", virtual
 
 
-def every_decision(
+def every_candidate(
     load: Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False
-) -> Iterator[Decision]:
+) -> Iterator[Candidate]:
     """All legal decisions with nothing in host memory and all layers alike; more than one group of
     microbatches asks for stages, `once` for weights that stages gather once, too.
     """
@@ -162,57 +162,53 @@ def every_decision(
                 for schedule, virtual, gather in every_gather(
                     load, mesh, micro, zero, policy, groups, once
                 ):
-                    what = What(
-                        policy=policy,
+                    decisions = Decisions(
+                        mesh=mesh,
+                        microbatches=micro,
+                        axis_order=order,
+                        remat=policy,
+                        zero=zero,
+                        schedule=schedule,
+                        virtual_stages=virtual,
+                        gather=gather,
+                        accumulation=groups,
+                        context="ring" if around and mesh["context"] > 1 else "all-gather",
+                    )
+                    yield Candidate(
+                        decisions=decisions,
                         choice=replace(choice, expert=load.expert if routes else None),
                         routes=routes,
-                        how=Knobs(
-                            zero=zero,
-                            schedule=schedule,
-                            virtual=virtual,
-                            gather=gather,
-                            accumulation=groups,
-                            context="ring" if around and mesh["context"] > 1 else "all-gather",
-                        ),
                     )
-                    yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 
 def variants(
-    load: Workload, where: Topology, decision: Decision, by_class: bool = False
-) -> Iterator[Decision]:
+    load: Workload, where: Topology, candidate: Candidate, by_class: bool = False
+) -> Iterator[Candidate]:
     """The decision with something in host memory, with fewer layers recomputed, or with both."""
-    if by_class and decision.what.how.schedule != "zero-bubble":
-        yield from _unlike(load, where, decision)
+    if by_class and candidate.decisions.schedule != "zero-bubble":
+        yield from _unlike(load, where, candidate)
         return
     offloads = (
         [(), ("optimizer",), ("activations",), ("optimizer", "activations")]
         if where.chip.host_bytes_per_s > 0
         else [()]
     )
-    stages, virtual = decision.mesh["stage"], decision.what.how.virtual
+    stages, virtual = candidate.mesh["stage"], candidate.decisions.virtual_stages
     layers = sum(virtual * math.ceil(count / (stages * virtual)) for count in load.counts)
     for offload in offloads:
-        for recomputed in range(layers if decision.what.policy != "none" else 1):
+        for recomputed in range(layers if candidate.decisions.remat != "none" else 1):
             if offload or recomputed:
-                yield replace(
-                    decision,
-                    what=replace(
-                        decision.what,
-                        recomputed=recomputed,
-                        how=replace(decision.what.how, offload=offload),
-                    ),
-                )
+                yield candidate.but(remat_layers=recomputed, offload=offload)
 
 
-def _unlike(load: Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
+def _unlike(load: Workload, where: Topology, candidate: Candidate) -> Iterator[Candidate]:
     """The decision under every policy of each class and every number of its layers, once, for the
     policy that recomputes nothing; and with something in host memory.
     """
-    if decision.what.policy != "none":
-        yield from _moved(where, decision)
+    if candidate.decisions.remat != "none":
+        yield from _moved(where, candidate)
         return
-    stages, virtual = decision.mesh["stage"], decision.what.how.virtual
+    stages, virtual = candidate.mesh["stage"], candidate.decisions.virtual_stages
     options = [
         [
             ("none", 0),
@@ -228,27 +224,22 @@ def _unlike(load: Workload, where: Topology, decision: Decision) -> Iterator[Dec
     for each in itertools.product(*options):
         policy, number = max(each, key=lambda one: one[1])[0], sum(layers for _, layers in each)
         one = (
-            replace(
-                decision,
-                what=replace(decision.what, policy=policy, recomputed=number, classes=each),
-            )
+            replace(candidate.but(remat=policy, remat_layers=number), groups=each)
             if number
-            else decision
+            else candidate
         )
         yield one
         yield from _moved(where, one)
 
 
-def _moved(where: Topology, decision: Decision) -> Iterator[Decision]:
+def _moved(where: Topology, candidate: Candidate) -> Iterator[Candidate]:
     """The decision with something in host memory."""
     for offload in (
         [("optimizer",), ("activations",), ("optimizer", "activations")]
         if where.chip.host_bytes_per_s > 0
         else []
     ):
-        yield replace(
-            decision, what=replace(decision.what, how=replace(decision.what.how, offload=offload))
-        )
+        yield candidate.but(offload=offload)
 
 
 def fastest(
@@ -266,12 +257,12 @@ def fastest(
     they vary, so they matter where memory binds.
     """
     best, count = float("inf"), 0
-    for decision in every_decision(load, where, lowered=lowered, groups=groups, once=once):
+    for decision in every_candidate(load, where, lowered=lowered, groups=groups, once=once):
         if mesh not in (None, decision.mesh):
             continue
         count += 1
         for one in (decision, *(variants(load, where, decision, by_class) if all_variants else ())):
-            price = searching.price(load, where, one)
-            if float(price.peak_bytes[0]) <= searching.capacity(where):
-                best = min(best, float(price.step_seconds[0]))
+            totals = price(load, where, one)
+            if float(totals.peak_bytes[0]) <= where.chip.usable_bytes:
+                best = min(best, float(totals.step_seconds[0]))
     return best, count

@@ -12,9 +12,10 @@ from shardlib.cost.estimate import DeviceBytes, Seconds
 from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
 from shardlib.planning import planner
+from shardlib.planning.assembly import advice
+from shardlib.planning.assembly.advice import advise, critical_batch_tokens
+from shardlib.planning.assembly.situation import Situation
 from shardlib.planning.decisions.plan_data import Link, Rejected, Search
-from shardlib.planning.search import advice
-from shardlib.planning.search.advice import Situation, advise, critical_batch_tokens
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN, parameter
 

@@ -14,7 +14,6 @@ from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 
@@ -77,9 +76,9 @@ def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) 
 
 def test_no_schedule_means_no_stages() -> None:
     every = list(planner.ranked(deep().problem, "h100:4", {"schedule": "none"}, load=deep()))
-    assert len(every) > 10 and all(one.decision.mesh["stage"] == 1 for one in every)
+    assert len(every) > 10 and all(one.candidate.mesh["stage"] == 1 for one in every)
     assert {
-        one.decision.mesh["stage"] for one in planner.ranked(deep().problem, "h100:4", load=deep())
+        one.candidate.mesh["stage"] for one in planner.ranked(deep().problem, "h100:4", load=deep())
     } > {1}
 
 
@@ -344,7 +343,7 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     )
     assert (
         found.offload
-        and found.estimate.device_bytes.peak <= searching.capacity(tight)
+        and found.estimate.device_bytes.peak <= tight.chip.usable_bytes
         and found.estimate.step_seconds > roomy.estimate.step_seconds
     )
 
@@ -385,9 +384,7 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
         name="tight",
     )
     best = planner.search(deep().problem, tight, {"offload": ["disk"]}, load=deep())
-    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= searching.capacity(
-        tight
-    )
+    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= tight.chip.usable_bytes
     for recipe in RECIPES:
         try:
             assert best.estimate.step_seconds <= planner.search(

@@ -12,18 +12,20 @@ import pytest
 
 from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework_profiles import framework_profile, gathers
+from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import Decisions
 from shardlib.hardware.topology import topology
+from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.bounds.frontier import Entries, Pairs, joined
 from shardlib.planning.bounds.step_time_that_fits import Fitting, mixed
-from shardlib.planning.decisions.candidate import Decision
-from shardlib.planning.decisions.pins import Pins
-from shardlib.planning.search import search as searching
-from shardlib.planning.space import space
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.space import meshes, space
+from shardlib.planning.space.attention import Strategy
 from shardlib.planning.space.table_components import Scope
 from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
-from tests.planning.brute_force import every_decision, variants
+from tests.planning.brute_force import every_candidate, variants
 
 WHERE = "2*h100:2"
 #: Plans that are priced one by one, and as many variants of them.
@@ -42,13 +44,13 @@ def _load(world: str, software: str) -> Workload:
 
 
 @functools.cache
-def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
+def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
     """(decision, seconds, bytes) of a sample of all plans on all devices, each with one of its
     variants.
     """
     load, where = _load(world, software), topology(WHERE)
     some = [
-        one for one in every_decision(load, where, once=True) if one.mesh.devices == where.devices
+        one for one in every_candidate(load, where, once=True) if one.mesh.devices == where.devices
     ]
     some = some[:: max(1, len(some) // SAMPLE)]
     every = itertools.chain.from_iterable(
@@ -56,25 +58,17 @@ def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
         for number, one in enumerate(some)
     )
     return [
-        (one, float(price.step_seconds[0]), float(price.peak_bytes[0]))
+        (one, float(totals.step_seconds[0]), float(totals.peak_bytes[0]))
         for one in every
-        for price in [searching.price(load, where, one)]
+        for totals in [price(load, where, one)]
     ]
 
 
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
-    room = space.build(
-        load.problem,
-        load.colouring,
-        load.counts,
-        Pins(gather="any"),
-        None,
-        expert=load.expert,
-        lowered=False,
-        gathers=gathers(load.stack),
-    )
-    sizes = space.sizes(room, load.colouring, pricer.topology.devices)
+    strategy = Strategy(decisions=Decisions(context="all-gather"))
+    room = space.build(load, Pins.of(gather="any"), None, strategy, lowered=False)
+    sizes = meshes.sizes(room, load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = Fitting(room=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(
@@ -98,8 +92,10 @@ def _index(entries: Entries) -> dict[tuple[int, ...], int]:
     }
 
 
-def _key(entries: Entries, one: Decision) -> tuple[int, ...]:
-    return tuple(one.micro if axis == "micro" else one.mesh[axis] for axis in entries.sizes)
+def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
+    return tuple(
+        one.decisions.microbatches if axis == "micro" else one.mesh[axis] for axis in entries.sizes
+    )
 
 
 @pytest.mark.matrix
@@ -125,11 +121,11 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
     }
     checked = 0
     for one, seconds, size in prices:
-        if size > capacity or one.what.routes != routes:
+        if size > capacity or one.routes != routes:
             continue
         at, given = (
             places[_key(entries, one)],
-            replace(one.what.choice, context=entries.scope.along),
+            replace(one.choice, context=entries.scope.along),
         )
         assert entries.fastest[at] <= seconds * (1 + 1e-9)
         assert of_entries[at] <= bounds[at, entries.choices.index(given)] * (1 + 1e-9)
@@ -161,10 +157,10 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     }
     least = defaultdict[tuple[int, int], float](lambda: np.inf)
     for one, _, size in prices:
-        if one.what.routes == routes:
+        if one.routes == routes:
             pair = (
                 places[_key(entries, one)],
-                entries.choices.index(replace(one.what.choice, context=entries.scope.along)),
+                entries.choices.index(replace(one.choice, context=entries.scope.along)),
             )
             least[pair] = min(least[pair], size)
     assert len(least) > 5

@@ -17,9 +17,8 @@ from shardlib.cost.pricing.variants.mixed_remat import NONE, between, corners
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
@@ -73,7 +72,7 @@ def test_the_search_equals_brute_force(where: str, share: float) -> None:
     best, count = fastest(load, place, all_variants=True, by_class=True)
     plan = planner.search(load.problem, place, ANY, load=load)
     assert count > 0 and plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= searching.capacity(place)
+    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= place.chip.usable_bytes
 
 
 def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> None:

@@ -15,15 +15,17 @@ import pytest
 from shardlib.axes import MeshShape
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework_profiles import XLA
-from shardlib.cost.terms.knobs import Knobs
+from shardlib.decisions.dtypes import Dtypes
+from shardlib.decisions.table import Decisions
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning.decisions.candidate import Decision, What, waits_for
-from shardlib.planning.decisions.dtypes import Dtypes, combinations
+from shardlib.planning.assembly.assemble import assemble
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.decisions.dtypes import combinations
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.decisions.plan_data import Search
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
@@ -45,11 +47,11 @@ def _load(vendor: str = "nvidia") -> Workload:
 def _priced(
     where: Topology, dtypes: Dtypes = (), *, zero: int = 0, micro: int = 1, **mesh: int
 ) -> Plan:
-    what = What(policy="none", choice=Choice(batch="batch"), how=Knobs(zero=zero), dtypes=dtypes)
-    return searching.assemble(
+    decisions = Decisions(mesh=MeshShape(mesh), microbatches=micro, zero=zero, dtypes=dtypes)
+    return assemble(
         _load(where.chip.vendor),
         where,
-        Decision(mesh=MeshShape(mesh), micro=micro, what=what),
+        Candidate(decisions=decisions, choice=Choice(batch="batch")),
         Search(),
     )
 

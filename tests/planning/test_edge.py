@@ -24,8 +24,9 @@ from shardlib.frontend.traced_model import problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.cluster import Device, cluster, message_seconds
-from shardlib.planning.edge.chain import chain_of
-from shardlib.planning.edge.edge import Costs, EdgePlan, costs_of, plan_chain, plan_edge
+from shardlib.planning.edge.edge import Costs, costs_of, plan_chain, plan_edge
+from shardlib.planning.edge.edge_plan import EdgePlan
+from shardlib.planning.edge.pieces import chain_of
 from tests.planning import worlds
 from tests.zoo import encoder_decoder
 

@@ -13,11 +13,10 @@ from shardlib.errors import PlanError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.answers.alternative import alternatives_text
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.questions import counterfactual
 from shardlib.planning.questions.constraints import constraints, staircase
 from shardlib.planning.questions.sensitivity import SHOCK
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.tables import WIDTH
 from tests.planning import worlds
@@ -41,7 +40,7 @@ def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan
 
 
 @functools.cache
-def ranked(where: str) -> list[searching.Ranked]:
+def ranked(where: str) -> list[Ranked]:
     return list(planner.ranked(workload().problem, where, load=workload(), lowered=True))
 
 
@@ -116,8 +115,8 @@ def test_alternatives_differ_in_what_they_say():
     for one, entry in itertools.product(plan.alternatives(3), ranked("h100:8")):
         if (
             entry.seconds == one.step_seconds
-            and entry.decision.mesh == one.mesh
-            and entry.decision.summary == one.summary
+            and entry.candidate.mesh == one.mesh
+            and entry.candidate.summary == one.summary
         ):
             other = entry.make()
             words = [

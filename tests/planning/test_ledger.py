@@ -12,15 +12,19 @@ import pytest
 from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import Decisions
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.bounds.step_time import Bounds
-from shardlib.planning.decisions.pins import Pins
-from shardlib.planning.space import space
+from shardlib.planning.space import meshes, space
+from shardlib.planning.space.attention import Strategy
 from shardlib.planning.space.cost_tables import components, subsets
 from shardlib.planning.space.table_components import Scope
 from shardlib.planning.space.workload import prepare
 from tests.planning import worlds
+
+STRATEGY = Strategy(decisions=Decisions(context="all-gather"))
 
 
 def test_components_are_the_classes_of_tied_colours() -> None:
@@ -51,10 +55,8 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
         prepare(problem, "nvidia", framework_profile(software)),
         Pricer(topology("2*h100:4"), framework_profile(software)),
     )
-    room = space.build(
-        problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False
-    )
-    shapes, _ = distinct(space.sizes(room, load.colouring, 8))
+    room = space.build(load, Pins(), None, STRATEGY, lowered=False)
+    shapes, _ = distinct(meshes.sizes(room, load.colouring, 8))
     scope = Scope(
         load=load,
         room=room,
@@ -87,9 +89,7 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
     load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
     plan = planner.search(load.problem, where, load=load, lowered=True)
     pricer = Pricer(where)
-    room = space.build(
-        load.problem, load.colouring, load.counts, Pins(), None, expert=None, lowered=True
-    )
+    room = space.build(load, Pins(), None, STRATEGY, lowered=True)
     shapes, _ = distinct(
         {
             axis: np.array([plan.mesh[axis]])
@@ -103,13 +103,13 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
         pricer,
         pricer.values(load.ledger.book, shapes),
     )
-    least = bounds.least("none", at)[0, 0]
+    least = bounds.least("none", at).busy[0]
     ticks = [
-        bounds.tick("none", choice, at)[0, 0]
+        bounds.tick("none", choice, at).busy[0]
         for choice in room.choices
         if bool(choice.tensor) == (plan.mesh["tensor"] > 1)
     ]
     assert 0 < least <= min(ticks) * (1 + 1e-12)
-    parts = [bounds.least("none", at, first)[0, 0] for first in range(bounds.components + 1)]
+    parts = [bounds.least("none", at, first).busy[0] for first in range(bounds.components + 1)]
     assert parts == sorted(parts) and parts[0] < parts[-1] == least
     assert min(ticks) * plan.microbatches < plan.estimate.step_seconds

@@ -13,18 +13,18 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.cost.terms.framework_profiles import XLA
-from shardlib.cost.terms.knobs import Knobs
+from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning.decisions.candidate import Decision, What
+from shardlib.planning.assembly.candidate_price import price
+from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.plan import Plan, source_of
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
-from tests.planning.brute_force import every_decision, fastest
+from tests.planning.brute_force import every_candidate, fastest
 
 MADE = {
     "mlp": worlds.mlp,
@@ -112,7 +112,7 @@ def test_search_equals_brute_force_when_memory_binds(
         return
     plan = planner.search(load.problem, tight, load=load, lowered=lowered)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.estimate.device_bytes.peak <= searching.capacity(tight)
+    assert plan.estimate.device_bytes.peak <= tight.chip.usable_bytes
 
 
 @pytest.mark.matrix
@@ -335,11 +335,10 @@ def test_a_fully_pinned_plan_is_priced() -> None:
     rest = {p.path: str(p.rest) for p in plan.parameters}
     assert rest["gate"] == "[-, fsdp, tensor]" and rest["o"] == "[-, tensor, -, fsdp]"
     choice = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq")
-    decision = Decision(
-        mesh=plan.mesh, micro=2, what=What(policy="full", choice=choice, how=Knobs(zero=3))
-    )
+    decisions = Decisions(mesh=plan.mesh, microbatches=2, remat="full", zero=3)
+    candidate = Candidate(decisions=decisions, choice=choice)
     assert plan.estimate.step_seconds == pytest.approx(
-        float(searching.price(load, topology("h100:8"), decision).step_seconds[0])
+        float(price(load, topology("h100:8"), candidate).step_seconds[0])
     )
 
 
@@ -432,22 +431,22 @@ def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None
     load, place = load_for(world, where), topology(where)
     found = list(planner.ranked(load.problem, place, load=load, lowered=True))
     prices = {
-        decision: searching.price(load, place, decision)
-        for decision in every_decision(load, place, lowered=True)
+        candidate: price(load, place, candidate)
+        for candidate in every_candidate(load, place, lowered=True)
     }
     fitting = sorted(
         float(p.step_seconds[0])
         for p in prices.values()
-        if float(p.peak_bytes[0]) <= searching.capacity(place)
+        if float(p.peak_bytes[0]) <= place.chip.usable_bytes
     )
     assert [entry.seconds for entry in found] == pytest.approx(fitting, rel=1e-8)
-    assert len({entry.decision for entry in found}) == len(found)
+    assert len({entry.candidate for entry in found}) == len(found)
     for entry in found:
         assert entry.seconds == pytest.approx(
-            float(prices[entry.decision].step_seconds[0]), rel=1e-9
+            float(prices[entry.candidate].step_seconds[0]), rel=1e-9
         )
         assert entry.peak_bytes == pytest.approx(
-            float(prices[entry.decision].peak_bytes[0]), rel=1e-9
+            float(prices[entry.candidate].peak_bytes[0]), rel=1e-9
         )
 
 
@@ -480,7 +479,7 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
         place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9
     )
     found = list(planner.ranked(load.problem, tight, load=load, lowered=True))
-    assert found and all(entry.peak_bytes <= searching.capacity(tight) for entry in found)
+    assert found and all(entry.peak_bytes <= tight.chip.usable_bytes for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
         planner.ranked(load.problem, with_memory(place, 1e5), load=load)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shardlib.errors import InfeasibleError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
@@ -77,4 +76,4 @@ def test_the_search_equals_brute_force(
         return
     plan = planner.search(load.problem, place, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= searching.capacity(place)
+    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= place.chip.usable_bytes

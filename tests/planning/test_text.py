@@ -16,7 +16,10 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import Search
 from shardlib.planning.plan import Plan
-from shardlib.planning.text.explain import collective_rows, diff, explain, notation, parameter_rows
+from shardlib.planning.text.diff import diff
+from shardlib.planning.text.explain import explain
+from shardlib.planning.text.figures import collective_rows
+from shardlib.planning.text.parameters import notation, parameter_rows
 from shardlib.planning.units.quantity import bar, bytes_text, clip, count_text, seconds_text
 from shardlib.planning.units.tables import WIDTH
 from shardlib.rules import Rules

@@ -20,7 +20,8 @@ from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload, prepare
-from shardlib.planning.text.timeline import IDLE, Slice, Timeline, free, lockstep
+from shardlib.planning.text.predicted_timeline import free, lockstep
+from shardlib.planning.text.timeline import IDLE, Slice, Timeline
 from shardlib.schedules.simulation import Durations
 from shardlib.schedules.timetable import Timetable
 from tests.planning import worlds

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning.decisions.pins import Pins
 from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import prepare
 from shardlib.schedules import table

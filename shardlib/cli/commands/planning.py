@@ -121,7 +121,8 @@ def explain_command(
 ) -> None:
     """Explain a plan: what was chosen, why, and what another choice would cost."""
     from shardlib.planning.decisions.plan_data import plan_to_data
-    from shardlib.planning.text.explain import diff, explain
+    from shardlib.planning.text.diff import diff
+    from shardlib.planning.text.explain import explain
 
     plan = read_plan(file, changed=changed)
     data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}

@@ -110,6 +110,7 @@ GROUPS: tuple[Group, ...] = tuple(dict.fromkeys(slot.group for slot in SLOTS))
 #: Roles that count along the sequence, by how keys and values meet queries
 #: (`shardlib.cost.terms.knobs.Knobs`).
 ALONG: dict[str, tuple[str, ...]] = {
+    "none": ("context",),
     "all-gather": ("context", "keys"),
     "ring": ("context", "ring"),
     "ulysses": ("context", "exchange"),

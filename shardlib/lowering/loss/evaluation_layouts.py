@@ -28,8 +28,8 @@ from shardlib.layout import Layout
 from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.reading.custom_calls import operands
 from shardlib.lowering.reading.traced_loss import LossJaxpr, trace_loss
+from shardlib.planning.assembly.layouts import batch_layouts
 from shardlib.planning.plan import Plan
-from shardlib.planning.search.layouts import batch_layouts
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.placements import placements
 from shardlib.report import Finding

@@ -17,10 +17,14 @@ from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint, Footprints
 from shardlib.planning.bounds.step_time import EACH, Bounds
 from shardlib.planning.bounds.step_time_that_fits import Fitting
-from shardlib.planning.space import space
+from shardlib.planning.bounds.tick import Tick
+from shardlib.planning.bounds.tick import joined as joined_ticks
+from shardlib.planning.space import meshes
 from shardlib.planning.space.table_components import Scope
 
 Array = np.ndarray
+#: The number of a choice, entries that it fits, and their bounds for a microbatch by policy.
+Bounded = tuple[int, Array, dict[str, Tick]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ class Entries:
         scope: the choices.
         pricer: the machine.
         fitting: the capacity.
-        sizes: of every mesh axis and "micro", by entry (`space.sizes`).
+        sizes: of every mesh axis and "micro", by entry (`meshes.sizes`).
         values: measures on the shapes of the entries.
         shape: number of the shape of each entry.
     """
@@ -107,9 +111,7 @@ class Entries:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices = [scope.choice(choice) for choice in scope.room.choices]
-        self._apart = space.apart(
-            scope.room
-        )  # classes of layers may differ, and then the bounds do not know memory
+        self._apart = scope.room.apart  # then the bounds do not know memory
         self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
 
     def __len__(self) -> int:
@@ -135,7 +137,7 @@ class Entries:
         )
 
     @cached_property
-    def _ticks(self) -> dict[str, Array]:
+    def _ticks(self) -> dict[str, Tick]:
         return {policy: self.bounds.least(policy, self.shape) for policy in self._policies}
 
     @cached_property
@@ -173,7 +175,7 @@ class Entries:
         if self._apart:
             return self.fastest[entries]
         return self._fitting.seconds(
-            {policy: tick[:, entries] for policy, tick in self._ticks.items()},
+            {policy: tick.take(entries) for policy, tick in self._ticks.items()},
             self._least(entries),
             self.at(entries),
         )
@@ -187,7 +189,7 @@ class Entries:
             limit: seconds, or bytes.
             lean: the bound is that of bytes, and not of seconds.
         """
-        found: list[tuple[int, Array, dict[str, Array]]] = []
+        found: list[Bounded] = []
         for ways in np.unique(self.sizes["tensor"][entries]):
             mine = entries[self.sizes["tensor"][entries] == ways]
             for number in self._fit(int(ways)):
@@ -197,7 +199,7 @@ class Entries:
         every = np.concatenate([mine for _, mine, _ in found])
         choices = np.concatenate([np.full(len(mine), number) for number, mine, _ in found])
         ticks = {
-            policy: np.concatenate([tick[policy] for _, _, tick in found], axis=1)
+            policy: joined_ticks([tick[policy] for _, _, tick in found])
             for policy in self._policies
         }
         if self._apart:
@@ -226,14 +228,12 @@ class Entries:
             and all(colours[name].divisor % ways == 0 for name in choice.tensor)
         ]
 
-    def _under(
-        self, number: int, entries: Array, limit: float
-    ) -> list[tuple[int, Array, dict[str, Array]]]:
+    def _under(self, number: int, entries: Array, limit: float) -> list[Bounded]:
         """The entries that a choice fits, with the bounds of a microbatch by policy, but for those
         that are not below a limit whatever their memory.
         """
         room, choice = self.scope.room, self.choices[number]
-        entries = entries[space.legal(choice, room.limits, self.scope.routes, self.at(entries))]
+        entries = entries[meshes.legal(choice, room.limits, self.scope.routes, self.at(entries))]
         ticks = {
             policy: self.bounds.tick(policy, choice, self.shape[entries])
             for policy in self._policies
@@ -241,14 +241,12 @@ class Entries:
         least = self._fitting.fastest(ticks, self.at(entries))
         below = np.flatnonzero(least < limit)
         return (
-            [(number, entries[below], {policy: tick[:, below] for policy, tick in ticks.items()})]
+            [(number, entries[below], {policy: tick.take(below) for policy, tick in ticks.items()})]
             if len(below)
             else []
         )
 
-    def _of(
-        self, found: list[tuple[int, Array, dict[str, Array]]], sizes: Mapping[str, Array]
-    ) -> dict[str, Footprint]:
+    def _of(self, found: list[Bounded], sizes: Mapping[str, Array]) -> dict[str, Footprint]:
         """Footprints by policy."""
         footprints = self._footprints(np.concatenate([mine for _, mine, _ in found]))
         rest, points = list[Array](), defaultdict[str, list[Array]](list)

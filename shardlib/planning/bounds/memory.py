@@ -17,7 +17,7 @@ from shardlib.axes import TOKEN_AXES
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import ROWS, Q
-from shardlib.planning.space import space
+from shardlib.planning.space import schedules
 from shardlib.planning.space.cost_tables import Account
 from shardlib.planning.space.table_components import Parts, Scope
 from shardlib.propagation.assignment import Choice
@@ -123,7 +123,7 @@ class Footprints:
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
         """
-        stages, together = sizes["stage"], sizes["micro"] // space.groups(self._room)
+        stages, together = sizes["stage"], sizes["micro"] // schedules.groups(self._room)
 
         def shape(chunks: int) -> Pipelines:
             return Pipelines(
@@ -143,10 +143,10 @@ class Footprints:
             least_in_flight(shape(1)),
             longest,
         )
-        if not space.breadth_first(self._room):
+        if not schedules.breadth_first(self._room):
             return found
         most = np.maximum.reduce(
-            [schedule.in_flight(shape(1)) for schedule in space.forward_first()]
+            [schedule.in_flight(shape(1)) for schedule in schedules.forward_first()]
         )
         return replace(found, breadth_first=self._holding(rest, points, sizes, together, most))
 
@@ -199,7 +199,7 @@ class Footprints:
         fewest = min(self._model.counts, default=1)
         return np.where(
             stages > 1,
-            (1 + self._model.head_layers / fewest) / stages + space.MAX_VIRTUAL / fewest,
+            (1 + self._model.head_layers / fewest) / stages + schedules.MAX_VIRTUAL / fewest,
             1.0,
         )
 

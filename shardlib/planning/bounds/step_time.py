@@ -1,4 +1,4 @@
-"""What can no plan beat? Lower bounds of a step, before anything is placed.
+"""Lower bounds of a step, before anything is placed: the seconds that no plan can beat.
 
 A stage is busy in every microbatch with kernels and with the collectives that compute waits for.
 With every group of axes on the fastest links that it could have alone, all stages equally full,
@@ -20,17 +20,14 @@ from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import Tally
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, ROWS, Q
-from shardlib.planning.space import space
+from shardlib.planning.bounds.tick import QUANTITIES, Tick
+from shardlib.planning.space import schedules
 from shardlib.planning.space.table_components import Parts, Scope
 from shardlib.propagation.assignment import Choice
 from shardlib.schedules.table import most_put_off
 
 Array = np.ndarray
-
-
-#: Quantities of a tick, see `Bounds.tick`.
-QUANTITIES = 5
-#: In the place of a policy: for each class of layers the least of all policies.
+#: In the place of a policy: for each layer group the least of all policies.
 EACH = "each"
 
 
@@ -44,7 +41,8 @@ class Bounds:
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
-        self._pricer, self._values, self._along = pricer, values, ALONG[scope.room.strategy.context]
+        self._pricer, self._values = pricer, values
+        self._along = ALONG[scope.room.strategy.decisions.context]
         self._layers, self._put_off = (
             len(scope.load.counts),
             most_put_off(lockstep=pricer.stack.pipeline == "lockstep"),
@@ -84,21 +82,16 @@ class Bounds:
                 ]
                 for segment in range(self._layers + 2)
             ]
-            if space.apart(scope.room)
+            if scope.room.apart
             else []
         )
 
-    def tick(self, policy: str, choice: Choice, at: Array) -> Array:
-        """Seconds of a microbatch on some shapes, on all stages together, and messages between
-        stages: array [QUANTITIES, shapes].
-
-        What a stage is busy with; the same less what gradients of weights take off a bubble of
-        zero-bubble; and the same with what moves along the sequence, in place of the compute under
-        which that could hide; then number and bytes of the messages of a microbatch and chunk of
-        layers.
-        """
-        if policy == EACH:
-            return sum(
+    def tick(self, policy: str, choice: Choice, at: Array) -> Tick:
+        """What a microbatch takes under a choice, on some shapes by number."""
+        if policy != EACH:
+            return Tick(self._parts[policy].total(choice, self._values.which[at]))
+        return Tick(
+            sum(
                 (
                     np.minimum.reduce(
                         [parts.total(choice, self._values.which[at]) for parts in segment]
@@ -107,21 +100,23 @@ class Bounds:
                 ),
                 np.zeros((QUANTITIES, len(at))),
             )
-        return self._parts[policy].total(choice, self._values.which[at])
+        )
 
-    def least(self, policy: str, at: Array, first: int | None = None) -> Array:
-        """The least of all choices on some shapes, array [QUANTITIES, shapes]; infinite where no
-        choice fits. With `first`, as `Parts.least` takes it, a bound of it.
+    def least(self, policy: str, at: Array, first: int | None = None) -> Tick:
+        """The least of all choices on some shapes, by number; infinite where no choice fits. With
+        `first`, as `Parts.least` takes it, a bound of it.
         """
-        if policy == EACH:
-            return sum(
+        if policy != EACH:
+            return Tick(self._parts[policy].least(first)[:, self._values.which[at]])
+        return Tick(
+            sum(
                 (
                     np.minimum.reduce([parts.least(first) for parts in segment])
                     for segment in self._by_class
                 ),
                 np.zeros(1),
             )[:, self._values.which[at]]
-        return self._parts[policy].least(first)[:, self._values.which[at]]
+        )
 
     @property
     def components(self) -> int:
@@ -136,7 +131,7 @@ class Bounds:
         )
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
-        """See `tick`, on some of the shapes but for fsdp."""
+        """The rows of a `Tick`, on some of the shapes but for fsdp."""
         block, ring, stage = role_slots("block"), role_slots(*self._along), role_slots("stage")
         folded = tally.folded(
             ROWS * (self._layers + 2),
@@ -183,20 +178,20 @@ class Bounds:
         )
 
 
-def passing(tick: Array, stages: Array, pricer: Pricer) -> Array:
+def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
     """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by
     candidate; see `step_seconds`.
     """
     latency, per_byte = least_hops(stages, pricer.topology)
     return np.where(
-        np.isfinite(tick[3]),
-        np.nan_to_num(tick[3]) * latency + np.nan_to_num(tick[4]) * per_byte,
+        np.isfinite(tick.messages),
+        np.nan_to_num(tick.messages) * latency + np.nan_to_num(tick.message_bytes) * per_byte,
         0.0,
     ) * (1 - pricer.stack.send_overlap)
 
 
 def step_seconds(
-    tick: Array,
+    tick: Tick,
     stages: Array,
     micro: Array,
     rounds: Array | None,
@@ -206,7 +201,7 @@ def step_seconds(
     """A bound of the step time.
 
     Args:
-        tick: as `Bounds.tick` gives them, by candidate: array [QUANTITIES, candidates].
+        tick: bounds for a microbatch.
         stages, micro: stages and microbatches by candidate.
         rounds: times that a stage waits as long as it is busy with a microbatch, at least
             (`Schedule.rounds`), by candidate, for one group; None in a schedule whose gradients of
@@ -214,7 +209,9 @@ def step_seconds(
         groups: of microbatches that go through the pipeline one after the other.
         passes: seconds of the messages of a microbatch.
     """
-    busy, free, loaded = tick[:3] / stages + passes
+    busy, free, loaded = (
+        seconds / stages + passes for seconds in (tick.busy, tick.free, tick.loaded)
+    )
     known = np.isfinite(busy)
     waiting = (
         (stages - 1) * np.maximum(0.0, np.where(known, free, 0.0))
@@ -225,7 +222,7 @@ def step_seconds(
 
 
 def breadth_first_seconds(
-    tick: Array,
+    tick: Tick,
     stages: Array,
     micro: Array,
     chunks: Array,
@@ -246,9 +243,9 @@ def breadth_first_seconds(
     fits = chunks > 0
     if not pinned:
         with np.errstate(divide="ignore", invalid="ignore"):
-            best = np.sqrt(groups * (stages - 1) * tick[0] / stages / (micro * passes))
+            best = np.sqrt(groups * (stages - 1) * tick.busy / stages / (micro * passes))
         chunks = np.clip(
-            np.nan_to_num(best, nan=np.inf), space.FEWEST, np.maximum(chunks, space.FEWEST)
+            np.nan_to_num(best, nan=np.inf), schedules.FEWEST, np.maximum(chunks, schedules.FEWEST)
         )
     chunks = np.maximum(chunks, 1)
     return np.where(

@@ -1,4 +1,4 @@
-"""Which time can no plan that fits beat?
+"""The time that no plan which fits can beat.
 
 The fastest plans are often far too large. Recomputing a part of the layers lies between recomputing
 none and all of them, in time and in memory; so a plan that fits takes at least the time at which
@@ -17,7 +17,9 @@ import numpy as np
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint
 from shardlib.planning.bounds.step_time import breadth_first_seconds, passing, step_seconds
-from shardlib.planning.space import space
+from shardlib.planning.bounds.tick import Tick
+from shardlib.planning.space import schedules
+from shardlib.planning.space.space import Space
 from shardlib.schedules.none import NONE
 from shardlib.schedules.schedule import Pipelines
 
@@ -37,19 +39,18 @@ class Fitting:
         offloads: what may be in host memory, () among it where nothing must.
     """
 
-    room: space.Space
+    room: Space
     pricer: Pricer
     capacity: float
     offloads: tuple[tuple[str, ...], ...]
 
     def seconds(
-        self, ticks: Mapping[str, Array], found: Mapping[str, Footprint], sizes: Mapping[str, Array]
+        self, ticks: Mapping[str, Tick], found: Mapping[str, Footprint], sizes: Mapping[str, Array]
     ) -> Array:
         """Seconds of a step that no plan beats that fits; infinite where none fits.
 
         Args:
-            ticks: by policy, bounds of the time of a microbatch, arrays [quantities, candidates] as
-                `Bounds.tick` gives them.
+            ticks: by policy, bounds for a microbatch.
             found: by policy, footprints.
             sizes: of every mesh axis and "micro", by candidate.
         """
@@ -75,24 +76,24 @@ class Fitting:
             least
             + constants.step_s
             + constants.microbatch_s
-            * (sizes["micro"] + space.groups(self.room) * (sizes["stage"] - 1))
+            * (sizes["micro"] + schedules.groups(self.room) * (sizes["stage"] - 1))
         )
 
-    def fastest(self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]) -> Array:
+    def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
         """Seconds of a step that no plan beats, whether it fits or not."""
         return np.minimum.reduce(
             [time for times, _ in self._alternatives(ticks, sizes) for time in times.values()]
         )
 
     def _alternatives(
-        self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]
+        self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]
     ) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
         """Bounds of the step time by policy, each with the footprint that is meant: policies that a
         plan may mix, those of schedules with the backward pass in two, which none mixes, and those
         of breadth first.
         """
         stages, micro = sizes["stage"], sizes["micro"]
-        room, groups = self.room, space.groups(self.room)
+        room, groups = self.room, schedules.groups(self.room)
         if not (stages > 1).any():
             return [
                 (
@@ -115,10 +116,10 @@ class Fitting:
         alone = [
             {policy: step_seconds(tick, stages, micro, None, groups, passes[policy])}
             for policy, tick in ticks.items()
-            if any(one.backward_in_two for one in space.schedules(room, policy))
+            if any(one.backward_in_two for one in schedules.of_policy(room, policy))
         ]
         usual = [(times, _usual) for times in [mixing, *alone]]
-        chunks, pinned = space.most_rounds(room, sizes), room.pins.virtual_stages is not None
+        chunks, pinned = schedules.most_rounds(room, sizes), room.pins.virtual_stages is not None
         if not chunks.any():
             return usual
         return [
@@ -138,12 +139,12 @@ class Fitting:
         """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or
         with as many chunks as a stage can have.
         """
-        together = micro // space.groups(self.room)
-        most = space.most_chunks(self.room, policy, stages, micro)
+        together = micro // schedules.groups(self.room)
+        most = schedules.most_chunks(self.room, policy, stages, micro)
         return np.minimum.reduce(
             [
                 schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=together))
-                for schedule in space.schedules(self.room, policy) or (NONE,)
+                for schedule in schedules.of_policy(self.room, policy) or (NONE,)
                 for chunks in (np.ones_like(most), most)
             ]
         )

@@ -1,148 +1,181 @@
-"""A point of the space of plans: everything that distinguishes one plan from another."""
+"""A candidate: one point of the space of plans, as the search knows it.
+
+It holds the same `Decisions` that its plan will have. Three of them the search knows by other names
+until the plan is built: what is sharded as a `Choice` of colours, the policies of layer groups by
+their place among the groups, and whether tokens are routed to experts, of whatever kind they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing.variants.mixed_remat import Each
-from shardlib.cost.terms.knobs import Knobs
-from shardlib.planning.decisions.dtypes import Dtypes
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.decisions.dtypes import Dtypes
+from shardlib.decisions.table import Decisions
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.propagation.assignment import Choice
-from shardlib.schedules.table import lowered, named
+from shardlib.schedules.none import NONE
+from shardlib.schedules.table import named
 
-#: Mesh axes that programs are lowered to today; plans may use the others, and say so.
-LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
 _CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
-#: Dtypes that programs are lowered to; those of 64 bits need a mode of JAX.
-LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
-#: Dtypes of products beside them: what rests in 8 bits would need scales that rest with it.
-LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class What:
-    """The decisions that many candidates share: all but the mesh, its place and the microbatches.
+class Candidate:
+    """One plan of the space, or what many have in common before meshes and microbatches are said.
 
     Attributes:
-        policy: remat policy.
-        recomputed: layers that follow the policy, of those that the fullest stage has; the others
-            recompute nothing. 0: all follow it.
-        classes: for each class of layers its policy and how many layers of the fullest stage follow
-            it, where classes differ; `policy` is then that of the most layers, and `recomputed`
-            counts them all. () where they do not differ.
-        choice: what is cut.
-        dtypes: what is in another dtype than in the traced model, see
-            `shardlib.planning.decisions.dtypes`.
+        decisions: the decisions; of those that follow, and of `rules`, `sequence_parallel` and
+            `experts`, nothing. `remat_layers` are those of the fullest stage; where layer groups
+            differ, `remat` is the policy of the most layers, and `remat_layers` counts them all.
+            Without a context axis `context` is that of the space.
+        choice: what is sharded.
+        groups: for each layer group its policy and how many layers of the fullest stage follow it,
+            where groups differ; () where they do not.
         routes: whether tokens are routed to their experts between devices.
-        how: ZeRO stage, schedule and the like.
-        collective_matmul: "loop" where matmuls over tensor gather and scatter piece by piece;
-            "none" otherwise.
     """
 
-    policy: str
+    decisions: Decisions
     choice: Choice
-    recomputed: int = 0
-    classes: Each = ()
-    dtypes: Dtypes = ()
+    groups: Each = ()
     routes: bool = False
-    how: Knobs = field(default_factory=Knobs)
-    collective_matmul: str = "none"
 
+    @property
+    def mesh(self) -> MeshShape:
+        """Sizes of the mesh axes."""
+        return self.decisions.mesh
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """One plan.
+    def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
+        """The candidate on a mesh, without what the mesh has no axis for."""
+        staged = "stage" in mesh
+        one = self.decisions
+        return replace(
+            self,
+            choice=self.choice if "context" in mesh else replace(self.choice, context=None),
+            decisions=replace(
+                one,
+                mesh=mesh,
+                microbatches=microbatches,
+                axis_order=order,
+                context=one.context if "context" in mesh else "all-gather",
+                schedule=one.schedule if staged else NONE.name,
+                virtual_stages=one.virtual_stages if staged else 1,
+                accumulation=one.accumulation if staged else 1,
+            ),
+        )
 
-    Attributes:
-        mesh: sizes of the mesh axes.
-        order: order in which axes take the links, see `shardlib.hardware.placement.orders`.
-        micro: microbatches.
-        what: everything else.
-    """
-
-    mesh: MeshShape
-    micro: int
-    what: What
-    order: tuple[str, ...] = ()
+    def but(self, **changes: object) -> Candidate:
+        """The candidate with other decisions."""
+        return replace(self, decisions=replace(self.decisions, **changes))
 
     @property
     def summary(self) -> str:
         """The decisions other than the mesh, in a few words."""
-        what, how = self.what, self.what.how
+        one, order = self.decisions, self.decisions.axis_order
         parts = [
-            f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "",
-            "sequence parallel" if what.choice.sequence else "",
-            "collective matmul" if what.collective_matmul == "loop" else "",
-            f"ZeRO {how.zero}" if how.zero else "",
-            _remat(what),
-            microbatches_text(self.micro, how.accumulation) if self.micro > 1 else "",
-            named(how.schedule).words(how.virtual),
-            "weights gathered once" if how.gather == "once" else "",
-            _CONTEXT[how.context] if "context" in self.mesh else "",
-            "routed experts" if what.routes else "",
-            _elsewhere(how.offload),
-            ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes),
-            f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else "",
+            f"tensor cuts {'+'.join(self.choice.tensor)}" if self.choice.tensor else "",
+            "sequence parallel" if self.choice.sequence else "",
+            "collective matmul" if one.collective_matmul == "loop" else "",
+            f"ZeRO {one.zero}" if one.zero else "",
+            self._remat,
+            (microbatches_text(one.microbatches, one.accumulation) if one.microbatches > 1 else ""),
+            named(one.schedule).words(one.virtual_stages),
+            "weights gathered once" if one.gather == "once" else "",
+            _CONTEXT[one.context] if "context" in one.mesh else "",
+            "routed experts" if self.routes else "",
+            _elsewhere(one.offload),
+            dtypes_text(one.dtypes),
+            f"{order[0]} outermost, {order[-1]} innermost" if order else "",
         ]
         return ", ".join(part for part in parts if part)
 
     @property
+    def _remat(self) -> str:
+        if self.decisions.remat == "none":
+            return ""
+        if self.groups:
+            return (
+                "remat "
+                + " and ".join(
+                    f"{policy} of {number} layers" if number else "none"
+                    for policy, number in self.groups
+                )
+                + " a stage, by class"
+            )
+        layers = self.decisions.remat_layers
+        return f"remat {self.decisions.remat}" + (f" of {layers} layers a stage" if layers else "")
+
+    @property
     def waits_for(self) -> tuple[str, ...]:
         """What of it has no lowering yet."""
-        what = self.what
-        return _waits(
-            self.mesh,
-            what.how.schedule,
-            what.policy,
-            what.recomputed,
-            bool(what.classes),
-            what.how.offload,
-            self.order,
-            what.dtypes,
-        )
+        return waits_for(self.decisions, by_group=bool(self.groups))
 
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
-        what, how = self.what, self.what.how
+        one = self.decisions
         return (
             len(self.waits_for),
-            self.mesh.devices,
-            len(self.mesh),
-            self.micro,
-            what.policy != "none",
-            how.zero,
-            how.gather != "use",
-            what.choice.sequence is not None,
-            len(what.choice.tensor),
-            what.dtypes,
-            tuple(dict(self.mesh).items()),
-            what.policy,
-            what.recomputed,
-            what.classes,
-            what.choice.tensor,
-            how.schedule,
-            how.virtual,
-            how.accumulation,
-            how.offload,
-            self.order,
+            one.mesh.devices,
+            len(one.mesh),
+            one.microbatches,
+            one.remat != "none",
+            one.zero,
+            one.gather != "use",
+            self.choice.sequence is not None,
+            len(self.choice.tensor),
+            one.dtypes,
+            tuple(dict(one.mesh).items()),
+            one.remat,
+            one.remat_layers,
+            self.groups,
+            self.choice.tensor,
+            one.schedule,
+            one.virtual_stages,
+            one.accumulation,
+            one.offload,
+            one.axis_order,
         )
 
 
-def waits_for(plan: PlanData) -> tuple[str, ...]:
-    """What of a plan has no lowering yet."""
-    return _waits(
-        plan.mesh,
-        plan.schedule,
-        plan.remat,
-        plan.remat_layers,
-        bool(plan.remat_classes),
-        plan.offload,
-        plan.axis_order,
-        plan.dtypes,
+def completed(
+    candidate: Candidate, experts: str, names: Sequence[str], **others: object
+) -> Decisions:
+    """The decisions of a candidate's plan, all in the words of plans.
+
+    Args:
+        candidate: on its mesh.
+        experts: what the model's experts do with tokens that are routed.
+        names: of the layer groups.
+        others: decisions that are made beside the candidate, such as `rules`.
+    """
+    one = candidate.decisions
+    return replace(
+        one,
+        sequence_parallel=candidate.choice.sequence is not None,
+        remat_classes=tuple(
+            (name, *each) for name, each in zip(names, candidate.groups, strict=False)
+        ),
+        context=one.context if "context" in one.mesh else "none",
+        experts=experts if candidate.routes else "none",
+        **others,
     )
+
+
+def by_group(each: Each) -> tuple[str, int]:
+    """The policy of the most layers that are rematerialised, and the number of all that are."""
+    return max(each, key=lambda one: one[1])[0], sum(number for _, number in each)
+
+
+def microbatches_text(micro: int, groups: int) -> str:
+    """Microbatches of a step in words."""
+    return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
+
+
+def dtypes_text(dtypes: Dtypes) -> str:
+    """Dtypes other than the model's in words."""
+    return ", ".join(f"{word} {dtype}" for word, dtype in dtypes)
 
 
 def _elsewhere(offload: tuple[str, ...]) -> str:
@@ -153,75 +186,3 @@ def _elsewhere(offload: tuple[str, ...]) -> str:
             *(["optimizer state on disk"] if "disk" in offload else []),
         ]
     )
-
-
-def _waits(
-    mesh: MeshShape,
-    schedule: str,
-    policy: str,
-    recomputed: int,
-    classes: bool,
-    offload: tuple[str, ...],
-    order: tuple[str, ...],
-    dtypes: Dtypes,
-) -> tuple[str, ...]:
-    found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
-    found += [] if lowered(schedule) else [f"the schedule {schedule}"]
-    if "stage" in mesh:
-        found += (
-            ["recomputing by class of layers in stages"]
-            if classes
-            else ["recomputing a part of the layers of stages"]
-            if recomputed
-            else []
-        )
-    found += (
-        ["activations in host memory"]
-        if "activations" in offload and ("stage" in mesh or policy == "none")
-        else []
-    )
-    found += [
-        f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes if not _lowered(word, dtype)
-    ]
-    return (*found, *(["axes in another order on the links"] if order else []))
-
-
-def _lowered(word: str, dtype: str) -> bool:
-    return dtype in LOWERED_DTYPES or (word == "matmul_dtype" and dtype in LOWERED_PRODUCTS)
-
-
-def lowered_dtypes(
-    allowed: Sequence[tuple[str, tuple[str, ...]]],
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Of dtypes that are allowed those that programs are lowered to."""
-    return tuple(
-        (word, tuple(dtype for dtype in dtypes if _lowered(word, dtype)))
-        for word, dtypes in allowed
-    )
-
-
-def microbatches_text(micro: int, groups: int) -> str:
-    """Microbatches of a step in words."""
-    return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
-
-
-def _remat(what: What) -> str:
-    if what.policy == "none":
-        return ""
-    if what.classes:
-        return (
-            "remat "
-            + " and ".join(
-                f"{policy} of {number} layers" if number else "none"
-                for policy, number in what.classes
-            )
-            + " a stage, by class"
-        )
-    return f"remat {what.policy}" + (
-        f" of {what.recomputed} layers a stage" if what.recomputed else ""
-    )
-
-
-def by_class(each: Each) -> tuple[str, int]:
-    """The policy of the most layers that recompute, and the number of all that do."""
-    return max(each, key=lambda one: one[1])[0], sum(number for _, number in each)

@@ -14,49 +14,18 @@ optimizer state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardlib.cost.step.step_facts import gradient_like, weights_of
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.decisions.dtypes import DTYPES, Allowed, Dtypes
 from shardlib.errors import PinError
 from shardlib.graph.check import check
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter, Problem, StepGraph
 
-#: What has a dtype: parameters at rest; operands of the products of layers' weights; gradients kept
-#: over the microbatches of a step; gradients on the wire; the arrays of optimizer state that have a
-#: parameter's shape.
-DTYPES: tuple[str, ...] = (
-    "param_dtype",
-    "matmul_dtype",
-    "gradient_dtype",
-    "reduction_dtype",
-    "moment_dtype",
-)
-#: (what, dtype) of everything whose dtype is not that of the traced model, in the order of
-#: `DTYPES`.
-Dtypes = tuple[tuple[str, str], ...]
 
-
-def read_dtype(word: str, value: object) -> str:
-    """A dtype of floating-point numbers.
-
-    Raises:
-        PinError: it is none.
-    """
-    known = [name for name in ITEMSIZE if "float" in name]
-    if value not in known:
-        raise PinError(f"{word} is {value!r}; it is one of {', '.join(known)}")
-    return str(value)
-
-
-def ordered(words: Mapping[str, str]) -> Dtypes:
-    """Dtypes in their order."""
-    return tuple((word, words[word]) for word in DTYPES if word in words)
-
-
-def combinations(pinned: Dtypes, allowed: Sequence[tuple[str, tuple[str, ...]]]) -> list[Dtypes]:
+def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     """Every combination of dtypes, those nearest to the traced model first: of equally fast plans
     the one that changes the least is found first.
     """

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
+from shardlib.decisions.plain_data import identity, plain
+from shardlib.decisions.table import Decisions
 from shardlib.layout import Layout
 from shardlib.planning.decisions.compiled_trials import Refined
 from shardlib.report import Finding
@@ -22,16 +24,6 @@ from shardlib.rules import Rules
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
-#: Decisions that plans of older versions do not have, with what those did: where they are that,
-#: they are no part of the identity.
-LATER: Mapping[str, Any] = {
-    "remat_classes": {},
-    "dtypes": {},
-    "accumulation": 1,
-    "pipeline": "lockstep",
-    "attention": "traced",
-    "collective_matmul": "none",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,51 +115,17 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanData:
-    """A complete decision for one model, batch and topology.
+class PlanData(Decisions):
+    """A complete decision for one model, batch and topology: all of `Decisions`, and what follows
+    from them.
 
     Attributes:
+        mesh, rules: as in `Decisions`; a plan has to say them. `rules` are colour -> mesh axes in
+            compute, a priority list (see `shardlib.rules`).
         model: name of the model, for people.
         topology: spelling of the topology it was made for.
-        mesh: sizes of the mesh axes.
         placement: for every axis the links that it runs along, the major one first; see
             `shardlib.hardware.placement`.
-        axis_order: mesh axes from the outermost to the innermost links, where it is not the usual
-            order (`shardlib.axes.MESH_AXES`).
-        rules: colour -> mesh axes in compute, a priority list (see `shardlib.rules`).
-        sequence_parallel: whether activations without a tensor-cut dim are cut along the sequence
-            instead.
-        zero: what is cut over fsdp at rest: 0 nothing, 1 optimizer state, 2 gradients too, 3
-            parameters too.
-        remat: recomputation in the backward pass: "none" (as the model is written), "full" or a
-            named policy.
-        remat_layers: layers of the fullest stage that recompute; the others do not. 0 where all do
-            as `remat` says.
-        remat_classes: (class of layers, policy, layers of the fullest stage that follow it) of
-            every class, where they differ; `remat` is then that of the most layers.
-        microbatches: gradient accumulation steps; with stages, microbatches of the pipeline.
-        accumulation: groups of microbatches that go through the pipeline one after the other;
-            gradients are accumulated in pieces between them. 1 without stages.
-        schedule: pipeline schedule; "none" without stages.
-        virtual_stages: chunks of layers on each stage.
-        gather: when a stage gathers weights that rest in pieces: "use", for every operation, or
-            "once", for all microbatches of a group; see `docs/pipelines.md`.
-        pipeline: how stages run: "lockstep", one program for all devices, or "programs", programs
-            of their own that one process calls; see `docs/pipelines.md`.
-        context: how keys and values meet queries along the context axis, "all-gather", "ring" or
-            "ulysses"; "none" without one.
-        attention: how the core of attention is computed: as the model is written ("traced"), or in
-            one of the ways of `shardlib.graph.kernels`: in "blocks", by "splash" attention or by
-            "cudnn".
-        experts: "dropless" or "capacity", as the model says, where tokens are sent to their experts
-            between devices; "none" where they are sorted as the model is written.
-        collective_matmul: how the sequence is gathered for matmuls that tensor cuts, and their
-            results are scattered: "none", by collectives before and after; "loop", piece by piece
-            while others are multiplied; see `docs/collective_matmul.md`.
-        offload: what rests in host memory: "optimizer", "activations"; "disk" for optimizer state
-            on disk.
-        dtypes: (what, dtype) of what is in another dtype than in the traced model, see
-            `shardlib.planning.decisions.dtypes`.
         parameters: layout of every parameter, in the order of the model's tree.
         batch_layouts: (path, layout) of every array of the batch.
         estimate: predicted cost.
@@ -178,29 +136,11 @@ class PlanData:
         origin: (word, value) pairs with which the command line can trace the model again.
     """
 
+    mesh: MeshShape = field()
+    rules: Rules = field()
     model: str
     topology: str
-    mesh: MeshShape
     placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
-    axis_order: tuple[str, ...] = ()
-    rules: Rules
-    sequence_parallel: bool = False
-    zero: int = 0
-    remat: str = "none"
-    remat_layers: int = 0
-    remat_classes: tuple[tuple[str, str, int], ...] = ()
-    microbatches: int = 1
-    accumulation: int = 1
-    schedule: str = "none"
-    virtual_stages: int = 1
-    gather: str = "use"
-    pipeline: str = "lockstep"
-    context: str = "none"
-    attention: str = "traced"
-    experts: str = "none"
-    collective_matmul: str = "none"
-    offload: tuple[str, ...] = ()
-    dtypes: tuple[tuple[str, str], ...] = ()
     parameters: tuple[ParameterLayout, ...] = ()
     batch_layouts: tuple[tuple[str, Layout], ...] = ()
     estimate: Estimate
@@ -212,43 +152,15 @@ class PlanData:
     @property
     def decisions(self) -> dict[str, Any]:
         """The decisions alone, in the words of pins."""
-        return {
-            "mesh": dict(self.mesh),
-            "rules": self.rules.to_json(),
-            "sequence_parallel": self.sequence_parallel,
-            "zero": self.zero,
-            "remat": self.remat,
-            "remat_layers": self.remat_layers,
-            "remat_classes": {
-                name: [policy, layers] for name, policy, layers in self.remat_classes
-            },
-            "microbatches": self.microbatches,
-            "accumulation": self.accumulation,
-            "schedule": self.schedule,
-            "virtual_stages": self.virtual_stages,
-            "gather": self.gather,
-            "pipeline": self.pipeline,
-            "context": self.context,
-            "attention": self.attention,
-            "experts": self.experts,
-            "collective_matmul": self.collective_matmul,
-            "offload": list(self.offload),
-            "axis_order": list(self.axis_order or self.mesh),
-            "dtypes": dict(self.dtypes),
-        }
+        return plain(self)
 
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
-        decided = {
-            word: value
-            for word, value in self.decisions.items()
-            if word not in LATER or value != LATER[word]
-        }
-        identity = {
+        told_apart = {
             "model": self.model,
             "topology": self.topology,
-            **decided,
+            **identity(self),
             "parameters": [
                 [
                     p.path,
@@ -260,7 +172,7 @@ class PlanData:
                 for p in self.parameters
             ],
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(told_apart, sort_keys=True).encode()).hexdigest()[:12]
 
     def with_findings(self, *findings: Finding) -> Self:
         """The same plan with more findings."""

@@ -17,10 +17,10 @@ from typing import Any, TypeVar, cast
 
 from shardlib.axes import MeshShape
 from shardlib.cost.estimate import LARGEST
+from shardlib.decisions.plain_data import illegal
 from shardlib.errors import PlanError, raise_all
 from shardlib.layout import Layout
 from shardlib.planning.decisions.compiled_trials import MESH
-from shardlib.planning.decisions.pins import legal
 from shardlib.planning.decisions.plan_data import FORMAT, ParameterLayout, PlanData, checksum
 from shardlib.report import Finding
 from shardlib.rules import Rules
@@ -145,7 +145,7 @@ def _judged(plan: PlanData, data: Mapping[str, Any], changed: bool) -> list[Find
 
 def _faults(plan: PlanData) -> list[str]:
     """Values of the right types that no plan has."""
-    found = legal(plan.decisions)
+    found = illegal(plan.decisions)
     found += (
         [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
         if plan.estimate.peak_flops_per_s <= 0

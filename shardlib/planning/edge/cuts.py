@@ -6,7 +6,8 @@ subsets of devices. Equal devices are counted, not told apart: a state is how ma
 chain are done, how many devices of each type are used, and the type of the last one. With `b` the
 best slowest time of a state,
 
-    b(j, used + v, v) = min over i, u of max(b(i, used, u), message from u to v at i, pieces i..j on v)
+    b(j, used + v, v) = min over i, u of
+                        max(b(i, used, u), message from u to v at i, pieces i..j on v)
 
 since no device waits for another but for the slowest, computation and messages being beside each
 other. Among all cuts that are as fast the one with the least time from end to end is taken: the

@@ -55,8 +55,8 @@ def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ..
         found.append(
             Alternative(
                 place=len(found) + 1,
-                mesh=first.decision.mesh,
-                summary=first.decision.summary,
+                mesh=first.candidate.mesh,
+                summary=first.candidate.summary,
                 step_seconds=first.seconds,
                 peak_bytes=int(first.peak_bytes),
                 ratio=first.seconds / (plan.estimate.step_seconds or 1.0),
@@ -85,7 +85,7 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
     """
     own = abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
     if own and any(
-        one.decision.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties
+        one.candidate.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties
     ):
         return None, 0
     return ties[0], len(ties) - 1

@@ -16,7 +16,7 @@ from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.answers.constraint import Binding, Constraints, OutOfReach
 from shardlib.planning.plan import Plan, source_of
 from shardlib.planning.questions.counterfactual import faster_without_limit
-from shardlib.planning.space import space
+from shardlib.planning.space import limits
 from shardlib.planning.units.quantity import TIE, bytes_text, percent_text, seconds_text
 
 
@@ -43,8 +43,8 @@ def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
             steps.pop()  # as fast, and needs more
         steps.append(
             OutOfReach(
-                mesh=one.decision.mesh,
-                summary=one.decision.summary,
+                mesh=one.candidate.mesh,
+                summary=one.candidate.summary,
                 step_seconds=one.seconds,
                 peak_bytes=int(one.peak_bytes),
                 short_bytes=int(one.peak_bytes - usable),
@@ -100,7 +100,7 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
     """
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
-    batch, ways = space.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
+    batch, ways = limits.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
     if mesh.devices < source.topology.devices:
         yield Binding(
             kind="size",

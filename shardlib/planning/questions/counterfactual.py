@@ -11,9 +11,9 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.pins import Pins
 from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.units.quantity import TIE
 from shardlib.rules import Rules

@@ -1,4 +1,4 @@
-"""What becomes of a plan when hosts are lost, or gained?
+"""A plan for what is left when hosts are lost, or for what is there when they are gained.
 
 The same problem is searched again on the machine that is left: nothing is traced, and the global
 batch stays as it is, by gradient accumulation or with fewer data ways, so that the training run
@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.placement import device_order
@@ -27,11 +28,10 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.layout import Layout
 from shardlib.planning.answers.relocation import Part, Replan
 from shardlib.planning.answers.resharding import Ints, Shards, lost_elements, moved_elements
-from shardlib.planning.decisions.pins import Pins
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan, Source, source_of
 from shardlib.planning.questions.counterfactual import changes, pinned
-from shardlib.planning.space import space
+from shardlib.planning.space import limits
 
 #: Decisions that a quick replan keeps, beside dtypes.
 KEPT = (
@@ -106,12 +106,7 @@ def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, l
         found = _with_fewer(
             source,
             machine,
-            replace(
-                source.pins,
-                dtypes=own.dtypes,
-                allow=(),
-                **{word: getattr(own, word) for word in KEPT},
-            ),
+            source.pins.but(dtypes=own.dtypes, allow=(), **{word: own.get(word) for word in KEPT}),
         )
     except (PinError, InfeasibleError):
         return None, []
@@ -130,7 +125,7 @@ def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
     except PinError as error:
         if source.pins.mesh is None and not source.pins.axes:
             raise
-        freed = replace(source.pins, mesh=None, axes=())
+        freed = source.pins.but(mesh=None, axes=())
         return _with_fewer(source, machine, freed), [
             f"The pinned mesh was given up: {str(error).splitlines()[0]}."
         ]
@@ -196,8 +191,8 @@ def _usable_counts(source: Source, most: int) -> set[int]:
     shared = [math.gcd(a, b) for a, b in itertools.combinations(colours, 2)]
     stacks = [shapes[path][dim] for path, dim in load.frozen]
     counts = {1}
-    for group in ([space.batch_size(load.problem, load.colouring)], shared, stacks):
-        factors = {1, *(number for size in group for number in space.divisors(size))}
+    for group in ([limits.batch_size(load.problem, load.colouring)], shared, stacks):
+        factors = {1, *(number for size in group for number in limits.divisors(size))}
         counts = {a * b for a in counts for b in factors if a * b <= most}
     return counts
 

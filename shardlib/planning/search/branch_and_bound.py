@@ -1,4 +1,4 @@
-"""Prices a space of plans: what is the fastest that fits, and what is the leanest?
+"""Explores a space of plans for the fastest plan that fits, and for the minimum-memory plan.
 
 The cost is a sum over items that each depend on few colours (`cost/items/items.py`), so a plan's
 cost is a sum of tallies that are made once for a model (`planning/space/cost_tables.py`). Meshes
@@ -17,30 +17,23 @@ priced on each place that the axes can have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.machine.collective_tables import best_links
-from shardlib.cost.pricing.candidates import Candidates, candidates, distinct
-from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes
-from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries, Pairs, joined
-from shardlib.planning.bounds.step_time import EACH
 from shardlib.planning.bounds.step_time_that_fits import Fitting
-from shardlib.planning.decisions.candidate import What
-from shardlib.planning.decisions.dtypes import Dtypes
-from shardlib.planning.search.incumbents import Best, Block, Seen
-from shardlib.planning.search.price_by_layer_group import ClassPricer
-from shardlib.planning.search.price_uniform import RowPricer, Rows
-from shardlib.planning.search.ranking import Ranking
-from shardlib.planning.space import space
-from shardlib.planning.space.cost_tables import Account
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.offers.incumbents import Best, Place
+from shardlib.planning.offers.ranking import Ranking
+from shardlib.planning.offers.variants import Variants
+from shardlib.planning.search.pair_prices import PairPricer
+from shardlib.planning.space import meshes
+from shardlib.planning.space.space import Space
 from shardlib.planning.space.table_components import Scope
 from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
@@ -57,8 +50,6 @@ NEAREST, MORE = 24, 2
 #: Entries whose quickest choice is priced before all others where every entry has one place, so
 #: that there is a plan to compare with.
 SEEDS = 4
-#: Rows (a candidate under a choice) that are priced at once, about.
-ROWS_AT_ONCE = 4096
 
 
 class Explorer:
@@ -70,37 +61,27 @@ class Explorer:
         topology: the machine.
         capacity: usable bytes of a device.
         before: an explorer of the same model in other dtypes, whose results this one adds to.
-        dtypes: of `load`, where they are not those of the traced model.
         any_plan: whether the first plan that fits is enough.
 
     Attributes:
         best: what has been seen.
-        rows: (mesh, microbatches, order) of the candidates that a ranking speaks of.
+        rows: places of the candidates that a ranking speaks of.
     """
 
     def __init__(
         self,
         load: Workload,
-        room: space.Space,
+        room: Space,
         topology: Topology,
         capacity: float,
         before: Explorer | None = None,
-        dtypes: Dtypes = (),
         *,
         any_plan: bool = False,
     ) -> None:
-        self.pricer = Pricer(topology, load.stack)
-        self.load, self.room, self.topology, self.capacity = (
-            load,
-            room,
-            self.pricer.topology,
-            capacity,
-        )
+        self.load, self.room, self.pricer = load, room, Pricer(topology, load.stack)
+        self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
-        self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = (
-            [] if before is None else before.rows
-        )
-        self._dtypes = dtypes
+        self.rows: list[Place] = [] if before is None else before.rows
         self._any_plan, self._explored = any_plan, list[Entries]()
         self._uncut: float | None = None
         self._cuttable = tuple(
@@ -108,24 +89,27 @@ class Explorer:
                 [*room.tensor, *(name for choice in room.choices for name in choice.tensor)]
             )
         )
-        self._row_pricer = RowPricer(
-            load=load, room=room, pricer=self.pricer, topology=self.topology, capacity=capacity
+        self._pairs = PairPricer(
+            variants=Variants(load=load, room=room, pricer=self.pricer, capacity=capacity),
+            cuttable=self._cuttable,
+            best=self.best,
+            rows=self.rows,
         )
         pinned = room.pins.offload
         self._fitting = Fitting(
             room=room,
             pricer=self.pricer,
             capacity=capacity,
-            offloads=(pinned,) if pinned else ((), *self._row_pricer.offloads()),
+            offloads=(pinned,) if pinned else ((), *self._pairs.variants.offloads()),
         )
 
     @property
     def limit(self) -> float:
         """Seconds from which on a plan is of no interest."""
-        return 0.0 if self._any_plan and self.best.decision is not None else self.best.seconds
+        return 0.0 if self._any_plan and self.best.fastest is not None else self.best.seconds
 
     def run(
-        self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf
+        self, devices: int, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
     ) -> None:
         """Prices the plans on some number of devices.
 
@@ -140,7 +124,7 @@ class Explorer:
             self._uncut_seconds() / devices if self.room.choices and self.room.routes else np.inf
         )
         sizes = (
-            space.sizes(self.room, self.load.colouring, devices)
+            meshes.sizes(self.room, self.load.colouring, devices)
             if least < self.limit * reach
             else {"micro": np.zeros(0)}
         )
@@ -181,9 +165,7 @@ class Explorer:
                 for policy in self.room.policies
             ]
             seconds = np.stack([self.pricer.corrected(total)[:, Q.COMPUTE, 0] for total in totals])
-            self._uncut = float(
-                seconds.min(0).sum() if space.apart(self.room) else seconds.sum(1).min()
-            )
+            self._uncut = float(seconds.min(0).sum() if self.room.apart else seconds.sum(1).min())
         return self._uncut
 
     def _scope(self, along: str | None, routes: bool) -> Scope:
@@ -191,7 +173,7 @@ class Explorer:
             load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes
         )
 
-    def _explore(self, entries: Entries, reach: float, ranking: Ranking[What] | None) -> None:
+    def _explore(self, entries: Entries, reach: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
         if np.isfinite(self.limit * reach) and entries.slower(self.limit * reach):
             self.best.counts["bound"] += len(entries)
@@ -206,7 +188,7 @@ class Explorer:
         self.best.counts["bound"] += len(order) - done
 
     def _fitted(
-        self, entries: Entries, some: Array, reach: float, ranking: Ranking[What] | None
+        self, entries: Entries, some: Array, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
         """Prices those of some entries that could fit, in the order of a bound of what does."""
         bounds = entries.seconds(some)
@@ -225,13 +207,13 @@ class Explorer:
         order: Array,
         bounds: Array,
         reach: float,
-        ranking: Ranking[What] | None,
+        ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
-        self._price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
+        self._pairs.price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
         for start, end in _blocks(FIRST, len(order)):
             limit = self.limit * reach
-            self._price(
+            self._pairs.price(
                 entries,
                 entries.pairs(order[start:end][bounds[start:end] < limit], limit),
                 reach,
@@ -243,7 +225,8 @@ class Explorer:
         place that they can have.
         """
         self._settle(
-            entries, self._on_best_links(entries, entries.pairs(order[:FIRST], self.limit).firsts())
+            entries,
+            self._pairs.on_best_links(entries, entries.pairs(order[:FIRST], self.limit).firsts()),
         )
         pairs = joined([])
         for start, end in _blocks(FIRST, len(order)):
@@ -252,12 +235,12 @@ class Explorer:
                 pairs = joined(
                     [
                         pairs,
-                        self._on_best_links(
+                        self._pairs.on_best_links(
                             entries, found.after(begin).first(until - begin).below(self.limit)
                         ),
                     ]
                 ).below(self.limit)
-                self._price(entries, pairs.first(NEAREST), 1, None)
+                self._pairs.price(entries, pairs.first(NEAREST), 1, None)
                 pairs = pairs.after(NEAREST)
         self._settle(entries, pairs)
 
@@ -267,12 +250,12 @@ class Explorer:
         """
         size = SEEDS
         while len(pairs := pairs.below(self.limit)):
-            self._price(entries, pairs.first(size), 1, None)
+            self._pairs.price(entries, pairs.first(size), 1, None)
             pairs, size = pairs.after(size), size * MORE
 
     def lean(self) -> None:
-        """Finds the leanest plan, in the order of the least bytes that an entry can take; memory
-        does not depend on places.
+        """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
+        memory does not depend on places.
         """
         best = self.best
         for entries in self._explored:
@@ -288,189 +271,8 @@ class Explorer:
                     NEAREST,
                 )
                 while len(pairs := pairs.below(best.lean_bytes)):
-                    self._price(entries, pairs.first(size), np.inf, None, usual=True)
+                    self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
-
-    def _block(
-        self, entries: Entries, pairs: Pairs, usual: bool
-    ) -> tuple[Block | None, list[list[int]]]:
-        """The candidates of some pairs on their places, and the positions of those of each pair;
-        nothing where there are none.
-        """
-        known: dict[int, list[int]] = {}
-        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
-        rows: list[int] = []
-        for entry in pairs.entries:
-            if int(entry) not in known:
-                mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
-                found = self._places(mesh, usual)
-                known[int(entry)] = list(range(len(rows), len(rows) + len(found)))
-                places += [(mesh, order, placement) for order, placement in found]
-                rows += [int(entry)] * len(found)
-        if not rows:
-            return None, []
-        c = candidates(
-            [(mesh, placement) for mesh, _, placement in places],
-            [int(m) for m in entries.sizes["micro"][rows]],
-            self.topology,
-        )
-        block = Block(
-            places=places,
-            c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
-            choices=[(choice, entries.scope.routes) for choice in entries.choices],
-            dtypes=self._dtypes,
-        )
-        return block, [known[int(entry)] for entry in pairs.entries]
-
-    def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
-        """The places of a mesh; with `usual`, one of them."""
-        wanted = self.room.pins.axis_order
-        if wanted is not None:
-            order = tuple(
-                axis
-                for axis in (*wanted, *(a for a in MESH_AXES if a not in wanted))
-                if axis in mesh
-            )
-            placement = place(mesh, self.topology, order)
-            return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if self.room.lowered or usual:
-            placement = place(mesh, self.topology)
-            return [] if placement is None else [((), placement)]
-        return placements(mesh, self.topology)
-
-    def _price(
-        self,
-        entries: Entries,
-        pairs: Pairs,
-        reach: float,
-        ranking: Ranking[What] | None,
-        *,
-        usual: bool = False,
-    ) -> None:
-        """Prices pairs on every place that their axes can have, or on the usual one."""
-        block, where = self._block(entries, pairs, usual)
-        if block is None:
-            return
-        seen = Seen(self.best, self.rows, block, self.capacity, reach, ranking)
-        counts = [len(one) for one in where]
-        self._priced(
-            entries,
-            block,
-            np.array([at for one in where for at in one], dtype=np.int64),
-            np.repeat(pairs.choices, counts),
-            seen,
-        )
-        seen.close()
-
-    def _on_best_links(self, entries: Entries, pairs: Pairs) -> Pairs:
-        """Pairs with the seconds of the fastest plan that fits, if every group of axes had the
-        fastest links that it could have alone; infinite where none fits.
-        """
-        if not len(pairs):
-            return pairs
-        every, which = np.unique(pairs.entries, return_inverse=True)
-        sizes = entries.at(every)
-        c = Candidates(
-            **sizes,
-            links=best_links(sizes, self.topology),
-            shapes=entries.values.shapes,
-            shape=entries.shape[every],
-        )
-        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [
-            (MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {})
-            for at in range(len(every))
-        ]
-        block = Block(
-            places=places,
-            c=c,
-            choices=[(choice, entries.scope.routes) for choice in entries.choices],
-            dtypes=self._dtypes,
-        )
-        seen = Seen(self.best, self.rows, block, self.capacity, 1, None, settles=False)
-        self._priced(entries, block, which.reshape(-1), pairs.choices, seen)
-        return replace(pairs, least=seen.close()[pairs.choices, which.reshape(-1)])
-
-    def _priced(
-        self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen
-    ) -> None:
-        """Prices candidates of a block, each under a choice; those under the same choice on the
-        same shape have the same quantities.
-        """
-        order = np.lexsort((block.c.shape[at], choices))
-        pricer = self._row_pricer
-        if space.apart(self.room):
-            pricer = replace(
-                pricer,
-                classes=ClassPricer(
-                    load=self.load,
-                    room=self.room,
-                    pricer=self.pricer,
-                    capacity=self.capacity,
-                    values=entries.values,
-                    offloads=pricer.offloads(),
-                    cuttable=self._cuttable,
-                ),
-            )
-        for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
-
-    def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> Rows:
-        """Candidates under choices, with their quantities."""
-        accounts, policies, routes, c = (
-            entries.scope.accounts,
-            self.room.policies,
-            entries.scope.routes,
-            block.c.take(at),
-        )
-        apart = space.apart(self.room)
-        bounds = (*policies, EACH) if apart else policies
-        shapes, where = np.unique(c.shape, return_inverse=True)
-        keys, column = np.unique(
-            np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True
-        )
-        wanted = [
-            (entries.choices[int(number)], keys[1, keys[0] == number])
-            for number in np.unique(keys[0])
-        ]
-        ticks = [
-            {policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in bounds}
-            for choice, some in wanted
-        ]
-
-        def columns(account: Account) -> Array:
-            return account.on(entries.values, shapes).columns(wanted)
-
-        local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        saved = (
-            {
-                policy: columns(self.load.stacks.accounts(self._cuttable).points[policy, routes])[0]
-                for policy in policies
-            }
-            if apart
-            else dict[str, Array]()
-        )
-        known = {
-            policy: sums(
-                columns(accounts.work[policy, routes])[0],
-                rest,
-                list(columns(accounts.points[policy, routes])),
-                self.load.model,
-                self.pricer,
-                local,
-                stacks=saved.get(policy),
-            )
-            for policy in policies
-        }
-        return Rows(
-            candidates=at,
-            choices=choices,
-            c=c,
-            sums=known,
-            ticks={
-                policy: np.concatenate([tick[policy] for tick in ticks], axis=1)[:, local.shape]
-                for policy in bounds
-            },
-        )
 
 
 def _blocks(first: int, count: int) -> Iterator[tuple[int, int]]:

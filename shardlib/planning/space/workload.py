@@ -9,55 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardlib.cost.items.fused_weights import fused_parameters, order_items
-from shardlib.cost.items.items import work_items
-from shardlib.cost.items.peaks import peaks
 from shardlib.cost.items.stored_parameters import parameter_segments, stored_items
 from shardlib.cost.pricing.sums import Model
-from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import keep_rows
-from shardlib.cost.step.fusion import traits
-from shardlib.cost.step.phases import Moment
-from shardlib.cost.step.routed_experts import expert_colour, localised
+from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.terms import Item
-from shardlib.graph.forward import forward_pass
+from shardlib.decisions.dtypes import Dtypes
 from shardlib.graph.graph import ITEMSIZE
-from shardlib.graph.problem import Problem, StepGraph
-from shardlib.planning.decisions.dtypes import Dtypes, under
-from shardlib.planning.space import space
+from shardlib.graph.problem import Problem
+from shardlib.planning.decisions.dtypes import under
 from shardlib.planning.space.cost_tables import Ledger
-from shardlib.propagation.assignment import Choice
+from shardlib.planning.space.programs import Program, program_of
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.ties import stack_dims
-
-#: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
-MAX_CLASSES = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """What one way to run a step costs, in items.
-
-    Attributes:
-        facts: of its step graph.
-        work: work items.
-        points: memory items by the point where memory may peak.
-        moments: memory by moment of the step, where classes of layers can follow policies of their
-            own.
-    """
-
-    facts: Facts
-    work: list[Item]
-    points: tuple[list[Item], ...]
-    moments: tuple[Moment, ...] = ()
-
-    @cached_property
-    def forward(self) -> list[Item]:
-        """Work items of the forward pass alone."""
-        return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +150,10 @@ def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Names of classes of layers, by the paths of their parameters: what these begin with, or the
     place among the classes.
 
-    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]]), names_of_classes([["a", "b"]])
-    (('encoder.layers', 'decoder.layers'), ('layers#0',))
+    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
+    ('encoder.layers', 'decoder.layers')
+    >>> names_of_classes([["a", "b"]])
+    ('layers#0',)
     """
     shared = [_shared_path(paths) for paths in parameters]
     return tuple(
@@ -218,8 +186,10 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = 
     first = next(iter(problem.steps))
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
     programs = {
-        (policy, routes): _program(problem, colouring, frozen, step, policy, vendor, routes, stack)
-        for policy, step in problem.steps.items()
+        (policy, routes): program_of(
+            problem, colouring, frozen, stack, vendor, policy=policy, routes=routes
+        )
+        for policy in problem.steps
         for routes in ((False, True) if expert else (False,))
     }
     facts = programs[first, False].facts
@@ -291,70 +261,3 @@ def _reduction(stack: FrameworkProfile, problem: Problem) -> float:
         if stack.reduction_dtype
         else 1.0
     )
-
-
-def _program(
-    problem: Problem,
-    colouring: Colouring,
-    frozen: frozenset[tuple[str, int]],
-    step: StepGraph,
-    policy: str,
-    vendor: str,
-    routes: bool,
-    stack: FrameworkProfile,
-) -> Program:
-    step, names = rewritten(step, colouring.steps[policy], stack)
-    if routes:
-        step, names = localised(step, names, colouring.batch_colour)
-        step, names = keep_rows(step, names) if stack.routed_saves == "rows" else (step, names)
-    facts = Facts(
-        step,
-        names,
-        frozen,
-        traits(vendor),
-        batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
-        sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)),
-        routes=routes,
-        room=stack.exchange_room,
-    )
-    apart = (
-        1 < len(facts.layers.counts) <= MAX_CLASSES
-        and len(problem.steps) > 1
-        and "none" in problem.steps
-    )
-    found = peaks(
-        facts,
-        step,
-        _guesses(colouring, expert_colour(facts.graph, names) if routes else None),
-        stack,
-        moments=apart,
-    )
-    return Program(
-        facts=facts,
-        work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
-        points=found.points,
-        moments=found.moments,
-    )
-
-
-def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
-    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are
-    routed to those of a colour.
-    """
-    tensor, _ = space.tensor_colours(colouring)
-    batch, sequence = colouring.batch_colour, colouring.sequence_colour
-    narrow = tuple(
-        name
-        for name in tensor
-        if colouring.colours[name].matmuls
-        <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2
-    )
-    return [
-        *([Choice(batch=batch, expert=expert)] if expert else []),
-        Choice(batch=batch),
-        *(
-            Choice(batch=batch, tensor=names, sequence=s)
-            for names in (tensor, narrow)
-            for s in (None, sequence)
-        ),
-    ]

@@ -49,3 +49,8 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
             )
         lines.append(line.rstrip())
     return [line for line in lines if line]
+
+
+def and_more(count: int, what: str) -> list[str]:
+    """A line for what a list leaves out; nothing where it leaves nothing out."""
+    return [f"  and {count} {what}"] if count > 0 else []

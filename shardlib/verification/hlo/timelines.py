@@ -26,7 +26,8 @@ from shardlib.errors import VerificationError
 from shardlib.lowering.pipeline.lockstep.stage_layouts import HOPS
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
-from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline, title, work
+from shardlib.planning.text.predicted_timeline import title
+from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline, work
 from shardlib.schedules.orders import BACKWARD, FORWARD
 from shardlib.schedules.timetable import Timetable
 from shardlib.verification.hlo.hlo import Computation, Module, parse

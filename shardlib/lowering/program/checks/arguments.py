@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.program.guards import Guards
-from shardlib.planning.decisions.pins import Pins
 from shardlib.planning.plan import Plan
 
 #: Seeds are below it.

@@ -1,9 +1,9 @@
-"""What would an experienced colleague say about this plan?
+"""Rules of thumb: what an experienced colleague would say about a plan.
 
-Rules of thumb, each with its source, held against a finished plan. The planner minimises the time
-of a step within its cost model; these rules speak of what the model does not see (does such a batch
-still converge? is a simpler plan as good?) or of what it sees and does not say (why is the
-utilisation low?). They change nothing: every rule is a function from a `Situation` to at most one
+Each has its source, and is held against a finished plan. The planner minimises the time of a step
+within its cost model; these rules speak of what the model does not see (does such a batch still
+converge? is a simpler plan as good?) or of what it sees and does not say (why is the utilisation
+low?). They change nothing: every rule is a function from a `Situation` to at most one
 `Finding`.
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from shardlib.axes import TOKEN_AXES, MeshShape
-from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.axes import MeshShape
+from shardlib.planning.assembly.situation import Situation
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text
 from shardlib.report import Finding
 from shardlib.schedules.table import named
@@ -39,33 +37,6 @@ MULTIPLES: Mapping[str, tuple[int, int]] = {"nvidia": (8, 64), "google": (128, 1
 #: Kaplan et al., arXiv:2001.08361: L(N) = (N_C/N)^ALPHA_N (equation 1.1) and B_crit(L) = B_STAR /
 #: L^(1/ALPHA_B) tokens (equation 1.4).
 N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
-
-
-@dataclass(frozen=True, kw_only=True)
-class Situation:
-    """A plan, and what the rules need to know besides.
-
-    Attributes:
-        plan: the finished plan.
-        topology: its machine.
-        compute_dtype: dtype of the matmuls that dominate.
-        itemsize: bytes of a number of that dtype.
-        weights: numbers in the parameters, embeddings left out.
-        language: whether the model reads sequences of tokens.
-    """
-
-    plan: PlanData
-    topology: Topology
-    compute_dtype: str
-    itemsize: int
-    weights: int
-    language: bool
-
-    @property
-    def device_tokens(self) -> float:
-        """Tokens that a device works on at once: one microbatch of its part of the batch."""
-        plan = self.plan
-        return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
 
 
 def advise(situation: Situation) -> tuple[Finding, ...]:

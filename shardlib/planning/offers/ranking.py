@@ -7,7 +7,8 @@ their simplicity, as in a search.
 >>> ranking = Ranking[str]()
 >>> ranking.offer("small", np.array([True, True]), np.array([3.0, 1.0]), np.array([5.0, 6.0]))
 >>> ranking.offer("large", np.array([True, False]), np.array([2.0, 0.5]), np.array([7.0, 9.0]))
->>> [(entry.what, entry.index, entry.seconds) for entry in ranking.ordered(lambda what, index: what)]
+>>> ordered = ranking.ordered(lambda what, index: what)
+>>> [(entry.what, entry.index, entry.seconds) for entry in ordered]
 [('small', 1, 1.0), ('large', 0, 2.0), ('small', 0, 3.0)]
 >>> [(entry.what, entry.seconds, entry.peak_bytes) for entry in ranking.front()]
 [('small', 1.0, 6.0), ('small', 3.0, 5.0)]

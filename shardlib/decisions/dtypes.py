@@ -1,0 +1,91 @@
+"""What has a dtype of its own in a plan, and which dtypes there are.
+
+>>> ordered({"moment_dtype": "bfloat16", "param_dtype": "float32"})
+(('param_dtype', 'float32'), ('moment_dtype', 'bfloat16'))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from shardlib.errors import PinError
+from shardlib.graph.graph import ITEMSIZE
+
+#: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
+#: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
+#: have a parameter's shape.
+DTYPES: tuple[str, ...] = (
+    "param_dtype",
+    "matmul_dtype",
+    "gradient_dtype",
+    "reduction_dtype",
+    "moment_dtype",
+)
+#: (what, dtype) of everything whose dtype is not that of the traced model, in the order of
+#: `DTYPES`.
+Dtypes = tuple[tuple[str, str], ...]
+#: (what, dtypes) that the planner may choose beside those of the traced model.
+Allowed = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def read_dtype(word: str, value: object) -> str:
+    """A dtype of floating-point numbers.
+
+    Raises:
+        PinError: it is none.
+    """
+    known = [name for name in ITEMSIZE if "float" in name]
+    if value not in known:
+        raise PinError(f"{word} is {value!r}; it is one of {', '.join(known)}")
+    return str(value)
+
+
+def ordered(words: Mapping[str, str]) -> Dtypes:
+    """Dtypes in their order."""
+    return tuple((word, words[word]) for word in DTYPES if word in words)
+
+
+def read_dtypes(word: str, value: Any) -> Dtypes:
+    """Dtypes from a mapping.
+
+    Raises:
+        PinError: it is none, or what it names has no dtype.
+    """
+    return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
+
+
+def read_allowed(word: str, value: Any) -> Allowed:
+    """Dtypes that the planner may choose, from a mapping to one or several.
+
+    Raises:
+        PinError: it is none, or what it names has no dtype.
+    """
+    listed = {
+        name: [dtypes] if isinstance(dtypes, str) else dtypes
+        for name, dtypes in _named(word, value).items()
+    }
+    for name, dtypes in listed.items():
+        if not isinstance(dtypes, list | tuple):
+            raise PinError(f"{word}.{name} is {dtypes!r}; it is a list of dtypes")
+    return tuple(
+        (name, tuple(dict.fromkeys(read_dtype(f"{word}.{name}", dtype) for dtype in listed[name])))
+        for name in DTYPES
+        if name in listed
+    )
+
+
+def _named(word: str, value: Any) -> Mapping[str, Any]:
+    """A mapping from what has a dtype."""
+    unknown = (
+        [name for name in cast("Mapping[str, Any]", value) if name not in DTYPES]
+        if isinstance(value, Mapping)
+        else None
+    )
+    if unknown is None:
+        raise PinError(f"{word} is {value!r}; it is a mapping from {', '.join(DTYPES)}")
+    if unknown:
+        raise PinError(
+            f"{word} names {', '.join(map(repr, unknown))}; dtypes are those of {', '.join(DTYPES)}"
+        )
+    return cast("Mapping[str, Any]", value)

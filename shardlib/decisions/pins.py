@@ -1,0 +1,230 @@
+"""Pins: the decisions that a user has made.
+
+Pins use the words of a plan's JSON. A pinned `mesh` fixes every axis (those left out are 1); a
+dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
+
+>>> pins = Pins.parse({"mesh.tensor": 8, "remat": "full"})
+>>> pins.axes, pins.mesh is None, pins.remat
+((('tensor', 8),), True, 'full')
+>>> str(pins.but(remat=None, zero=3))
+"axes=(('tensor', 8),), zero=3"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
+
+from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
+from shardlib.decisions.contradictions import contradictions
+from shardlib.decisions.dtypes import (
+    DTYPES,
+    Allowed,
+    Dtypes,
+    ordered,
+    read_allowed,
+    read_dtype,
+)
+from shardlib.decisions.readers import GroupPolicies
+from shardlib.decisions.table import TABLE, Decisions
+from shardlib.errors import PinError, ShardlibError, raise_all
+from shardlib.rules import Rules
+from shardlib.schedules.table import named
+
+T = TypeVar("T")
+#: What can be pinned beside decisions: dtypes one by one, and dtypes that the planner may choose.
+BESIDE: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(DTYPES, read_dtype),
+    "allow": read_allowed,
+}
+#: Words that can be pinned.
+WORDS: tuple[str, ...] = (*TABLE, *BESIDE)
+#: Pins in their order; `axes` are single mesh axes, (name, size).
+_ORDER: tuple[str, ...] = ("mesh", "axes", *(word for word in TABLE if word != "mesh"), "allow")
+#: What is pinned to nothing is left to the planner; of other pins () is a value like any other.
+_COLLECTED = ("axes", "remat_classes", "dtypes", "allow")
+
+
+class _Pinned(Generic[T]):
+    """The pinned value of the decision that it is named for, or what stands for none.
+
+    Args:
+        absent: where the decision is left to the planner.
+    """
+
+    def __init__(self, absent: T) -> None:
+        self._absent = absent
+
+    def __set_name__(self, owner: type[Pins], name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, pins: None, owner: type[Pins]) -> _Pinned[T]: ...
+    @overload
+    def __get__(self, pins: Pins, owner: type[Pins]) -> T: ...
+    def __get__(self, pins: Pins | None, owner: type[Pins]) -> T | _Pinned[T]:
+        return self if pins is None else dict(pins.given).get(self._name, self._absent)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Decisions fixed by hand; None (or empty) leaves a decision to the planner.
+
+    The attributes are views of `given` with the types that the planner reads. A decision that it
+    does not read has none.
+
+    Attributes:
+        given: (word, value) of what is fixed; `axes` are single mesh axes, (name, size), `allow`
+            is (what, dtypes) that the planner may choose beside those of the traced model.
+    """
+
+    given: tuple[tuple[str, Any], ...] = ()
+
+    mesh = _Pinned[MeshShape | None](None)
+    axes = _Pinned[tuple[tuple[str, int], ...]](())
+    rules = _Pinned[Rules | None](None)
+    sequence_parallel = _Pinned[bool | None](None)
+    zero = _Pinned[int | None](None)
+    remat = _Pinned[str | None](None)
+    remat_layers = _Pinned[int | None](None)
+    remat_classes = _Pinned[GroupPolicies](())
+    microbatches = _Pinned[int | None](None)
+    accumulation = _Pinned[int | None](None)
+    schedule = _Pinned[str | None](None)
+    virtual_stages = _Pinned[int | None](None)
+    gather = _Pinned[str | None](None)
+    pipeline = _Pinned[str | None](None)
+    context = _Pinned[str | None](None)
+    attention = _Pinned[str | None](None)
+    experts = _Pinned[str | None](None)
+    collective_matmul = _Pinned[str | None](None)
+    offload = _Pinned[tuple[str, ...] | None](None)
+    axis_order = _Pinned[tuple[str, ...] | None](None)
+    dtypes = _Pinned[Dtypes](())
+    allow = _Pinned[Allowed](())
+
+    @classmethod
+    def of(cls, **given: Any) -> Pins:
+        """Pins of values that have been read; None leaves a decision to the planner."""
+        return cls(
+            tuple(
+                (word, given[word])
+                for word in _ORDER
+                if given.get(word) is not None and not (word in _COLLECTED and not given[word])
+            )
+        )
+
+    @classmethod
+    def parse(cls, pin: Mapping[str, Any] | Pins | None) -> Pins:
+        """Reads pins.
+
+        Raises:
+            PinError: a word or a value is unknown, or two pins contradict each other; all of them
+                are listed.
+        """
+        if isinstance(pin, Pins):
+            return pin
+        failures: list[str] = []
+        read: dict[str, Any] = {}
+        axes: dict[str, int] = {}
+        dtypes: dict[str, str] = {}
+        for word, value in (pin or {}).items():
+            try:
+                if word.startswith("mesh."):
+                    axis = mesh_axis(word.removeprefix("mesh."))
+                    axes[axis] = MeshShape({axis: value})[axis]
+                elif word in DTYPES:
+                    dtypes[word] = read_dtype(word, value)
+                elif word in WORDS:
+                    read[word] = (TABLE[word].read if word in TABLE else BESIDE[word])(word, value)
+                else:
+                    failures.append(_unknown(word))
+            except ShardlibError as error:
+                failures.append(str(error))
+        failures += contradictions(read, axes)
+        failures += [
+            f"{word}={dtypes[word]!r} contradicts dtypes={{{word!r}: {dtype!r}}}"
+            for word, dtype in read.get("dtypes", ())
+            if dtypes.get(word, dtype) != dtype
+        ]
+        if failures:
+            raise_all(PinError, "pins are not usable", failures)
+        read["axes"] = () if "mesh" in read else tuple(sorted(axes.items()))
+        read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
+        return cls.of(**read)
+
+    def get(self, word: str) -> Any:
+        """What a decision is pinned to; None where it is left to the planner."""
+        return dict(self.given).get(word)
+
+    def but(self, **changes: Any) -> Pins:
+        """These pins with others; None, or () of a collection, leaves a decision to the planner."""
+        return Pins.of(**{**dict(self.given), **changes})
+
+    def changed(self, other: Pins) -> Pins:
+        """These pins with those that the others set; a mesh or an axis of the others takes the
+        place of all axes.
+        """
+        freed = {"mesh": None, "axes": ()} if other._set.keys() & {"mesh", "axes"} else {}
+        return self.but(**{**freed, **other._set})
+
+    @property
+    def _set(self) -> dict[str, Any]:
+        """What is pinned to more than nothing."""
+        return {word: value for word, value in self.given if value != ()}
+
+    @property
+    def unsearched(self) -> Decisions:
+        """The decisions that the planner does not make: as pinned, or their defaults; and all
+        others by default.
+        """
+        return Decisions(
+            **{
+                word: value
+                for word, value in self.given
+                if word in TABLE and not TABLE[word].searched
+            }
+        )
+
+    @property
+    def unstaged(self) -> bool:
+        """Whether a schedule is pinned that has no stages."""
+        return self.schedule is not None and not named(self.schedule).staged
+
+    @property
+    def staged(self) -> bool:
+        """Whether all plans under the pins have stages."""
+        sizes = dict(self.mesh or self.axes)
+        return (
+            sizes.get("stage", 1) > 1
+            or (self.schedule is not None and named(self.schedule).staged)
+            or (self.accumulation or 1) > 1
+            or self.pipeline == "programs"
+        )
+
+    def without(self) -> dict[str, Pins]:
+        """For every pin, the other pins alone; used to find which pin to relax."""
+        return {
+            word: Pins.of(**{name: value for name, value in self._set.items() if name != word})
+            for word in self._set
+        }
+
+    def __str__(self) -> str:
+        return ", ".join(f"{word}={value}" for word, value in self._set.items()) or "nothing"
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, [*WORDS, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{word!r} is no decision{meant} (decisions are {', '.join(WORDS)} and mesh.AXIS)"
+
+
+def alias(word: str) -> str:
+    """The pin word for a keyword such as `tensor` or `tp`: mesh axes become "mesh.tensor"."""
+    return (
+        f"mesh.{MESH_AXIS_ALIASES.get(word, word)}"
+        if word in MESH_AXES or word in MESH_AXIS_ALIASES
+        else word
+    )

@@ -1,0 +1,146 @@
+"""Readers of decisions: from what a user or a stored plan says to a value, or an error that says
+what would be one.
+
+>>> one_of(("none", "full"))("remat", "full")
+'full'
+>>> integer(1)("microbatches", 0)
+Traceback (most recent call last):
+shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+from shardlib.axes import MeshShape, mesh_axis
+from shardlib.errors import PinError
+from shardlib.rules import Rules
+
+#: (layer group, remat policy, how many of its layers follow it; None: all).
+GroupPolicies = tuple[tuple[str, str, int | None], ...]
+#: Every layer group may have a policy and a number of layers of its own.
+ANY_GROUP: GroupPolicies = (("any", "", None),)
+#: What can be in host memory; the planner chooses among these.
+HOSTED: tuple[str, ...] = ("optimizer", "activations")
+#: What can be elsewhere than on the device: that, or optimizer state on disk.
+OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
+#: Remat policies of layers.
+REMAT: tuple[str, ...] = ("none", "dots", "full")
+
+
+def one_of(values: Collection[Any]) -> Callable[[str, Any], Any]:
+    """A reader of listed values, as the list is when it reads."""
+
+    def read(word: str, value: Any) -> Any:
+        legal = tuple(values)
+        if value not in legal or isinstance(value, bool) != isinstance(legal[0], bool):
+            raise PinError(f"{word} is {value!r}; it is one of {', '.join(map(repr, legal))}")
+        return value
+
+    return read
+
+
+def integer(least: int) -> Callable[[str, Any], int]:
+    """A reader of integers from `least` on."""
+
+    def read(word: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PinError(f"{word} is {value!r}; it is an integer of at least {least}")
+        return value
+
+    return read
+
+
+def read_mesh(word: str, value: Any) -> MeshShape:
+    """Sizes of all mesh axes.
+
+    Raises:
+        PinError: it is no mapping, or names something that is no mesh axis.
+    """
+    if isinstance(value, MeshShape):
+        return value
+    if not isinstance(value, Mapping):
+        raise PinError(f"{word} is {value!r}; it is a mapping such as {{'data': 2, 'tensor': 4}}")
+    return MeshShape(cast("Mapping[str, int]", value))
+
+
+def read_rules(word: str, value: Any) -> Rules:
+    """Rules in Flax's or MaxText's spelling, see `Rules.parse`."""
+    return Rules.parse(value)
+
+
+def read_group_policies(word: str, value: Any) -> GroupPolicies:
+    """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
+
+    Raises:
+        PinError: it is none.
+    """
+    if value == "any":
+        return ANY_GROUP
+    if not isinstance(value, Mapping):
+        raise PinError(
+            f"{word} is {value!r}; it is a mapping such as {{'encoder': 'full', 'decoder':"
+            " ['dots', 3]}, by the names that plans show"
+        )
+    read: list[tuple[str, str, int | None]] = []
+    for name, one in cast("Mapping[str, Any]", value).items():
+        pair = (
+            [one, None]
+            if isinstance(one, str)
+            else list(cast("list[Any]", one))
+            if isinstance(one, list | tuple)
+            else []
+        )
+        policy, layers = pair if len(pair) == 2 else (None, None)
+        if policy not in REMAT or not (
+            layers is None or (type(layers) is int and layers >= (policy != "none"))
+        ):
+            raise PinError(
+                f"{word}.{name} is {one!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
+                " list of that and the number of layers that follow it"
+            )
+        read.append((str(name), policy, None if policy == "none" else layers))
+    return tuple(sorted(read))
+
+
+def read_offload(word: str, value: Any) -> tuple[str, ...]:
+    """What is offloaded, in the order of `OFFLOAD`; "none" for nothing.
+
+    Raises:
+        PinError: something else is named, or optimizer state twice.
+    """
+    words = cast(
+        "list[Any]",
+        (
+            [value]
+            if isinstance(value, str)
+            else list(cast("list[Any]", value))
+            if isinstance(value, list | tuple)
+            else [None]
+        ),
+    )
+    if any(one not in (*OFFLOAD, "none") for one in words):
+        raise PinError(f"{word} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
+    if {"optimizer", "disk"}.issubset(words):
+        raise PinError(
+            f"{word} names 'optimizer' and 'disk': optimizer state rests in host memory or on"
+            " disk\nTry: one of them"
+        )
+    return tuple(one for one in OFFLOAD if one in words)
+
+
+def read_axis_order(word: str, value: Any) -> tuple[str, ...]:
+    """Mesh axes, the one on the outermost links first.
+
+    Raises:
+        PinError: it is no list of mesh axes, each once.
+    """
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise PinError(
+            f"{word} is {value!r}; it is a list of mesh axes, the one on the outermost links first"
+        )
+    axes = tuple(mesh_axis(str(name)) for name in cast("list[Any]", value))
+    if len(set(axes)) < len(axes):
+        raise PinError(f"{word} names an axis twice: {', '.join(axes)}")
+    return axes

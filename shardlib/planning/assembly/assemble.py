@@ -1,0 +1,128 @@
+"""Builds the plan of one candidate: layouts, estimate, findings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardlib.cost.pricing.estimated import estimate, with_corrections
+from shardlib.cost.pricing.step_collectives import Placed, collectives
+from shardlib.cost.pricing.variants.replicated import replicated
+from shardlib.decisions.plain_data import values_of
+from shardlib.graph.problem import Problem
+from shardlib.hardware.placement import Placement
+from shardlib.hardware.topology import Topology
+from shardlib.planning.assembly import findings, layouts
+from shardlib.planning.assembly.candidate_price import OnMachine
+from shardlib.planning.assembly.replicated import of_replicated
+from shardlib.planning.assembly.stages import stage_seconds
+from shardlib.planning.decisions.candidate import Candidate, completed
+from shardlib.planning.decisions.plan_data import Link, Search
+from shardlib.planning.plan import Plan
+from shardlib.planning.space.limits import experts_form
+from shardlib.planning.space.workload import Workload
+from shardlib.rules import Rules
+
+
+def assemble(
+    load: Workload,
+    topology: Topology,
+    candidate: Candidate,
+    certificate: Search,
+    *,
+    rules: Rules | None = None,
+    left_out: tuple[str, ...] = (),
+) -> Plan:
+    """Builds the plan of a candidate.
+
+    Args:
+        load: the model.
+        topology: where it runs.
+        candidate: its decisions, on a mesh.
+        certificate: of the search that found it.
+        rules: pinned ones.
+        left_out: colours that the search did not try to shard.
+    """
+    one = OnMachine.of(load, topology, candidate)
+    load, how, saved = one.load, candidate.decisions, one.saving()
+    problem, colouring = load.problem, load.colouring
+    compute, stored = (
+        (candidate.choice.rules(), None)
+        if rules is None
+        else layouts.split_rules(rules, colouring.batch_colour)
+    )
+    programs = one.programs()
+    listed = collectives(
+        [(program.work, part) for program, part in programs],
+        candidate.choice,
+        how,
+        one.updated(),
+        Placed(mesh=how.mesh, placement=one.placed, candidate=one.c),
+        load.model,
+        one.pricer,
+        saved.messages if saved else {},
+    )
+    cost = estimate(
+        one.totals(),
+        0,
+        listed=listed,
+        tokens=problem.tokens,
+        model_flops=model_flops(problem),
+        mesh=how.mesh,
+        peak_flops_per_s=topology.chip.peak(problem.compute_dtype),
+    )
+    decisions = completed(candidate, experts_form(problem), load.class_names, rules=compute)
+    plan = Plan(
+        **values_of(decisions),
+        model=problem.model,
+        topology=topology.name,
+        placement=_placement(one.placed, topology),
+        parameters=layouts.parameter_layouts(
+            problem, colouring.parameters, load.frozen, how.mesh, compute, how.zero, stored
+        ),
+        batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
+        estimate=replace(with_corrections(cost, topology), stage=stage_seconds(one)),
+        search=certificate,
+    )
+    alike = replicated(
+        [(program.facts, part) for program, part in programs],
+        candidate.choice,
+        how,
+        how.mesh,
+        one.c,
+        load.model,
+        one.pricer,
+    )
+    return plan.with_findings(
+        *findings.notes(load, topology, plan, left_out),
+        *findings.waiting(plan),
+        *findings.unused_loops(plan, len(saved.messages) if saved else 0),
+        *findings.unpriced(plan, topology),
+        *of_replicated(alike, how.mesh, plan.estimate.step_seconds),
+    )
+
+
+def _placement(placed: Placement, topology: Topology) -> tuple[tuple[str, tuple[Link, ...]], ...]:
+    return tuple(
+        (axis, tuple(Link(kind=topology.tiers[span.tier].kind, ways=span.ways) for span in parts))
+        for axis, parts in placed.items()
+    )
+
+
+def model_flops(problem: Problem) -> float:
+    """FLOPs that a step needs with no recomputation: three times the matmuls and convolutions of
+    the forward pass.
+
+    A matmul's backward pass is two matmuls of the same size (Kaplan et al., arXiv:2001.08361,
+    section 2.1). Where parameters are frozen there are fewer, and those of the step without
+    recomputation are counted.
+    """
+    graph, times = (
+        (problem.forward, 3)
+        if all(parameter.trained for parameter in problem.parameters) or "none" not in problem.steps
+        else (problem.steps["none"].graph, 1)
+    )
+    return times * sum(
+        op.flops * graph.trips(op.region)
+        for op in graph.ops
+        if op.category in ("matmul", "convolution")
+    )

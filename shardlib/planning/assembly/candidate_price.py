@@ -1,0 +1,164 @@
+"""The exact price of one candidate, without any table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.cost.machine.collective_tables import Group, stored
+from shardlib.cost.pricing.candidates import Candidates, candidates
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
+from shardlib.cost.pricing.variants.mixed_remat import Corner, Tallies, between, composed
+from shardlib.cost.pricing.variants.offload_and_partial_remat import (
+    fullest,
+    fullest_by_class,
+    mix,
+    offloaded,
+)
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import Q
+from shardlib.cost.terms.terms import Item
+from shardlib.hardware.placement import Placement, place
+from shardlib.hardware.topology import Topology
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.space.programs import Program
+from shardlib.planning.space.workload import Workload
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMachine:
+    """One candidate on a machine.
+
+    Attributes:
+        load: the model, as the candidate's dtypes and its attention change it.
+        candidate: the decisions.
+        pricer: the machine and the framework.
+        placed: where its axes lie.
+        c: the candidate as an array of one.
+    """
+
+    load: Workload
+    candidate: Candidate
+    pricer: Pricer
+    placed: Placement
+    c: Candidates
+
+    @classmethod
+    def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
+        """A candidate of a model on a topology."""
+        one = candidate.decisions
+        load = load.under(one.dtypes, one.fused)
+        pricer = Pricer(topology, load.stack)
+        placed = place(one.mesh, topology, one.axis_order)
+        assert placed is not None, f"{one.mesh} does not fit {topology.name}"
+        c = candidates([(one.mesh, placed)], [one.microbatches], pricer.topology)
+        return cls(load=load, candidate=candidate, pricer=pricer, placed=placed, c=c)
+
+    def totals(self) -> Totals:
+        """The price."""
+        return looped(self._without_loops(), self.saving())
+
+    def saving(self) -> Saving | None:
+        """What loops over tensor save; None without any."""
+        one, load = self.candidate, self.load
+        if one.decisions.collective_matmul != "loop" or one.mesh["stage"] > 1:
+            return None
+        return saving(
+            load.programs[one.decisions.remat, one.routes].facts,
+            one.choice,
+            self.placed,
+            self.c,
+            self.pricer,
+            len(load.counts),
+        )
+
+    def tally(self, items: list[Item]) -> Array:
+        """Quantities of items, see `Pricer.tally`."""
+        return self.pricer.tally(items, self.candidate.choice, self.c.shapes, len(self.load.counts))
+
+    def programs(self) -> list[tuple[Program, Array]]:
+        """The program of every remat policy that layers follow, with the part of each segment that
+        does: those of layer groups, what has none, and the embedding and head.
+        """
+        one, groups = self.candidate.decisions, self.candidate.groups
+        layers = [float(each[0]) for each in fullest_by_class(one, self.load.model, self.c)]
+        if groups:
+            shares = [
+                (policy, number / count)
+                for (policy, number), count in zip(groups, layers, strict=True)
+            ]
+        else:
+            share = one.remat_layers / sum(layers) if one.remat_layers else 1.0
+            shares = [(one.remat, share)] * len(layers)
+        parts = {
+            policy: np.zeros(len(layers) + 2)
+            for policy in dict.fromkeys((one.remat, *(policy for policy, _ in shares), "none"))
+        }
+        parts[one.remat][len(layers) :] = 1.0
+        for k, (policy, share) in enumerate(shares):
+            parts[policy][k] += share
+            parts["none"][k] += 1 - share
+        return [
+            (self.load.programs[policy, self.candidate.routes], part)
+            for policy, part in parts.items()
+            if part.any()
+        ]
+
+    def updated(self) -> dict[Group, float]:
+        """Bytes of parameters on a device that are gathered after the update, by group."""
+        rest = self.tally(self.load.rest)[..., self.c.shape]
+        chunks, stages = self.candidate.decisions.virtual_stages, self.candidate.mesh["stage"]
+        shares = np.array(
+            [chunks * np.ceil(n / (stages * chunks)) / n for n in self.load.counts]
+            + [1.0, 1 / stages]
+        )
+        experts = float((rest[:, Q.EXPERTS, 0] * shares).sum())
+        return {
+            stored(): float((rest[:, Q.PARAMETERS, 0] * shares).sum()) - experts,
+            stored(experts=True): experts,
+        }
+
+    def _without_loops(self) -> Totals:
+        one, load, c = self.candidate, self.load, self.c
+        how = one.decisions
+
+        def priced(work: Array, points: Sequence[Array]) -> Totals:
+            quantities = sums(work, self.tally(load.rest), points, load.model, self.pricer, c)
+            totals = combine(quantities, how, load.model, self.pricer, c)
+            return offloaded(totals, how.offload, self.pricer, c.micro) if how.offload else totals
+
+        def corner(policies: Corner) -> Totals:
+            programs = {policy: load.programs[policy, one.routes] for policy in policies}
+            first = programs[policies[0]]
+            if len(programs) == 1:
+                return priced(self.tally(first.work), [self.tally(items) for items in first.points])
+            parts = {
+                policy: Tallies(
+                    work=self.tally(program.work),
+                    stacks=tuple(self.tally(moment.stacks) for moment in program.moments),
+                    points=tuple(
+                        tuple(map(self.tally, moment.points)) for moment in program.moments
+                    ),
+                )
+                for policy, program in programs.items()
+            }
+            segments = [moment.segment for moment in first.moments]
+            return priced(*composed(policies, parts, segments, load.counts))
+
+        if one.groups:
+            return between(one.groups, fullest_by_class(how, load.model, c), corner)
+        lean = corner((how.remat,))
+        if not how.remat_layers:
+            return lean
+        return mix(corner(("none",)), lean, how.remat_layers / fullest(how, load.model, c))
+
+
+def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
+    """Prices one candidate on its own."""
+    return OnMachine.of(load, topology, candidate).totals()

@@ -1,0 +1,59 @@
+"""What a microbatch takes at least on all stages together, by candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+#: Rows of a `Tick`.
+QUANTITIES = 5
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Lower bounds for a microbatch and all stages together.
+
+    Attributes:
+        rows: array [QUANTITIES, candidates]; the properties are its rows.
+    """
+
+    rows: Array
+
+    @property
+    def busy(self) -> Array:
+        """Seconds that stages are busy with kernels and with collectives that compute waits for."""
+        return self.rows[0]
+
+    @property
+    def free(self) -> Array:
+        """The same seconds less what gradients of weights take off a bubble of zero-bubble."""
+        return self.rows[1]
+
+    @property
+    def loaded(self) -> Array:
+        """The same seconds with what moves along the sequence, in place of the compute under which
+        that could hide.
+        """
+        return self.rows[2]
+
+    @property
+    def messages(self) -> Array:
+        """Number of messages between stages, for a microbatch and chunk of layers."""
+        return self.rows[3]
+
+    @property
+    def message_bytes(self) -> Array:
+        """Bytes of these messages."""
+        return self.rows[4]
+
+    def take(self, which: Array) -> Tick:
+        """Some of the candidates."""
+        return Tick(self.rows[:, which])
+
+
+def joined(ticks: Sequence[Tick]) -> Tick:
+    """The candidates of several, one after the other."""
+    return Tick(np.concatenate([tick.rows for tick in ticks], axis=1))

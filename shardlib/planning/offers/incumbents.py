@@ -1,0 +1,231 @@
+"""What came of pricing: the fastest plan that fits, the minimum-memory plan, and the best of every
+mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardlib.axes import MeshShape
+from shardlib.cost.pricing.totals import Totals
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.offers.offer import Block, Least, Offer
+from shardlib.planning.offers.ranking import Ranking
+from shardlib.propagation.assignment import Choice
+
+Array = np.ndarray
+#: (mesh, microbatches, order of the axes): the places that rows of a ranking stand for.
+Place = tuple[MeshShape, int, tuple[str, ...]]
+
+
+@dataclass
+class Best:
+    """What a search has seen so far.
+
+    Attributes:
+        seconds, fastest: of the fastest plan that fits.
+        lean_bytes, lean: of the minimum-memory plan.
+        chosen: seconds of `fastest`; ties go to simpler plans, so it may be above the least by
+            rounding.
+        by_mesh: the fastest plan of every mesh that was priced, or the minimum-memory plan where
+            none fits: (seconds, bytes, candidate); seconds are infinite where it does not fit.
+        counts: plans by outcome.
+    """
+
+    seconds: float = np.inf
+    fastest: Candidate | None = None
+    lean_bytes: float = np.inf
+    lean: Candidate | None = None
+    chosen: float = np.inf
+    by_mesh: dict[MeshShape, tuple[float, float, Candidate]] = field(
+        default_factory=dict[MeshShape, tuple[float, float, Candidate]]
+    )
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"priced": 0, "memory": 0, "indivisible": 0, "bound": 0}
+    )
+
+
+class Seen:
+    """The fastest plan that fits and the leanest, for each candidate of a block.
+
+    Args:
+        best: takes the results.
+        rows: takes the candidates, where a ranking speaks of them.
+        block: the candidates.
+        capacity: usable bytes of a device.
+        reach: plans slower than so many times the fastest are of no interest.
+        ranking: takes every plan that fits.
+        settles: whether these are prices of plans, and not bounds of them.
+    """
+
+    def __init__(
+        self,
+        best: Best,
+        rows: list[Place],
+        block: Block,
+        capacity: float,
+        reach: float,
+        ranking: Ranking[Candidate] | None,
+        *,
+        settles: bool = True,
+    ) -> None:
+        self._best, self._block, self._capacity, self._ranking, self._reach, self._settles = (
+            best,
+            block,
+            capacity,
+            ranking,
+            reach,
+            settles,
+        )
+        size = len(block.c)
+        self._by_row = np.full((len(block.choices), size), np.inf)
+        self._offers: list[Offer] = []
+        self._fast, self._lean, self._peak = Least(size), Least(size), np.zeros(size)
+        self._offset = len(rows)
+        if ranking is not None:
+            rows += [
+                (mesh, int(micro), order)
+                for (mesh, order, _), micro in zip(block.places, block.c.micro, strict=True)
+            ]
+
+    @property
+    def limit(self) -> float:
+        """Seconds from which on a plan is of no interest."""
+        return self._best.seconds * self._reach
+
+    @property
+    def choices(self) -> list[tuple[Choice, bool]]:
+        """What the numbers of choices of offers stand for."""
+        return self._block.choices
+
+    @property
+    def ranks(self) -> bool:
+        """Whether every plan that fits is wanted, and not the fastest alone."""
+        return self._ranking is not None
+
+    @property
+    def settles(self) -> bool:
+        """Whether prices are those of plans, and not bounds of them."""
+        return self._settles
+
+    def at_least(self, choices: Array, candidates: Array, seconds: Array) -> None:
+        """Takes in bounds of plans that fit, in the place of their prices."""
+        np.minimum.at(self._by_row, (choices, candidates), seconds)
+
+    def skip(self, count: int) -> None:
+        """Counts plans that cannot be, since something does not divide."""
+        self._best.counts["indivisible"] += count
+
+    def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
+        """Takes in prices of plans; `candidates` are positions in the block, of which one may have
+        many rows.
+        """
+        seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._best.counts
+        fits = peak <= self._capacity
+        counts["priced"] += len(fits)
+        counts["memory"] += int((~fits).sum())
+        number = len(self._offers)
+        self._offers.append(offer)
+        at = np.flatnonzero(fits)
+        if self._ranking is not None:
+            self._rank(offer, fits, seconds, peak, candidates, self._ranking)
+        if len(at):
+            self._fast.take_in(number, offer, candidates[at], seconds[at], at)
+            mine = np.flatnonzero(
+                (self._fast.offers[candidates[at]] == number)
+                & (self._fast.rows[candidates[at]] == at)
+            )
+            self._peak[candidates[at[mine]]] = peak[at[mine]]
+            if self._settles:
+                self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
+            else:
+                np.minimum.at(self._by_row, (offer.choices[at], candidates[at]), seconds[at])
+        every = np.arange(len(peak))
+        self._lean.take_in(number, offer, candidates, peak, every)
+
+    def _rank(
+        self,
+        offer: Offer,
+        fits: Array,
+        seconds: Array,
+        peak: Array,
+        candidates: Array,
+        ranking: Ranking[Candidate],
+    ) -> None:
+        """Hands every plan that fits to a ranking, those with the same decisions together."""
+        if offer.groups is not None:
+            for at in range(len(fits)):
+                ranking.offer(
+                    offer.candidate(at, self.choices),
+                    fits[at : at + 1],
+                    seconds[at : at + 1],
+                    peak[at : at + 1],
+                    candidates[at : at + 1] + self._offset,
+                )
+            return
+        layers = np.zeros(len(fits), dtype=np.int64) if offer.layers is None else offer.layers
+        pairs, which = np.unique(
+            np.stack([offer.choices, layers], axis=1), axis=0, return_inverse=True
+        )
+        for number in range(len(pairs)):
+            at = np.flatnonzero(which.reshape(-1) == number)
+            ranking.offer(
+                offer.candidate(int(at[0]), self.choices),
+                fits[at],
+                seconds[at],
+                peak[at],
+                candidates[at] + self._offset,
+            )
+
+    def close(self) -> Array:
+        """Hands over the results; prices that do not settle anything count only where nothing fits.
+
+        Returns:
+            Where prices do not settle anything, seconds of the fastest plan that fits, by choice
+            and candidate.
+        """
+        fast, lean = self._fast, self._lean
+        noted = np.flatnonzero((lean.offers >= 0) & (self._settles | ~np.isfinite(fast.values)))
+        for row in noted:
+            mesh, order, _ = self._block.places[row]
+            place = mesh, int(self._block.c.micro[row]), order
+            least = self._offers[int(lean.offers[row])].candidate(int(lean.rows[row]), self.choices)
+            leanest = least.on(*place)
+            fastest = (
+                self._offers[int(fast.offers[row])]
+                .candidate(int(fast.rows[row]), self.choices)
+                .on(*place)
+                if fast.offers[row] >= 0
+                else leanest
+            )
+            self._note(
+                fastest,
+                leanest,
+                float(fast.values[row]),
+                float(self._peak[row]),
+                float(lean.values[row]),
+            )
+        return self._by_row
+
+    def _note(
+        self, fastest: Candidate, lean: Candidate, seconds: float, peak: float, least: float
+    ) -> None:
+        best = self._best
+        fits = np.isfinite(seconds)
+        if least < best.lean_bytes * (1 - 1e-9):
+            best.lean_bytes, best.lean = least, lean
+        if fits and (best.fastest is None or _before(seconds, fastest, best.chosen, best.fastest)):
+            best.chosen, best.fastest = seconds, fastest
+        entry = seconds, peak if fits else least, fastest
+        known = best.by_mesh.get(fastest.mesh)
+        if known is None or entry[:2] < known[:2]:
+            best.by_mesh[fastest.mesh] = entry
+
+
+def _before(seconds: float, one: Candidate, other: float, known: Candidate) -> bool:
+    """Whether a plan comes before another: faster, or as fast and simpler."""
+    if abs(seconds - other) > 1e-9 * max(seconds, other):
+        return seconds < other
+    return one.simplicity() < known.simplicity()

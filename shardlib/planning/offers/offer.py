@@ -1,0 +1,154 @@
+"""Offers: prices of many rows under the same decisions, and the least of them by candidate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.axes import MeshShape
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.variants.mixed_remat import Each
+from shardlib.decisions.table import Decisions
+from shardlib.hardware.placement import Placement
+from shardlib.planning.decisions.candidate import Candidate, by_group
+from shardlib.planning.units.quantity import TIE
+from shardlib.propagation.assignment import Choice
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Candidates that are priced together.
+
+    Attributes:
+        places: (mesh, order, placement) of each.
+        c: the candidates.
+        choices: the choices that prices speak of, with whether tokens are routed.
+    """
+
+    places: list[tuple[MeshShape, tuple[str, ...], Placement]]
+    c: Candidates
+    choices: list[tuple[Choice, bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The decisions that priced rows stand for.
+
+    Attributes:
+        decisions: of all rows, but for what follows, meshes and microbatches.
+        choices: number of each row's choice, see `Block.choices`.
+        layers: how many layers of each row are rematerialised; None where all are.
+        groups: the policies of layer groups by row, see `Candidate`; None where all groups are
+            alike.
+    """
+
+    decisions: Decisions
+    choices: Array
+    layers: Array | None = None
+    groups: list[Each] | None = None
+
+    def take(self, which: Array) -> Offer:
+        """Some of the rows."""
+        return replace(
+            self,
+            choices=self.choices[which],
+            layers=None if self.layers is None else self.layers[which],
+            groups=None if self.groups is None else [self.groups[i] for i in which],
+        )
+
+    def but(self, **changes: object) -> Offer:
+        """The same rows under other decisions."""
+        return replace(self, decisions=replace(self.decisions, **changes))
+
+    def candidate(self, at: int, choices: list[tuple[Choice, bool]]) -> Candidate:
+        """The decisions of one row, on no mesh yet."""
+        choice, routes = choices[int(self.choices[at])]
+        if self.groups is not None:
+            policy, layers = by_group(self.groups[at])
+            each = self.groups[at]
+        else:
+            policy, each = self.decisions.remat, ()
+            layers = 0 if self.layers is None else int(self.layers[at])
+        return Candidate(
+            decisions=replace(self.decisions, remat=policy, remat_layers=layers),
+            choice=choice,
+            groups=each,
+            routes=routes,
+        )
+
+
+def _runs(values: Array) -> Array:
+    """Position of the first of each run of equal values, for every value."""
+    return np.maximum.accumulate(
+        np.where(np.concatenate(([True], values[1:] != values[:-1])), np.arange(len(values)), 0)
+    )
+
+
+class Least:
+    """The least of some quantity for each candidate of a block, with the offer that has it; of
+    equal ones the first choice, then the first offer.
+
+    Args:
+        size: number of candidates.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.values, self.offers, self.rows, self._choices = (
+            np.full(size, np.inf),
+            np.full(size, -1),
+            np.zeros(size, dtype=np.int64),
+            np.zeros(size, dtype=np.int64),
+        )
+
+    def take_in(
+        self, number: int, offer: Offer, candidates: Array, values: Array, rows: Array
+    ) -> None:
+        """Takes in an offer.
+
+        Args:
+            number: of the offer.
+            offer: whose choices break ties.
+            candidates: position in the block of each row.
+            values: the quantity.
+            rows: position in the offer.
+        """
+        choices = offer.choices[rows]
+        known = self.values[candidates]
+        better = (values < known * (1 - TIE)) | (
+            (values <= known * (1 + TIE))
+            & (choices < self._choices[candidates])
+            & np.isfinite(values)
+        )
+        at = np.flatnonzero(better)
+        if not len(at):
+            return
+        at = at[_first_choices(candidates[at], values[at], choices[at])]
+        into = candidates[at]
+        self.values[into], self.offers[into], self.rows[into], self._choices[into] = (
+            values[at],
+            number,
+            rows[at],
+            choices[at],
+        )
+
+
+def _first_choices(candidates: Array, values: Array, choices: Array) -> Array:
+    """For each candidate the position of the row with the first choice among those whose value is
+    the least, but for rounding; ascending by candidate.
+
+    A candidate may have many rows, and values that should be equal differ in their last digits. So
+    rows are sorted twice: by value, to know the least of each candidate and which rows are within
+    a tie of it; then those by choice, to take the first.
+
+    >>> candidates, choices = np.array([4, 4, 4, 9]), np.array([2, 1, 0, 5])
+    >>> _first_choices(candidates, np.array([1.0, 1.0 + 1e-12, 3.0, 2.0]), choices)
+    array([1, 3])
+    """
+    at = np.lexsort((choices, values, candidates))
+    least = values[at][_runs(candidates[at])]
+    at = at[values[at] <= least * (1 + TIE)]
+    at = at[np.lexsort((choices[at], candidates[at]))]
+    return at[np.unique(_runs(candidates[at]))]

@@ -1,0 +1,239 @@
+"""Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage,
+schedule, when weights are gathered, and what is offloaded.
+
+A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their
+choices and meshes are, one decision after another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.cost.pricing.exposed_communication import saved_by_gathering_once
+from shardlib.cost.pricing.step_time import least_seconds
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.decisions.table import Decisions
+from shardlib.planning.bounds.step_time import EACH, passing, step_seconds
+from shardlib.planning.offers.incumbents import Seen
+from shardlib.planning.offers.offer import Offer
+from shardlib.planning.offers.price_by_layer_group import GroupPricer
+from shardlib.planning.offers.rows import Rows
+from shardlib.planning.offers.variants import Variants
+from shardlib.planning.space import schedules
+from shardlib.planning.space.space import Space
+from shardlib.planning.space.workload import Workload
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import named
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPricer:
+    """Prices rows whose layer groups are alike.
+
+    Attributes:
+        load, room: the model and the space.
+        pricer: the machine.
+        variants: what is offered beside a price: less that is rematerialised, something offloaded.
+        groups: prices plans whose layer groups follow policies of their own; None where all are
+            alike.
+    """
+
+    load: Workload
+    room: Space
+    pricer: Pricer
+    variants: Variants
+    groups: GroupPricer | None = None
+
+    def price(self, rows: Rows, seen: Seen) -> None:
+        """Offers every plan of some rows that no bound excludes."""
+        for piped in (False, True):
+            mine = np.flatnonzero((rows.c.stage > 1) == piped)
+            if not len(mine):
+                continue
+            less = rows if len(mine) == len(rows) else rows.take(mine)
+            every = defaultdict[tuple[str, int], dict[str, list[Decisions]]](
+                lambda: {policy: [] for policy in self.room.policies}
+            )
+            for policy in self.room.policies:
+                for how in schedules.zeros_and_schedules(self.room, policy, pipelined=piped):
+                    every[how.schedule, how.virtual_stages][policy].append(how)
+            for (schedule, virtual), knobs in every.items():
+                self._scheduled(less, schedule, virtual, knobs, seen)
+
+    def _scheduled(
+        self, rows: Rows, schedule: str, virtual: int, knobs: dict[str, list[Decisions]], seen: Seen
+    ) -> None:
+        """Offers the plans of one schedule.
+
+        Args:
+            rows: of meshes with or without stages.
+            schedule, virtual: the schedule.
+            knobs: ZeRO stages and when weights are gathered, by policy.
+            seen: takes the plans.
+        """
+        piped = named(schedule).staged
+        legal = np.ones(len(rows), dtype=bool)
+        if piped:
+            legal = schedules.legal_schedule(
+                self.room,
+                Decisions(
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    accumulation=schedules.groups(self.room),
+                ),
+                rows.c,
+            )
+        seen.skip(int((~legal).sum()))
+        if not legal.any():
+            return
+        worth = {
+            policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit)
+            for policy in self.room.policies
+            if knobs[policy]
+        }
+        some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
+        if len(some) and not self.room.each:
+            self._alike(rows, some, worth, knobs, seen)
+        self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
+
+    def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
+        """Offers the plans of one schedule whose classes of layers differ."""
+        if self.groups is None or not knobs:
+            return
+        at = np.flatnonzero(
+            legal
+            & (self._least(rows, EACH, knobs[0].schedule, knobs[0].virtual_stages) < seen.limit)
+        )
+        if len(at):
+            less = rows.take(at)
+            self.groups.price(less.sums, less.choices, less.candidates, less.c, knobs, seen)
+
+    def _alike(
+        self,
+        rows: Rows,
+        some: Array,
+        worth: dict[str, Array],
+        knobs: dict[str, list[Decisions]],
+        seen: Seen,
+    ) -> None:
+        """Offers the plans of one schedule whose classes of layers are alike."""
+        less = rows.take(some)
+        for policy in worth:  # the same for all ZeRO stages
+            least = least_seconds(
+                less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c
+            )
+            worth[policy] = worth[policy][some] & (least < seen.limit)
+        for zero, gather in sorted(
+            {(how.zero, how.gather) for listed in knobs.values() for how in listed},
+            key=lambda one: (one[0], one[1] != "use"),
+        ):
+            legal, wanted = schedules.legal_zero(zero, less.c), worth
+            if (
+                gather == "once"
+                and "use" in self.room.gathers
+                and not seen.ranks
+                and (
+                    how := next(
+                        (one for listed in knobs.values() for one in listed if one.gather == "use"),
+                        None,
+                    )
+                )
+            ):
+                wanted = self._saving(less, worth, how)
+            fast: tuple[Array, Totals] | None = None
+            for policy in worth:
+                how = next(
+                    (how for how in knobs[policy] if (how.zero, how.gather) == (zero, gather)), None
+                )
+                if how is None:
+                    continue
+                totals = self._policy(less, policy, how, legal, wanted[policy], fast, seen)
+                fast = totals if policy == "none" else fast
+
+    def _saving(self, rows: Rows, worth: dict[str, Array], how: Decisions) -> dict[str, Array]:
+        """Rows, by policy, in which gathering weights once saves time under one policy at least:
+        the others are no faster than those that gather at every use, and larger.
+        """
+        at = np.flatnonzero(
+            np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(3, rows.c)
+        )
+        less, saving = rows.take(at), np.zeros(len(rows), dtype=bool)
+        for policy in worth:
+            saving[at] |= (
+                saved_by_gathering_once(
+                    less.sums[policy], replace(how, zero=3), self.load.model, self.pricer, less.c
+                )
+                > 0
+            )
+        return {policy: mine & saving for policy, mine in worth.items()}
+
+    def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
+        """A bound of the step time under a schedule, by row."""
+        groups = schedules.groups(self.room)
+        shape = Pipelines(
+            stages=rows.c.stage,
+            chunks=np.full_like(rows.c.stage, virtual),
+            microbatches=rows.c.micro // groups,
+        )
+        rounds = None if named(schedule).backward_in_two else named(schedule).rounds(shape)
+        passes = (
+            passing(rows.ticks[policy], rows.c.stage, self.pricer) * virtual
+            if named(schedule).staged
+            else 0.0
+        )
+        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds, groups, passes)
+
+    def _policy(
+        self,
+        rows: Rows,
+        policy: str,
+        how: Decisions,
+        legal: Array,
+        worth: Array,
+        fast: tuple[Array, Totals] | None,
+        seen: Seen,
+    ) -> tuple[Array, Totals] | None:
+        """Offers the plans of one policy under one knob; returns their prices and the rows that
+        they are of.
+
+        Args:
+            fast: the prices without recomputation.
+        """
+        partly = np.zeros(len(rows), dtype=bool)
+        if fast is not None and policy != "none":
+            partly[fast[0]] = (fast[1].step_seconds < seen.limit) & (
+                (fast[1].peak_bytes > self.variants.capacity) | bool(self.room.pins.remat_layers)
+            )
+        seen.skip(int(((worth | partly) & ~legal).sum()))
+        at = np.flatnonzero(legal & (worth | partly))
+        if not len(at):
+            return None
+        s, c = (
+            (rows.sums[policy], rows.c)
+            if len(at) == len(rows)
+            else (rows.sums[policy].take(at), rows.c.take(at))
+        )
+        totals = combine(s, how, self.load.model, self.pricer, c)
+        quick: Totals | None = None
+        if fast is not None and policy != "none":
+            position = np.full(len(rows), -1)
+            position[fast[0]] = np.arange(len(fast[0]))
+            quick = fast[1].take(position[at])
+            quick.seconds["overhead"][position[at] < 0] = (
+                np.inf
+            )  # not priced because it cannot be fast enough
+        self.variants.offer(
+            Offer(decisions=how, choices=rows.choices[at]),
+            rows.candidates[at],
+            totals,
+            quick,
+            c,
+            seen,
+        )
+        return at, totals

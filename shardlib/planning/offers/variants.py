@@ -1,0 +1,139 @@
+"""What may be better where a plan does not fit: something offloaded, and where more than enough is
+rematerialised, less of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest, mix, offloaded
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.decisions.readers import HOSTED
+from shardlib.planning.offers.incumbents import Seen
+from shardlib.planning.offers.offer import Offer
+from shardlib.planning.space.space import Space
+from shardlib.planning.space.workload import Workload
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variants:
+    """Offers prices, and what may be better where a plan does not fit.
+
+    Attributes:
+        load, room: the model and the space.
+        pricer: the machine.
+        capacity: usable bytes of a device.
+    """
+
+    load: Workload
+    room: Space
+    pricer: Pricer
+    capacity: float
+
+    def offer(
+        self,
+        offer: Offer,
+        rows: Array,
+        totals: Totals,
+        fast: Totals | None,
+        c: Candidates,
+        seen: Seen,
+    ) -> None:
+        """Offers a price; where it does not fit also with something in host memory, and where more
+        than enough is recomputed with less of it.
+        """
+        pins, wanted = self.room.pins, self.room.pins.remat_layers
+        pinned = pins.offload or ()
+        if pinned:
+            totals = offloaded(totals, pinned, self.pricer, c.micro)
+            fast = fast and offloaded(fast, pinned, self.pricer, c.micro)
+            offer = offer.but(offload=pinned)
+        if not wanted:
+            seen.offer(offer, totals, rows)
+        self._mixed(offer, rows, totals, fast, c, seen)
+        lacking = (totals.step_seconds < seen.limit) & (
+            totals.peak_bytes > self.capacity
+        )  # what follows only adds seconds
+        if fast is not None:  # with something in host memory, fewer layers need to be recomputed
+            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (
+                fast.peak_bytes > self.capacity
+            )
+        short = np.flatnonzero(lacking)
+        if not len(short) or wanted:
+            return
+        part, c = offer.take(short), c.take(short)
+        for parts in self.offloads():
+            less = offloaded(totals.take(short), parts, self.pricer, c.micro)
+            moved = part.but(offload=parts)
+            seen.offer(moved, less, rows[short])
+            if fast is not None:
+                self._mixed(
+                    moved,
+                    rows[short],
+                    less,
+                    offloaded(fast.take(short), parts, self.pricer, c.micro),
+                    c,
+                    seen,
+                )
+
+    def offloads(self) -> list[tuple[str, ...]]:
+        """What may be put in host memory, beside nothing."""
+        pinned = self.room.pins.offload
+        if (
+            self.pricer.topology.chip.host_bytes_per_s <= 0
+            or pinned is not None
+            or self.room.lowered
+        ):
+            return []
+        return [*((part,) for part in HOSTED), HOSTED]
+
+    def _mixed(
+        self,
+        offer: Offer,
+        rows: Array,
+        lean: Totals,
+        fast: Totals | None,
+        c: Candidates,
+        seen: Seen,
+    ) -> None:
+        """Offers the plans that recompute no more layers than memory asks for."""
+        wanted = self.room.pins.remat_layers
+        if fast is None or wanted == 0 or self.room.apart:
+            return
+        legal = fast.step_seconds < seen.limit
+        if self.room.lowered and wanted is None:  # layers of stages recompute alike
+            legal &= c.stage == 1
+        if wanted is None:
+            legal &= (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
+        if not legal.any():
+            return
+        layers = fullest(offer.decisions, self.load.model, c)
+        if wanted:
+            needed = np.where(layers > wanted, float(wanted), 0.0)
+        else:
+            saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
+            others = sum(
+                (
+                    np.maximum(size, lean.device_bytes[name])
+                    for name, size in fast.device_bytes.items()
+                    if name != "activations"
+                ),
+                np.zeros(len(c)),
+            )
+            needed = np.ceil(
+                (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
+            )
+        at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
+        if len(at):
+            share = needed[at] / layers[at]
+            seen.offer(
+                replace(offer.take(at), layers=needed[at].astype(np.int64)),
+                mix(fast.take(at), lean.take(at), share),
+                rows[at],
+            )

@@ -1,0 +1,254 @@
+"""Prices candidates under choices of colours on the places that their axes can have, and bounds of
+that on the best links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.machine.collective_tables import best_links
+from shardlib.cost.pricing.candidates import Candidates, candidates
+from shardlib.cost.pricing.sums import sums
+from shardlib.hardware.placement import Placement, place, placements
+from shardlib.hardware.topology import Topology
+from shardlib.planning.bounds.frontier import Entries, Pairs
+from shardlib.planning.bounds.step_time import EACH
+from shardlib.planning.bounds.tick import joined
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.offers.incumbents import Best, Place, Seen
+from shardlib.planning.offers.layer_group_bounds import GroupBounds
+from shardlib.planning.offers.layer_group_corners import Corners
+from shardlib.planning.offers.offer import Block
+from shardlib.planning.offers.price_by_layer_group import GroupPricer
+from shardlib.planning.offers.price_uniform import RowPricer
+from shardlib.planning.offers.ranking import Ranking
+from shardlib.planning.offers.rows import Rows
+from shardlib.planning.offers.variants import Variants
+from shardlib.planning.space.cost_tables import Account
+from shardlib.planning.space.space import Space
+
+Array = np.ndarray
+#: Rows (a candidate under a choice) that are priced at once, about.
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPricer:
+    """Prices pairs: candidates, each under a choice of colours, on their places.
+
+    Attributes:
+        variants: the model, the space and the machine.
+        cuttable: colours that some choice shards.
+        best: takes the results.
+        rows: takes the places, where a ranking speaks of them.
+    """
+
+    variants: Variants
+    cuttable: tuple[str, ...]
+    best: Best
+    rows: list[Place]
+
+    @property
+    def room(self) -> Space:
+        """The space."""
+        return self.variants.room
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+        return self.variants.pricer.topology
+
+    def price(
+        self,
+        entries: Entries,
+        pairs: Pairs,
+        reach: float,
+        ranking: Ranking[Candidate] | None,
+        *,
+        usual: bool = False,
+    ) -> None:
+        """Prices pairs on every place that their axes can have, or on the usual one."""
+        block, where = self._block(entries, pairs, usual)
+        if block is None:
+            return
+        seen = Seen(self.best, self.rows, block, self.variants.capacity, reach, ranking)
+        counts = [len(one) for one in where]
+        self._priced(
+            entries,
+            block,
+            np.array([at for one in where for at in one], dtype=np.int64),
+            np.repeat(pairs.choices, counts),
+            seen,
+        )
+        seen.close()
+
+    def on_best_links(self, entries: Entries, pairs: Pairs) -> Pairs:
+        """Pairs with the seconds of the fastest plan that fits, if every group of axes had the
+        fastest links that it could have alone; infinite where none fits.
+        """
+        if not len(pairs):
+            return pairs
+        every, which = np.unique(pairs.entries, return_inverse=True)
+        sizes = entries.at(every)
+        c = Candidates(
+            **sizes,
+            links=best_links(sizes, self.topology),
+            shapes=entries.values.shapes,
+            shape=entries.shape[every],
+        )
+        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [
+            (MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {})
+            for at in range(len(every))
+        ]
+        block = Block(
+            places=places,
+            c=c,
+            choices=[(choice, entries.scope.routes) for choice in entries.choices],
+        )
+        seen = Seen(self.best, self.rows, block, self.variants.capacity, 1, None, settles=False)
+        self._priced(entries, block, which.reshape(-1), pairs.choices, seen)
+        return replace(pairs, least=seen.close()[pairs.choices, which.reshape(-1)])
+
+    def _priced(
+        self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen
+    ) -> None:
+        """Prices candidates of a block, each under a choice; those under the same choice on the
+        same shape have the same quantities.
+        """
+        order = np.lexsort((block.c.shape[at], choices))
+        pricer = self._row_pricer(entries)
+        for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
+            pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
+
+    def _row_pricer(self, entries: Entries) -> RowPricer:
+        """Prices rows of some entries; layer groups apart, where the space has such plans."""
+        load, room, pricer = self.variants.load, self.room, self.variants.pricer
+        groups = None
+        if room.apart:
+            bounds = GroupBounds(
+                load=load,
+                room=room,
+                pricer=pricer,
+                capacity=self.variants.capacity,
+                offloads=self.variants.offloads(),
+            )
+            corners = Corners(
+                load=load,
+                policies=room.policies,
+                pricer=pricer,
+                values=entries.values,
+                cuttable=self.cuttable,
+            )
+            groups = GroupPricer(
+                load=load, room=room, pricer=pricer, bounds=bounds, corners=corners
+            )
+        return RowPricer(load=load, room=room, pricer=pricer, variants=self.variants, groups=groups)
+
+    def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> Rows:
+        """Candidates under choices, with their quantities."""
+        accounts, policies, routes, c = (
+            entries.scope.accounts,
+            self.room.policies,
+            entries.scope.routes,
+            block.c.take(at),
+        )
+        apart = self.room.apart
+        bounds = (*policies, EACH) if apart else policies
+        shapes, where = np.unique(c.shape, return_inverse=True)
+        keys, column = np.unique(
+            np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True
+        )
+        wanted = [
+            (entries.choices[int(number)], keys[1, keys[0] == number])
+            for number in np.unique(keys[0])
+        ]
+        ticks = [
+            {policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in bounds}
+            for choice, some in wanted
+        ]
+
+        def columns(account: Account) -> Array:
+            return account.on(entries.values, shapes).columns(wanted)
+
+        local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
+        saved = (
+            {
+                policy: columns(
+                    self.variants.load.stacks.accounts(self.cuttable).points[policy, routes]
+                )[0]
+                for policy in policies
+            }
+            if apart
+            else dict[str, Array]()
+        )
+        known = {
+            policy: sums(
+                columns(accounts.work[policy, routes])[0],
+                rest,
+                list(columns(accounts.points[policy, routes])),
+                self.variants.load.model,
+                self.variants.pricer,
+                local,
+                stacks=saved.get(policy),
+            )
+            for policy in policies
+        }
+        return Rows(
+            candidates=at,
+            choices=choices,
+            c=c,
+            sums=known,
+            ticks={
+                policy: joined([tick[policy] for tick in ticks]).take(local.shape)
+                for policy in bounds
+            },
+        )
+
+    def _block(
+        self, entries: Entries, pairs: Pairs, usual: bool
+    ) -> tuple[Block | None, list[list[int]]]:
+        """The candidates of some pairs on their places, and the positions of those of each pair;
+        nothing where there are none.
+        """
+        known: dict[int, list[int]] = {}
+        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
+        rows: list[int] = []
+        for entry in pairs.entries:
+            if int(entry) not in known:
+                mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
+                found = self._places(mesh, usual)
+                known[int(entry)] = list(range(len(rows), len(rows) + len(found)))
+                places += [(mesh, order, placement) for order, placement in found]
+                rows += [int(entry)] * len(found)
+        if not rows:
+            return None, []
+        c = candidates(
+            [(mesh, placement) for mesh, _, placement in places],
+            [int(m) for m in entries.sizes["micro"][rows]],
+            self.topology,
+        )
+        block = Block(
+            places=places,
+            c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
+            choices=[(choice, entries.scope.routes) for choice in entries.choices],
+        )
+        return block, [known[int(entry)] for entry in pairs.entries]
+
+    def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
+        """The places of a mesh; with `usual`, one of them."""
+        wanted = self.room.pins.axis_order
+        if wanted is not None:
+            order = tuple(
+                axis
+                for axis in (*wanted, *(a for a in MESH_AXES if a not in wanted))
+                if axis in mesh
+            )
+            placement = place(mesh, self.topology, order)
+            return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
+        if self.room.lowered or usual:
+            placement = place(mesh, self.topology)
+            return [] if placement is None else [((), placement)]
+        return placements(mesh, self.topology)

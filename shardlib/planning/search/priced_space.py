@@ -1,0 +1,156 @@
+"""A space of plans, priced: what is the fastest of it, and under which pins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.axes import MeshShape
+from shardlib.decisions.dtypes import Dtypes
+from shardlib.decisions.pins import Pins
+from shardlib.errors import PinError
+from shardlib.hardware.placement import place
+from shardlib.hardware.topology import Topology
+from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.decisions.dtypes import combinations, effective
+from shardlib.planning.decisions.not_lowered import lowered_dtypes
+from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
+from shardlib.planning.offers.incumbents import Best, Place
+from shardlib.planning.offers.ranking import Entry, Ranking
+from shardlib.planning.search.branch_and_bound import Explorer
+from shardlib.planning.space.attention import Strategy, strategies
+from shardlib.planning.space.limits import divisors
+from shardlib.planning.space.meshes import sizes
+from shardlib.planning.space.space import Space, build
+from shardlib.planning.space.why_empty import explain_empty
+from shardlib.planning.space.workload import Workload
+from shardlib.rules import Rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedSpace:
+    """A priced space.
+
+    Attributes:
+        room: the space; of several, the last.
+        best: what was seen.
+        rules: pinned rules, in the colours of the model.
+        rows: the places of candidates that a ranking speaks of.
+    """
+
+    room: Space
+    best: Best
+    rules: Rules | None
+    rows: list[Place]
+
+    def candidate(self, entry: Entry[Candidate]) -> Candidate:
+        """The candidate of an entry of the ranking."""
+        return entry.what.on(*self.rows[entry.index])
+
+    def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
+        """Sorts equally fast entries of the ranking."""
+        return what.on(*self.rows[index]).simplicity()
+
+
+def priced_space(
+    load: Workload,
+    topology: Topology,
+    pins: Pins,
+    ranking: Ranking[Candidate] | None = None,
+    slack: float = np.inf,
+    *,
+    lowered: bool,
+    any_plan: bool = False,
+) -> PricedSpace:
+    """Prices the space of a model under pins.
+
+    Args:
+        load: the model.
+        topology: the machine.
+        pins: the user's decisions.
+        ranking: takes every plan that fits.
+        slack: with a ranking, leave out candidates of which no plan can be faster than so many
+            times the fastest.
+        lowered: leave out, unless they are pinned, decisions that no program can be made of yet.
+        any_plan: end when a plan fits.
+
+    Raises:
+        PinError: the pins make no sense, or allow no plan.
+    """
+    rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
+    fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
+    if pins.mesh is not None and pins.mesh.devices > topology.devices:
+        raise PinError(
+            f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
+            f" {topology.devices}"
+        )
+    hosted = [part for part in pins.offload or () if part != "disk"]
+    if hosted and not topology.chip.host_bytes_per_s:
+        raise PinError(
+            f"offload={hosted} needs the rate between host memory and {topology.chip.name}, which"
+            f" {topology.name} does not give\nTry: host_bytes_per_s in the chip of a topology file"
+        )
+    wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
+    explorers: list[Explorer] = []
+    rooms: list[Space] = []
+    every = dict.fromkeys(
+        effective(one, load.problem, load.stack, pins.dtypes)
+        for one in combinations(pins.dtypes, lowered_dtypes(pins.allow) if lowered else pins.allow)
+    )
+
+    def explore(dtypes: Dtypes, strategy: Strategy) -> None:
+        decisions = replace(strategy.decisions, dtypes=dtypes)
+        one = load.under(dtypes, decisions.fused)
+        strategy = replace(strategy, decisions=decisions)
+        rooms.append(build(one, pins, fixed, strategy, lowered=lowered))
+        explorer = Explorer(
+            one,
+            rooms[-1],
+            topology,
+            topology.chip.usable_bytes,
+            explorers[0] if explorers else None,
+            any_plan=any_plan,
+        )
+        explorers.append(explorer)
+        for devices in _counts(rooms[-1], one, topology, wanted):
+            explorer.run(devices, ranking, slack)
+
+    usual, otherwise = strategies(load.problem, pins, load.stack, topology.chip.vendor)
+    for dtypes, strategy in itertools.product(every, usual):
+        explore(dtypes, strategy)
+    explorer = explorers[0]
+    if explorer.best.fastest is None:
+        for dtypes, strategy in itertools.product(every, otherwise):
+            explore(dtypes, strategy)
+    if explorer.best.fastest is None and not any_plan:
+        for one in explorers:
+            one.lean()
+    if explorer.best.lean is None and not any_plan:
+        raise explain_empty(load.problem, load.colouring, pins, wanted)
+    return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
+
+
+def _counts(room: Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:
+    """Numbers of devices that a plan may use: all, or where no mesh has all the most that one has;
+    then their divisors.
+    """
+
+    def some(devices: int) -> bool:
+        return (
+            place(MeshShape({"data": devices}), topology) is not None
+            and len(sizes(room, load.colouring, devices)["micro"]) > 0
+        )
+
+    if room.pins.mesh is not None:
+        yield wanted
+        return
+    most = next((n for n in range(wanted, 0, -1) if some(n)), None)
+    fewer = [n for n in divisors(wanted) if n < (most or 0)]
+    yield from (
+        n
+        for n in ([most] if most else []) + fewer[::-1]
+        if place(MeshShape({"data": n}), topology) is not None
+    )

@@ -1,0 +1,104 @@
+"""How attention may be computed on a machine, and how a context axis is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import Decisions
+from shardlib.errors import PinError
+from shardlib.graph.kernels import OF_VENDOR
+from shardlib.graph.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How attention is computed, and the context axis used.
+
+    Attributes:
+        decisions: with `context` and `attention`, and what the planner does not decide.
+        contexts: whether plans have a context axis of more than one device: all of them (True),
+            none (False), or some (None).
+    """
+
+    decisions: Decisions
+    contexts: bool | None = None
+
+
+def strategies(
+    problem: Problem, pins: Pins, stack: FrameworkProfile, vendor: str
+) -> tuple[list[Strategy], list[Strategy]]:
+    """How attention may be computed and the context axis used, and what else plans may do where
+    nothing fits.
+
+    A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is
+    computed: by the kernel of the chip's vendor where that applies, which writes no scores. On a
+    context axis keys and values go around; gathering them is never faster in the model, and leaves
+    attention as it is written. A ring is for those who ask for a context axis, and where nothing
+    else fits.
+
+    Args:
+        problem: the model.
+        pins: the user's decisions.
+        stack: the software; some fuses attention whatever the plan says.
+        vendor: of the chips.
+
+    Raises:
+        PinError: pinned attention that the model or the chips cannot have.
+    """
+
+    def strategy(context: str, attention: str, *, contexts: bool | None = None) -> Strategy:
+        made = replace(pins.unsearched, context=context, attention=attention)
+        return Strategy(decisions=made, contexts=contexts)
+
+    calls = "attention" in problem.functions
+    why_not = (
+        _without(problem, vendor, pins.attention) if pins.attention not in (None, "traced") else ""
+    )
+    if why_not:
+        raise PinError(
+            f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'"
+        )
+    fused, blocks = (
+        stack.attention == "fused",
+        ("blocks" if calls and pins.attention is None else pins.attention or "traced"),
+    )
+    best = OF_VENDOR.get(vendor, "traced")
+    kernel = pins.attention or (
+        "traced" if stack.attention != "traced" or _without(problem, vendor, best) else best
+    )
+    if pins.context is not None:
+        attention = {
+            "none": kernel,
+            "all-gather": "traced",
+            "ring": blocks,
+            "ulysses": kernel if kernel != "traced" else blocks,
+        }[pins.context]
+        gathered = "all-gather" if pins.context == "none" else pins.context
+        return [strategy(gathered, attention, contexts=pins.context != "none")], []
+    around = (
+        [strategy("ring", blocks, contexts=True)]
+        if (calls or fused) and blocks in ("blocks", "traced") and (fused or blocks != "traced")
+        else []
+    )
+    asked = (
+        pins.mesh["context"] if pins.mesh is not None else dict(pins.axes).get("context", 1)
+    ) > 1
+    if not fused and kernel == "traced":
+        traced = strategy("all-gather", "traced")
+        return ([traced, *around], []) if asked else ([traced], around)
+    alone = strategy("all-gather", kernel, contexts=False)
+    if asked and not around:  # a kernel that a ring has no use for
+        return [strategy("ulysses", kernel, contexts=True)], []
+    return ([alone, *around], []) if asked or fused else ([alone], around)
+
+
+def _without(problem: Problem, vendor: str, kind: str | None) -> str:
+    """Why attention cannot be computed by a kernel; empty where it can."""
+    if "attention" not in problem.functions:
+        return f"{problem.model} does not call attention as a function (shardlib.attention)"
+    makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
+    if kind in makers and makers[kind] != vendor:
+        return f"that is a kernel for chips of {makers[kind]}, not of {vendor}"
+    return dict(problem.without_kernel).get(kind or "", "")

@@ -1,0 +1,106 @@
+"""What a model allows, whatever is pinned: sizes of its batch and its sequence, its layers and
+experts, and the colours that the tensor axis may shard.
+
+>>> divisors(12), divisors(10**12, most=10)
+([1, 2, 3, 4, 6, 12], [1, 2, 4, 5, 8, 10])
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardlib.graph.problem import Problem
+from shardlib.propagation.colours import Colouring
+
+#: Largest number of colours whose subsets are all tried for the tensor axis: those that take part
+#: in the most FLOPs.
+MAX_TENSOR_COLOURS = 6
+#: Largest number of gradient accumulation steps that is tried.
+MAX_MICROBATCHES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a model allows, beside its colours.
+
+    Attributes:
+        batch: examples in the batch.
+        sequence: positions; 1 where there is no sequence.
+        layers: layers of the largest class; 0 without layers.
+        experts: experts; 1 without.
+        splits: whether the batch can be worked through in parts with the numbers of the whole.
+    """
+
+    batch: int
+    sequence: int
+    layers: int
+    experts: int
+    splits: bool = True
+
+
+def experts_form(problem: Problem) -> str:
+    """How many tokens the experts of a model take: all of them ("dropless"), or as many as there is
+    room for ("capacity").
+    """
+    return "capacity" if "capacity" in problem.functions else "dropless"
+
+
+def batch_size(problem: Problem, colouring: Colouring) -> int:
+    """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
+    named a batch.
+    """
+    name = colouring.batch_colour
+    sizes = [
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    ]
+    return math.gcd(*sizes) if sizes and name else 1
+
+
+def sequence_size(problem: Problem, colouring: Colouring) -> int:
+    """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
+    none.
+    """
+    name = colouring.sequence_colour
+    sizes = [
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    ]
+    return math.gcd(*sizes) if sizes and name else 1
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
+    are of use, and to look for all takes the root of the number.
+    """
+    most = number if most is None else most
+    small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small if number // n <= most)})
+
+
+def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Colours that the tensor axis may cut, the most specific first, and those left out for being
+    too many.
+
+    The colour of the residual stream is no candidate where the sequence can be cut instead: both
+    cost the same collectives, and along the sequence the normalisation needs none.
+    """
+    barred = {colouring.batch_colour, colouring.sequence_colour}
+    fit = [
+        c
+        for c in colouring.colours.values()
+        if c.matmuls
+        and c.divisor > 1
+        and c.name not in barred
+        and not (c.carried and colouring.sequence_colour)
+    ]
+    by_use = sorted(fit, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name))
+    kept, rest = by_use[:MAX_TENSOR_COLOURS], by_use[MAX_TENSOR_COLOURS:]
+    return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(
+        c.name for c in rest
+    )

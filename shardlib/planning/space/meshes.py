@@ -1,0 +1,122 @@
+"""The meshes of a space, with every number of microbatches, and which choices fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from shardlib.axes import MESH_AXES
+from shardlib.decisions.pins import Pins
+from shardlib.planning.space.limits import MAX_MICROBATCHES, Limits, divisors
+from shardlib.planning.space.space import Space
+from shardlib.propagation.assignment import Choice
+from shardlib.propagation.colours import Colouring
+
+Array = np.ndarray
+
+
+def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
+    """Every mesh of some number of devices, with every number of microbatches.
+
+    Returns:
+        The sizes of every mesh axis and "micro", arrays of equal length.
+    """
+    limits, pins = room.limits, room.pins
+    cuttable = [
+        colouring.colours[name].divisor
+        for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}
+    ] + [limits.sequence]
+    rows: list[tuple[int, ...]] = []
+    microbatches: dict[int, list[int]] = {}
+    for mesh in meshes(room, devices):
+        _, data, fsdp, expert, _, ways = mesh
+        if ways > 1 and all(size % ways for size in cuttable):
+            continue
+        parts = data * fsdp * expert
+        if parts not in microbatches:
+            microbatches[parts] = (
+                _microbatches(limits.batch, parts, pins)
+                if limits.splits
+                else [1] * (limits.batch % parts == 0)
+            )
+        rows += [(*mesh, micro) for micro in microbatches[parts]]
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
+    return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
+
+
+def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
+    pins and model allow.
+    """
+    pins, limits, lowered, contexts = room.pins, room.limits, room.lowered, room.strategy.contexts
+    lowers = ("expert",) if True in room.routes else ()
+    if pins.mesh is not None:
+        if pins.mesh.devices == devices and contexts in (None, pins.mesh["context"] > 1):
+            yield tuple(pins.mesh[axis] for axis in MESH_AXES)
+        return
+    fixed = dict(pins.axes)
+    beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
+    piped = pins.staged  # who asks for a schedule and the like asks for stages
+
+    def allowed(axis: str, left: int) -> list[int]:
+        if axis in fixed:
+            return (
+                [fixed[axis]]
+                if left % fixed[axis] == 0
+                and (axis != "context" or contexts in (None, fixed[axis] > 1))
+                else []
+            )
+        if (
+            lowered
+            and axis in beyond
+            and axis not in lowers
+            and not (axis == "stage" and piped)
+            and not (axis == "context" and contexts)
+        ) or (axis == "stage" and pins.unstaged):
+            return [1]
+        most = max(1, beyond.get(axis, left))
+        wanted = contexts if axis == "context" else None
+        return [
+            n
+            for n in divisors(left, most)
+            if wanted in (None, n > 1)
+            and (axis == "stage" or axis not in beyond or most % n == 0)
+            and not (axis == "stage" and piped and n == 1)
+        ]
+
+    def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+        axis = MESH_AXES[len(sizes)]
+        if len(sizes) == len(MESH_AXES) - 1:
+            if fixed.get(axis, left) == left:
+                yield (*sizes, left)
+            return
+        for size in allowed(axis, left):
+            yield from extend((*sizes, size), left // size)
+
+    yield from extend((), devices)
+
+
+def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
+    if size % ways:
+        return []
+    allowed = [
+        n for n in divisors(size // ways, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0
+    ]
+    return (
+        [n for n in allowed if pins.microbatches in (None, n)]
+        if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES
+        else ([pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
+    )
+
+
+def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
+    """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
+    sequence divides, and an expert axis has tokens to route.
+    """
+    fits = (
+        limits.sequence
+        % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
+        == 0
+    )
+    return fits if routes else fits & (sizes["expert"] == 1)

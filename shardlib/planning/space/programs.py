@@ -1,0 +1,127 @@
+"""Programs of a model: every way to run its step, in items that have a price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardlib.cost.items.fused_weights import fused_parameters, order_items
+from shardlib.cost.items.items import work_items
+from shardlib.cost.items.peaks import peaks
+from shardlib.cost.profiles.rewrites import rewritten
+from shardlib.cost.profiles.saved_activations import keep_rows
+from shardlib.cost.step.fusion import traits
+from shardlib.cost.step.phases import Moment
+from shardlib.cost.step.routed_experts import expert_colour, localised
+from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.terms import Item
+from shardlib.graph.forward import forward_pass
+from shardlib.graph.problem import Problem
+from shardlib.planning.space.limits import batch_size, sequence_size, tensor_colours
+from shardlib.propagation.assignment import Choice
+from shardlib.propagation.colours import Colouring
+
+#: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
+MAX_CLASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What one way to run a step costs, in items.
+
+    Attributes:
+        facts: of its step graph.
+        work: work items.
+        points: memory items by the point where memory may peak.
+        moments: memory by moment of the step, where classes of layers can follow policies of their
+            own.
+    """
+
+    facts: Facts
+    work: list[Item]
+    points: tuple[list[Item], ...]
+    moments: tuple[Moment, ...] = ()
+
+    @cached_property
+    def forward(self) -> list[Item]:
+        """Work items of the forward pass alone."""
+        return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
+
+
+def program_of(
+    problem: Problem,
+    colouring: Colouring,
+    frozen: frozenset[tuple[str, int]],
+    stack: FrameworkProfile,
+    vendor: str,
+    *,
+    policy: str,
+    routes: bool,
+) -> Program:
+    """One way to run a step, in items.
+
+    Args:
+        problem: the model.
+        colouring: its colours.
+        frozen: (path, dim) that count layers.
+        stack: the framework that runs it.
+        vendor: of the chips, whose compiler makes the kernels.
+        policy: remat policy.
+        routes: whether tokens are routed to their experts.
+    """
+    step, names = rewritten(problem.steps[policy], colouring.steps[policy], stack)
+    if routes:
+        step, names = localised(step, names, colouring.batch_colour)
+        step, names = keep_rows(step, names) if stack.routed_saves == "rows" else (step, names)
+    facts = Facts(
+        step,
+        names,
+        frozen,
+        traits(vendor),
+        batch=(colouring.batch_colour, batch_size(problem, colouring)),
+        sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
+        routes=routes,
+        room=stack.exchange_room,
+    )
+    apart = (
+        1 < len(facts.layers.counts) <= MAX_CLASSES
+        and len(problem.steps) > 1
+        and "none" in problem.steps
+    )
+    found = peaks(
+        facts,
+        step,
+        _guesses(colouring, expert_colour(facts.graph, names) if routes else None),
+        stack,
+        moments=apart,
+    )
+    return Program(
+        facts=facts,
+        work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
+        points=found.points,
+        moments=found.moments,
+    )
+
+
+def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
+    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are
+    routed to those of a colour.
+    """
+    tensor, _ = tensor_colours(colouring)
+    batch, sequence = colouring.batch_colour, colouring.sequence_colour
+    narrow = tuple(
+        name
+        for name in tensor
+        if colouring.colours[name].matmuls
+        <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2
+    )
+    return [
+        *([Choice(batch=batch, expert=expert)] if expert else []),
+        Choice(batch=batch),
+        *(
+            Choice(batch=batch, tensor=names, sequence=s)
+            for names in (tensor, narrow)
+            for s in (None, sequence)
+        ),
+    ]

@@ -1,0 +1,72 @@
+"""Which remat policies plans may follow, alike for all layers or by layer group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.readers import ANY_GROUP
+from shardlib.errors import PinError, raise_all
+from shardlib.graph.problem import Problem
+
+
+def policies_of_groups(
+    problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
+) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
+    """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
+    policy of each class; classes that it leaves out recompute nothing.
+    """
+    given = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
+    if not given or pins.remat_classes == ANY_GROUP:
+        return pins, ()
+    unknown = [
+        f"no class of layers is named {name!r} (classes are {', '.join(names) or 'none'})"
+        for name in given
+        if name not in names
+    ]
+    unknown += [
+        f"{name}: {policy!r} recomputes layers, and {problem.model} has no step with it"
+        for name, (policy, _) in given.items()
+        if policy not in problem.steps
+    ]
+    if unknown:
+        raise_all(PinError, f"remat_classes does not fit {problem.model}", unknown)
+    each = tuple(given.get(name, ("none", None)) for name in names)
+    policy, layers = each[0]
+    if len(set(each)) == 1 and (layers is None or len(each) == 1):
+        return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
+    if not by_class:
+        raise PinError(
+            f"remat_classes gives classes of layers different policies, and {problem.model} has"
+            f" {len(names)} classes; at most a few can differ\nTry: remat, with the same policy"
+            " for all"
+        )
+    return pins.but(remat=None, remat_layers=None), each
+
+
+def policies_of_space(
+    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]]
+) -> tuple[str, ...]:
+    """The remat policies that layers of some plan follow.
+
+    Args:
+        problem: the model.
+        pins: the user's decisions.
+        each: the pinned policy of each layer group; () where that is not pinned.
+
+    Raises:
+        PinError: the model has no step with the pinned policy.
+    """
+    if each:
+        pinned = {"none", *(policy for policy, _ in each)}
+        return tuple(policy for policy in problem.steps if policy in pinned)
+    if pins.remat is None:
+        return tuple(problem.steps)
+    if pins.remat not in problem.steps:
+        raise PinError(
+            f"remat={pins.remat!r} recomputes layers, and {problem.model} has no repeated layer; it"
+            f" can be {', '.join(problem.steps)}"
+        )
+    return (
+        ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
+    )  # the layers that recompute nothing

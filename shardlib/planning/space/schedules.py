@@ -1,0 +1,183 @@
+"""ZeRO stages, pipeline schedules and when weights are gathered: what a space has of them, and
+which candidates allow them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from shardlib.axes import STORED_AXES
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.decisions.table import Decisions
+from shardlib.planning.space.limits import divisors
+from shardlib.planning.space.space import Space
+from shardlib.schedules.none import NONE
+from shardlib.schedules.schedule import Pipelines, Schedule
+from shardlib.schedules.table import SCHEDULES, named, pipelines
+
+#: Largest number of chunks of layers on a stage that is tried.
+MAX_VIRTUAL = 8
+#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through
+#: one chunk before the next: two are whole at a time.
+FEWEST = 3
+
+Array = np.ndarray
+
+
+def legal_zero(zero: int, c: Candidates) -> Array:
+    """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts
+    something.
+    """
+    return c.ways(STORED_AXES) > 1 if zero else c.fsdp == 1
+
+
+def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
+    """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
+    said here.
+    """
+    pins = room.pins
+    zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
+    usual = _schedules(room, policy) if pipelined else [(NONE.name, 1)]
+    listed = [
+        (zero, schedule, virtual, gather)
+        for zero in zeros
+        for schedule, virtual in usual
+        for gather in room.gathers
+        if gather == "use" or (zero == 3 and pipelined)
+    ]
+    listed += [
+        (3, schedule.name, virtual, "once")
+        for schedule in forward_first()
+        for virtual in (breadth_first(room) if pipelined else ())
+    ]
+    return [
+        replace(
+            room.strategy.decisions,
+            zero=zero,
+            remat=policy,
+            schedule=schedule,
+            virtual_stages=virtual,
+            gather=gather,
+            accumulation=groups(room),
+        )
+        for zero, schedule, virtual, gather in listed
+    ]
+
+
+def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
+    """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
+    pins = room.pins
+    tried = [
+        (schedule.name, chunks)
+        for schedule in SCHEDULES.values()
+        if pins.schedule in (None, schedule.name)
+        for chunks in schedule.tried(
+            pinned=pins.schedule is not None,
+            chunks=pins.virtual_stages,
+            policy=policy,
+            most=MAX_VIRTUAL,
+        )
+    ]
+    return sorted(tried, key=lambda one: one[1] > 1)
+
+
+def of_policy(room: Space, policy: str) -> list[Schedule]:
+    """Schedules of the space under a remat policy, but for `breadth_first`."""
+    return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(room, policy))]
+
+
+def forward_first() -> list[Schedule]:
+    """Schedules that take all microbatches through a chunk of layers before the next."""
+    return [schedule for schedule in pipelines() if schedule.forward_first]
+
+
+def breadth_first(room: Space) -> list[int]:
+    """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
+    the next, where no schedule is pinned that has them anyway.
+    """
+    pins = room.pins
+    if (
+        "once" not in room.gathers
+        or pins.zero not in (None, 3)
+        or pins.schedule not in (None, *(schedule.name for schedule in forward_first()))
+        or (pins.schedule and pins.virtual_stages)
+        or pins.pipeline == "programs"
+    ):
+        return []
+    if pins.virtual_stages:
+        return [pins.virtual_stages] if pins.virtual_stages > 1 else []
+    return list(_dividing(room.limits.layers))
+
+
+@lru_cache(maxsize=256)
+def _dividing(layers: int) -> tuple[int, ...]:
+    """Every number of chunks that divides the layers of a stage, for some number of stages."""
+    return tuple(
+        sorted(
+            {
+                chunks
+                for stages in range(2, layers + 1)
+                for chunks in divisors(-(-layers // stages))
+                if chunks >= FEWEST
+            }
+        )
+    )
+
+
+def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
+    """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
+    there is none.
+    """
+    stages, micro, rest = (
+        sizes["stage"],
+        sizes["micro"],
+        math.prod(sizes[axis] for axis in STORED_AXES),
+    )
+    most, wanted = room.limits.layers // stages, room.pins.virtual_stages or FEWEST
+    fits = (stages > 1) & (micro >= stages * groups(room)) & (rest > 1) & (most >= wanted)
+    return (
+        np.where(fits, room.pins.virtual_stages or most, 0)
+        if breadth_first(room)
+        else np.zeros_like(stages)
+    )
+
+
+def groups(room: Space) -> int:
+    """Groups of microbatches that go through a pipeline one after the other; more than one only
+    where that is pinned, and then all plans have stages.
+    """
+    return room.pins.accumulation or 1
+
+
+def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
+    """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
+    most = max((virtual for _, virtual in _schedules(room, policy)), default=1)
+    return np.where(
+        micro >= stages * groups(room),
+        np.maximum(1, np.minimum(most, room.limits.layers // stages)),
+        1,
+    )
+
+
+def legal_schedule(room: Space, how: Decisions, c: Candidates) -> Array:
+    """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
+    microbatches for every stage; breadth first, as many layers in every chunk.
+    """
+    layers = room.limits.layers
+    fits = c.stage * how.virtual_stages <= layers
+    schedule = named(how.schedule)
+    if schedule.forward_first and how.virtual_stages > 1 and not room.pins.virtual_stages:
+        fits &= -(-layers // c.stage) % how.virtual_stages == 0
+    return fits & schedule.fits(
+        Pipelines(
+            stages=c.stage,
+            chunks=np.full_like(c.stage, how.virtual_stages),
+            microbatches=c.micro // how.accumulation,
+            lockstep=room.pins.pipeline != "programs",
+        )
+    )

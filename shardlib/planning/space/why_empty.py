@@ -1,0 +1,194 @@
+"""Why no plan is legal under the pins, as the error to raise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardlib.axes import BATCH_AXES, MESH_AXES, MeshShape
+from shardlib.cost.step.routed_experts import expert_colour
+from shardlib.decisions.pins import Pins
+from shardlib.errors import BatchError, PinError, raise_all
+from shardlib.graph.problem import Problem
+from shardlib.planning.space.limits import (
+    MAX_MICROBATCHES,
+    batch_size,
+    divisors,
+    sequence_size,
+    tensor_colours,
+)
+from shardlib.propagation.colours import Colouring
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import named
+
+
+def explain_empty(
+    problem: Problem, colouring: Colouring, pins: Pins, devices: int
+) -> BatchError | PinError:
+    """Why no plan is legal under the pins, as the error to raise."""
+    size = batch_size(problem, colouring)
+    sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
+    ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    if (
+        not any("batch" in axes for _, _, _, axes in problem.batch)
+        and ways * (pins.microbatches or 1) > 1
+    ):
+        return _no_rows(problem, MeshShape(sizes), pins.microbatches or 1)
+    if size % ways:
+        return PinError(
+            f"the mesh {MeshShape(sizes)} cuts the batch into {ways} parts, which do not divide its"
+            f" {size} examples\nTry: a batch that is a multiple of {ways}, or smaller data and fsdp"
+            " axes"
+        )
+    if pins.microbatches and size % (ways * pins.microbatches):
+        return PinError(
+            f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each"
+            f" of the {ways} parts of the batch\nTry: one of"
+            f" {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+        )
+    if size // ways % (pins.accumulation or 1):
+        return PinError(
+            f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not"
+            f" divide the {size // ways} examples of each of the {ways} parts of the batch\nTry:"
+            f" one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+        )
+    together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
+    if 0 < together < stages and (pins.virtual_stages or 1) > 1:
+        return PinError(
+            f"stages of several chunks of layers need a microbatch for each of the {stages} stages,"
+            f" and {together} go through them together\nTry: more microbatches, or virtual_stages=1"
+        )
+    if pins.pipeline == "programs" and not _in_order(pins, stages, together):
+        return PinError(
+            f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for each"
+            f" stage, and {together} go through the stages together\nTry: a multiple of that, or"
+            " pipeline='lockstep'"
+        )
+    tensor = sizes.get("tensor", 1)
+    length = sequence_size(problem, colouring)
+    if pins.sequence_parallel and (colouring.sequence_colour is None or length % tensor):
+        found = (
+            "has no sequence"
+            if colouring.sequence_colour is None
+            else f"has sequences of {length}, which {tensor} parts do not divide"
+        )
+        return PinError(
+            f"sequence_parallel=True cuts the sequence over tensor={tensor}, and {problem.model}"
+            f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
+        )
+    if tensor > 1 and pins.rules is not None:
+        cut = {
+            name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes
+        }
+        whole = [
+            f"{name!r} -> tensor: its dims have the largest common size"
+            f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
+            for name, colour in cut.items()
+            if colour is not None and colouring.colours[colour].divisor % tensor
+        ]
+        if whole:
+            raise_all(
+                PinError,
+                f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}",
+                whole,
+                hint="a tensor axis that divides them, or the rule to None",
+            )
+        if not cut:
+            return PinError(
+                f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a"
+                f" rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'},"
+                " or no rules"
+            )
+    names = tensor_colours(colouring)[0]
+    if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
+        return _indivisible(tensor, colouring, names, length)
+    beyond = [
+        fault for axis, size in sizes.items() if (fault := misfit(axis, size, problem, colouring))
+    ]
+    if beyond:
+        return PinError(beyond[0])
+    return PinError(
+        f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
+        f" batch of {size} under the pins {pins}\nTry: a batch that is a multiple of the number of"
+        " devices"
+    )
+
+
+def _in_order(pins: Pins, stages: int, together: int) -> bool:
+    """Whether stages that wait for their neighbours alone can take so many microbatches in the
+    order of the pinned schedule.
+    """
+    if not (pins.schedule and together):
+        return True
+    shape = Pipelines.one(stages=stages, microbatches=together)
+    return bool(named(pins.schedule).fits(shape)[0])
+
+
+def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
+    """A batch is to be cut that has nothing to cut."""
+    arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
+    asked = " and ".join(
+        [
+            *([f"the mesh {mesh}"] if mesh.devices > 1 else []),
+            *([f"microbatches={parts}"] if parts > 1 else []),
+        ]
+    )
+    return BatchError(
+        f"{asked} would cut the rows of the batch, and it has"
+        f" {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\nTry: a batch whose arrays"
+        " have their rows along the first dim, or batch_axes that say where they are"
+    )
+
+
+def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length: int) -> PinError:
+    """No colour that the tensor axis may cut divides into its parts; those that do, and why they
+    are not cut.
+    """
+    listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
+    carried = [
+        c.name
+        for c in colouring.colours.values()
+        if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0
+    ]
+    aside = (
+        f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence ({length}) is"
+        " sharded in its place, beside another colour"
+        if carried
+        else ""
+    )
+    return PinError(
+        f"tensor={tensor} divides no colour that it could cut; colours with their largest common"
+        f" size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
+    )
+
+
+def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
+    """Why a pinned axis fits no plan of a model; empty where it may."""
+    length = sequence_size(problem, colouring)
+    if axis == "context" and (colouring.sequence_colour is None or length % size):
+        found = (
+            "has no sequence"
+            if colouring.sequence_colour is None
+            else f"has sequences of {length}, which {size} parts do not divide"
+        )
+        return (
+            f"context={size} cuts the sequence, and {problem.model} {found}\nTry: a context axis"
+            ' that divides it, or name the dim "seq" in batch_axes'
+        )
+    if axis == "expert" and size > 1:
+        name = expert_colour(problem.forward, colouring.forward)
+        found = (
+            f"has {colouring.colours[name].divisor} of them, which {size} parts do not divide"
+            if name
+            else "has none that a grouped matmul (jax.lax.ragged_dot) uses"
+        )
+        return (
+            f"expert={size} cuts experts, and {problem.model} {found}\nTry: an expert axis that"
+            " divides them, or none"
+        )
+    if axis == "stage" and size > 1:
+        return (
+            f"stage={size} cuts the layers, and {problem.model} has too few in a loop over a stack"
+            " of layers\nTry: fewer stages, or layers under jax.lax.scan or nnx.scan"
+        )
+    return ""

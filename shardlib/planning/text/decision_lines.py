@@ -1,0 +1,144 @@
+"""What a plan decides, a line for each decision that is not the trivial one.
+
+Labels and words come from the table of decisions. Most lines tell several decisions together, such
+as a pipeline with its schedule and chunks; a decision without such a line has one of its own, after
+the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardlib.axes import MESH_AXES
+from shardlib.decisions.table import TABLE
+from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.units.tables import wrapped
+from shardlib.schedules.table import named
+
+
+def decision_lines(plan: PlanData) -> list[tuple[str, str]]:
+    """(label, decision) for every decision that is not the trivial one."""
+    lines = {label: line(plan) for label, line in _LINES.items()}
+    for word, entry in TABLE.items():
+        if (entry.label or word) not in lines:
+            lines[entry.label or word] = _told(word)(plan)
+    return [(label, text) for label, text in lines.items() if text]
+
+
+def decisions_section(plan: PlanData) -> str:
+    """The decisions of a plan as text."""
+    lines = decision_lines(plan)
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(
+        [
+            "Decisions",
+            *(line for label, text in lines for line in wrapped(f"  {label:{width}}  ", text)),
+        ]
+    )
+
+
+def _told(word: str) -> Callable[[PlanData], str]:
+    """The words of one decision where it is not its default."""
+
+    def line(plan: PlanData) -> str:
+        value = getattr(plan, word)
+        return TABLE[word].choices.get(value, str(value)) if value != TABLE[word].default else ""
+
+    return line
+
+
+def _sharded(plan: PlanData) -> str:
+    sharded = [
+        f"{name}_{'·'.join(live)}"
+        for name, axes in plan.rules.entries
+        if (live := [axis for axis in axes if axis in plan.mesh])
+    ]
+    return ", ".join(sharded) or "nothing"
+
+
+def _stored(plan: PlanData) -> str:
+    if not plan.zero:
+        return "ZeRO 0: parameters, gradients and optimizer state cut as in compute"
+    axes = "·".join(_stored_axes(plan)) or "one device"
+    return f"ZeRO {plan.zero}: {TABLE['zero'].choices[plan.zero]} cut over {axes}"
+
+
+def _stored_axes(plan: PlanData) -> list[str]:
+    """Mesh axes that shard optimizer state, and do not shard the same parameter in compute."""
+    used = {axis for p in plan.parameters for axis in p.state.axes - p.compute.axes}
+    return [axis for axis in MESH_AXES if axis in used] or (["fsdp"] if "fsdp" in plan.mesh else [])
+
+
+def _remat(plan: PlanData) -> str:
+    words = TABLE["remat"].choices
+    if plan.remat_classes:
+        return "on the fullest stage " + "; ".join(
+            f"{f'{layers} of ' if layers else ''}{name}: {words.get(policy, policy)}"
+            for name, policy, layers in plan.remat_classes
+        )
+    return words.get(plan.remat, plan.remat) + (
+        f"; in {plan.remat_layers} layers of the fullest stage only" if plan.remat_layers else ""
+    )
+
+
+def _microbatches(plan: PlanData) -> str:
+    if plan.microbatches == 1:
+        return ""
+    groups = plan.accumulation
+    return str(plan.microbatches) + (
+        f", in {groups} groups, one after the other" if groups > 1 else ""
+    )
+
+
+def _pipeline(plan: PlanData) -> str:
+    schedule = named(plan.schedule)
+    if not schedule.staged:
+        return ""
+    parts = [f"{plan.mesh['stage']} stages, {schedule.words(plan.virtual_stages)}"]
+    if plan.gather == "once":
+        by_group = schedule.forward_first and plan.virtual_stages > 1 and plan.accumulation > 1
+        often = "for each group of microbatches" if by_group else "a step"
+        parts.append(f"weights gathered once {often}")
+    return "; ".join([*parts, *filter(None, [_told("pipeline")(plan)])])
+
+
+def _attention(plan: PlanData) -> str:
+    return "" if plan.ring else _told("attention")(plan)
+
+
+def _hosted(plan: PlanData) -> str:
+    words = {"optimizer": "optimizer state", "activations": "activations of layers"}
+    return " and ".join(words[part] for part in plan.offload if part != "disk")
+
+
+def _disk(plan: PlanData) -> str:
+    return "optimizer state" if "disk" in plan.offload else ""
+
+
+def _dtypes(plan: PlanData) -> str:
+    return ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)
+
+
+def _links(plan: PlanData) -> str:
+    order = plan.axis_order
+    return f"{order[0]} on the outermost, {order[-1]} on the innermost" if order else ""
+
+
+#: Lines by label, in their order.
+_LINES: Mapping[str, Callable[[PlanData], str]] = {
+    "mesh": lambda plan: str(plan.mesh),
+    "cut in compute": _sharded,
+    "at rest": _stored,
+    "residual stream": _told("sequence_parallel"),
+    "recomputation": _remat,
+    "microbatches": _microbatches,
+    "pipeline": _pipeline,
+    "context": _told("context"),
+    "matmuls over tensor": _told("collective_matmul"),
+    "attention": _attention,
+    "experts": _told("experts"),
+    "host memory": _hosted,
+    "disk": _disk,
+    "dtypes": _dtypes,
+    "links": _links,
+}

@@ -1,0 +1,160 @@
+"""Seconds, bytes and collectives of a plan, as bars and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from shardlib.collective import Collective
+from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.units.quantity import bar, bytes_text, clip, percent_text, seconds_text
+from shardlib.planning.units.tables import aligned, and_more
+
+_BAR = 40
+_MOST_COLLECTIVES = 12
+#: What people call the parts of a step whose field names are too short.
+LABELS = {
+    "exposed": "exposed communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer update",
+    "overhead": "launch overhead",
+}
+
+
+def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
+    kept = [(label, value, text) for label, value, text in rows if value > 0]
+    if not kept:
+        return []
+    width, figure = max(len(label) for label, _, _ in kept), max(len(text) for _, _, text in kept)
+    return [
+        f"  {label:{width}}  {bar(value / whole, _BAR)} {text:>{figure}} "
+        f" {percent_text(value / whole):>6}"
+        for label, value, text in kept
+    ]
+
+
+def time_section(plan: PlanData) -> str:
+    """What a step's seconds are."""
+    seconds = plan.estimate.seconds
+    rows = (
+        (
+            LABELS.get(f.name, f.name),
+            getattr(seconds, f.name),
+            seconds_text(getattr(seconds, f.name)),
+        )
+        for f in fields(seconds)
+    )
+    return "\n".join(
+        [f"Time: {seconds_text(seconds.total)} a step", *_bars(rows, seconds.total or 1.0)]
+    )
+
+
+def memory_section(plan: PlanData, hbm_bytes: float | None) -> str:
+    """What the bytes of the fullest device are.
+
+    Args:
+        plan: the plan.
+        hbm_bytes: what a device has; None where that is not known.
+    """
+    parts = plan.estimate.device_bytes
+    rows = [
+        (f.name, float(getattr(parts, f.name)), bytes_text(getattr(parts, f.name)))
+        for f in fields(parts)
+    ]
+    whole = hbm_bytes or parts.peak or 1.0
+    if hbm_bytes and hbm_bytes > parts.peak:
+        rows.append(("spare", hbm_bytes - parts.peak, bytes_text(hbm_bytes - parts.peak)))
+    of = f" of {bytes_text(hbm_bytes)}" if hbm_bytes else ""
+    return "\n".join(
+        [
+            f"Memory: {bytes_text(parts.peak)}{of} on the fullest device",
+            *_bars(rows, max(whole, parts.peak)),
+        ]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
+    """All collectives of one kind over the same mesh axes.
+
+    Attributes:
+        kind: what XLA calls it.
+        axes: the mesh axes it spans.
+        count: executions in one step.
+        bytes: bytes of all executions in one step on a device.
+        seconds: time of all executions, hidden or not.
+        cause: what most of the time is for.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: int
+    seconds: float
+    cause: str
+
+
+def collective_rows(collectives: Iterable[Collective]) -> list[CollectiveRow]:
+    """Collectives added up by mesh axes and kind, the largest time first."""
+    groups: dict[tuple[tuple[str, ...], str], list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault((collective.axes, collective.kind), []).append(collective)
+    rows = [
+        CollectiveRow(
+            kind=kind,
+            axes=axes,
+            count=sum(c.count for c in group),
+            bytes=sum(c.total_bytes for c in group),
+            seconds=sum(c.seconds for c in group),
+            cause=_cause(max(group, key=lambda c: (c.seconds, c.total_bytes)).cause),
+        )
+        for (axes, kind), group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.seconds, -row.bytes, row.axes, row.kind))
+
+
+def _cause(scope: str) -> str:
+    """A name scope without the words that automatic differentiation adds: transpose(jvp(loss)) is
+    "loss, backward".
+    """
+    for front, which in (("transpose(jvp(", "backward"), ("jvp(", "forward")):
+        if scope.startswith(front):
+            inner = scope.removeprefix(front).replace(")", "").strip("/")
+            return f"{inner}, {which}" if inner else f"activations, {which}"
+    return scope
+
+
+def collectives_section(plan: PlanData) -> str:
+    """What devices send each other in a step; empty where that is nothing."""
+    rows = collective_rows(plan.estimate.collectives)
+    if not rows:
+        return ""
+    everything = sum(row.seconds for row in rows)
+    exposed = min(plan.estimate.seconds.exposed, everything)
+    head = (
+        f"Collectives: {seconds_text(everything)} a step, {seconds_text(exposed)} exposed,"
+        f" {seconds_text(everything - exposed)} hidden behind compute"
+        if everything
+        else "Collectives"
+    )
+    table = [
+        ("over", "kind", "count", "bytes", "time", "mostly for"),
+        *(
+            (
+                "·".join(row.axes),
+                row.kind,
+                f"{row.count:,}",
+                bytes_text(row.bytes),
+                seconds_text(row.seconds),
+                clip(row.cause, 40),
+            )
+            for row in rows[:_MOST_COLLECTIVES]
+        ),
+    ]
+    return "\n".join(
+        [
+            head,
+            *aligned(table, right={2, 3, 4}),
+            *and_more(len(rows) - _MOST_COLLECTIVES, "kinds of collective"),
+        ]
+    )

@@ -1,0 +1,112 @@
+"""Why a plan was chosen: what limits the step, what memory forces, which meshes come next."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from shardlib.planning.decisions.plan_data import PlanData, Rejected
+from shardlib.planning.text.figures import LABELS
+from shardlib.planning.units.quantity import (
+    bytes_text,
+    count_text,
+    percent_text,
+    ratio_text,
+    seconds_text,
+)
+from shardlib.planning.units.tables import wrapped
+
+_MOST_RUNNERS = 4
+
+
+def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
+    """One sentence per reason: what limits the step, what memory forces, which meshes come next."""
+    estimate, seconds = plan.estimate, plan.estimate.seconds
+    total = estimate.step_seconds or 1.0
+    name, most = max(
+        ((field.name, getattr(seconds, field.name)) for field in fields(seconds)),
+        key=lambda item: item[1],
+    )
+    lines = [
+        f"{LABELS.get(name, name).capitalize()} limits the step: {seconds_text(most)} of"
+        f" {seconds_text(total)} ({percent_text(most / total)})."
+    ]
+    if estimate.model_flops:
+        again = estimate.hardware_flops / estimate.model_flops - 1
+        lines.append(
+            f"The step needs {count_text(estimate.model_flops, 'FLOP')}"
+            + (
+                f" and executes {percent_text(again)} more to recompute activations"
+                if again > 0.005
+                else ""
+            )
+            + f"; the devices peak at {count_text(estimate.peak_flops_per_s, 'FLOP/s')} together."
+        )
+    lines += _communication_reason(plan)
+    if hbm_bytes:
+        spare = hbm_bytes - estimate.device_bytes.peak
+        lines.append(
+            f"Memory: {bytes_text(estimate.device_bytes.peak)} of {bytes_text(hbm_bytes)} a"
+            " device, "
+            + (
+                f"{percent_text(spare / hbm_bytes)} spare."
+                if spare >= 0
+                else f"{bytes_text(-spare)} too much."
+            )
+        )
+    return lines + _runner_reasons(plan)
+
+
+def _communication_reason(plan: PlanData) -> list[str]:
+    by_axes: dict[tuple[str, ...], float] = {}
+    for collective in plan.estimate.collectives:
+        by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + collective.seconds
+    everything = sum(by_axes.values())
+    if not everything:
+        return [] if plan.mesh.devices > 1 else ["One device needs no communication."]
+    axes, most = max(by_axes.items(), key=lambda item: item[1])
+    exposed = min(plan.estimate.seconds.exposed, everything)
+    return [
+        f"Communication takes {seconds_text(everything)}, of which"
+        f" {percent_text(1 - exposed / everything)} hides behind compute; the most is over"
+        f" {'·'.join(axes)} ({seconds_text(most)})."
+    ]
+
+
+def _runner_reasons(plan: PlanData) -> list[str]:
+    slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
+    too_big = [r for r in plan.search.rejected if r.reason == "memory"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in slower:
+        groups.setdefault((r.summary, _speed(plan, r)), []).append(str(r.mesh))
+    told = [
+        f"{' or '.join(meshes)}{f' ({summary})' if summary else ''}, {speed}"
+        for (summary, speed), meshes in groups.items()
+    ]
+    lines = [f"Next best: {'; '.join(told)}."] if told else []
+    if too_big:
+        least = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
+        need = f", which needs {bytes_text(least.peak_bytes)} a device" if least.peak_bytes else ""
+        many = (
+            f"{len(too_big)} other meshes do not fit in memory; the nearest is"
+            if len(too_big) > 1
+            else "Another mesh does not fit in memory:"
+        )
+        lines.append(f"{many} {least.mesh}{need}.")
+    return lines
+
+
+def _speed(plan: PlanData, rejected: Rejected) -> str:
+    at_least = "at least " if rejected.reason == "bound" else ""
+    ratio = rejected.step_seconds / (plan.estimate.step_seconds or 1.0)
+    return (
+        "equally fast"
+        if 0.995 < ratio < 1.005 and not at_least
+        else f"{at_least}{ratio_text(ratio)} the time"
+    )
+
+
+def why_section(plan: PlanData, hbm_bytes: float | None) -> str:
+    """The reasons as text."""
+    return "\n".join(
+        ["Why", *(line for reason in reasons(plan, hbm_bytes) for line in wrapped("  - ", reason))]
+    )

@@ -1,0 +1,98 @@
+"""The table of decisions: its page, its defaults, its rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardlib.axes import MeshShape
+from shardlib.decisions.contradictions import RULES, Given, contradictions
+from shardlib.decisions.page import page
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.plain_data import illegal, plain, values_of
+from shardlib.decisions.table import TABLE, Decisions
+
+PAGE = Path(__file__).parents[2] / "docs" / "pins.md"
+
+
+def test_the_page_has_the_table() -> None:
+    """`python -m shardlib.decisions.page docs/pins.md` writes it."""
+    text = PAGE.read_text()
+    assert page(text) == text
+    assert page(text.replace("| `zero` |", "| `one` |")) == text
+
+
+def test_the_defaults_are_legal_and_are_read_as_they_are_written() -> None:
+    written = plain(Decisions())
+    assert not illegal(written)
+    read = {word: TABLE[word].read(word, value) for word, value in written.items()}
+    assert read == values_of(Decisions())
+
+
+@pytest.mark.parametrize("word", TABLE)
+def test_every_decision_says_what_it_means(word: str) -> None:
+    entry = TABLE[word]
+    assert entry.meaning and (entry.choices or entry.values)
+    assert all(entry.choices.values())
+
+
+def test_pins_are_values() -> None:
+    pins = Pins.parse({"mesh.tensor": 2, "zero": 3, "offload": "none"})
+    assert (pins.zero, pins.remat, pins.offload, pins.axes) == (3, None, (), (("tensor", 2),))
+    assert pins == Pins.parse({"zero": 3, "mesh.tensor": 2, "offload": []})
+    assert hash(pins) == hash(pins.but(zero=1).but(zero=3))
+    assert str(pins) == "axes=(('tensor', 2),), zero=3"
+    assert pins.but(zero=None).zero is None and pins.but(axes=()).axes == ()
+    assert pins.changed(Pins.parse({"mesh": {"data": 2}})).axes == ()
+
+
+#: Pins that break each rule, in the order of the rules.
+BROKEN = (
+    {"schedule": "1f1b", "mesh.stage": 1},
+    {"schedule": "none", "mesh.stage": 2},
+    {"schedule": "1f1b", "virtual_stages": 2},
+    {"gather": "once", "zero": 1},
+    {"accumulation": 2, "schedule": "none"},
+    {"accumulation": 2, "microbatches": 3},
+    {"pipeline": "programs", "schedule": "gpipe", "virtual_stages": 2},
+    {"pipeline": "programs", "mesh.stage": 1},
+    {"context": "ring", "mesh.context": 1},
+    {"context": "none", "mesh.context": 2},
+    {"context": "all-gather", "attention": "splash"},
+    {"context": "ring", "attention": "splash"},
+    {"experts": "none", "mesh.expert": 2},
+    {"remat_layers": 1, "remat": "none"},
+    {"remat": "dots", "remat_classes": {"layers": "full"}},
+    {"remat_layers": 2, "remat_classes": {"layers": ["full", 3]}},
+    {"zero": 1, "mesh": {"data": 2}},
+    {"zero": 0, "mesh.fsdp": 2},
+    {"sequence_parallel": True, "mesh.tensor": 1},
+)
+
+
+@pytest.mark.parametrize(("number", "pin"), list(enumerate(BROKEN)))
+def test_every_rule_can_be_broken_alone(number: int, pin: dict[str, object]) -> None:
+    axes = {
+        word.removeprefix("mesh."): size
+        for word, size in pin.items()
+        if word.startswith("mesh.") and isinstance(size, int)
+    }
+    read = {word: TABLE[word].read(word, pin[word]) for word in pin if word in TABLE}
+    mesh = read.get("mesh")
+    sizes = axes if mesh is None else {axis: mesh[axis] for axis in ("fsdp", "expert", "context")}
+    given = Given(pins=read, axes=sizes)
+    assert [k for k, rule in enumerate(RULES) if rule.broken(given)] == [number]
+    assert len(contradictions(read, axes)) == 1
+
+
+def test_every_rule_has_pins_that_break_it() -> None:
+    assert len(BROKEN) == len(RULES)
+
+
+def test_decisions_are_equal_by_value_and_say_what_they_are() -> None:
+    one = Decisions(mesh=MeshShape(fsdp=2), zero=3)
+    assert one == replace(Decisions(), mesh=MeshShape(fsdp=2), zero=3)
+    assert hash(one) == hash(replace(one)) and one != replace(one, zero=2)
+    assert "zero=3" in repr(one)
