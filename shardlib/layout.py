@@ -1,7 +1,7 @@
-"""How is a value cut over the mesh?
+"""How is a value sharded over the mesh?
 
 A layout says, for each dim of an array, which mesh axes cut it, the major one first. Printed as the
-scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is cut over X along I and
+scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I and
 whole along J.
 
 >>> layout = Layout(("data", "fsdp"), (), "tensor")

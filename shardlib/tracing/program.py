@@ -40,7 +40,7 @@ CUSTOM: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of a marked function (`shardlib.functions`), whose equations are inlined like those of
+    """A custom call (`shardlib.functions`), whose equations are inlined like those of
     others.
 
     Attributes:
@@ -67,7 +67,7 @@ class Equation:
         inputs: numbers of the values it reads.
         outputs: numbers of the values it defines.
         scope: name scopes around it.
-        call: the call of a marked function that it belongs to, the outermost one; None outside of
+        call: the call of a custom call that it belongs to, the outermost one; None outside of
             them.
         within: the calls around it that were inlined, the innermost first: JAX keeps no line of the
             caller for what a jitted function computes.
@@ -260,7 +260,7 @@ def has_matmul(eqn: Any) -> bool:
 
 
 def called(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The marked functions that a jaxpr calls, in loops and branches too: their forms, and abstract
+    """The custom calls that a jaxpr calls, in loops and branches too: their forms, and abstract
     values of their operands.
     """
     for eqn in open_jaxpr(jaxpr)[0].eqns:

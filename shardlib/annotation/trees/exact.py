@@ -4,7 +4,7 @@ A constructor runs op by op; compiled as one program, neighbouring ops are fused
 folded, which changes last bits. Here each op of the constructor is fenced off from its neighbours,
 as it is when it runs by itself; what the constructor calls through `jax.jit` (JAX's random
 distributions, for example) stays one piece, as it is when it runs by itself. Layouts pass through
-the fences, so the result is still made in pieces where it will stay.
+the fences, so the result is still made in shards where it will stay.
 """
 
 from __future__ import annotations

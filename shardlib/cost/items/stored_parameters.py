@@ -78,7 +78,7 @@ def stored_items(
 
 
 def parameter_segments(facts: Facts) -> dict[str, int]:
-    """Class of layers of every parameter that a loop over layers reads."""
+    """Layer group of every parameter that a loop over layers reads."""
     found: dict[str, int] = {}
     for op in facts.graph.ops:
         source = facts.weights.get(op.results[0]) if op.kind == "enter" else None

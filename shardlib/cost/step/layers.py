@@ -1,7 +1,7 @@
 """Layer groups: the loops of a step that run over layers, and which run over the same ones.
 
 The forward loop over a stack of layers and the backward loop over it read the same parameters; both
-belong to one *class of layers*. Pipeline stages, and rematerialising only some of the layers,
+belong to one *layer group*. Pipeline stages, and rematerialising only some of the layers,
 divide a class by its number of layers. What lies outside is the *ends* of the model: embedding,
 head and loss.
 """

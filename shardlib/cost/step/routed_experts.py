@@ -6,8 +6,8 @@ partitioner gathers all tokens for it. Expert parallelism (GShard, arXiv:2006.16
 arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own, sends
 them to the devices that hold their experts, and brings the results home: two all-to-alls a layer
 forward and two backward. Here the rules of the ops involved are rewritten to that meaning, for
-pricing: sorts and grouped matmuls are cut along the tokens. Experts with a capacity have slots as
-they are written, see `shardlib.cost.step.capacity_experts`.
+pricing: sorts and grouped matmuls are sharded along the tokens. Experts with a capacity have slots
+as they are written, see `shardlib.cost.step.capacity_experts`.
 """
 
 from __future__ import annotations

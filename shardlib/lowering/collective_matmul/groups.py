@@ -4,7 +4,7 @@ result along it?
 One program for a group of matmuls of one activation: in place of an all-gather before them, pieces
 go around the tensor axis and each is multiplied by all weights while the next is on its way; in
 place of a reduce-scatter after a matmul, sums go around while the next part of them is made. The
-backward pass is made of the same loops. Weights that rest in pieces are gathered, and their
+backward pass is made of the same loops. Weights that are stored sharded are gathered, and their
 gradients reduced over the batch, as everywhere (`lowering/weights/gradients.py`).
 """
 

@@ -1,9 +1,9 @@
 """Which matmuls of a loss gather their activation along the sequence, or scatter their result, over
 the tensor axis?
 
-A matmul gathers where its weight is cut over tensor along columns, its activation along another dim
-(the sequence, beside the norms), and its result no longer there. It scatters where tensor cuts what
-is summed over and the result along such a dim. Matmuls of one activation are one group: it is
+A matmul gathers where its weight is sharded over tensor along columns, its activation along another
+dim (the sequence, beside the norms), and its result no longer there. It scatters where tensor cuts
+what is summed over and the result along such a dim. Matmuls of one activation are one group: it is
 gathered once for all of them.
 """
 
@@ -59,7 +59,7 @@ class Found:
         gathers: whether its activation is gathered; otherwise its result is scattered.
         dims: which dims are matched.
         activation, result: layouts of both.
-        rows: the dim of the activation and that of the result which one of them has in pieces.
+        rows: the dim of the activation and that of the result which one of them has in shards.
     """
 
     matmul: Matmul
@@ -171,7 +171,7 @@ def found_in(
 
 
 def _whole_elsewhere(layout: Layout, own: Any, held: int | None) -> bool:
-    """Whether nothing but its own dims, and the one that the weight is cut along, is cut."""
+    """Whether nothing but its own dims, and the one that the weight is sharded along, is cut."""
     return not any(layout[dim] for dim in range(len(layout)) if dim not in set(own) and dim != held)
 
 

@@ -41,7 +41,7 @@ class Heads:
 
     @staticmethod
     def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
-        """Heads cut over axes where that is possible, and whole otherwise."""
+        """Heads sharded over axes where that is possible, and whole otherwise."""
         local = heads // ways
         if heads % ways == 0 and (groups % ways == 0 or (heads // groups) % local == 0):
             return Heads(axes=axes, ways=ways, together=groups % ways == 0)

@@ -134,7 +134,7 @@ class Placed:
             return routed(self.form, self.where, x, weights, chosen, *used)
 
         # The backward pass gathers matrices again, since those of all layers would be the whole
-        # model; but for a layer that is computed again, of which it finds what that has gathered.
+        # model; but for a layer that is rematerialised, of which it finds what that has gathered.
         result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
             x, weights, chosen, *parameters
         )

@@ -33,7 +33,8 @@ def routed(
         form: what experts compute.
         where: on which axes.
         x: tokens of the device, [..., D]. For a capacity, the order of all tokens is that of the
-            devices along `where.every`, the major axis first, as where a batch is cut over them.
+            devices along `where.every`, the major axis first, as where a batch is sharded over
+            them.
         weights: of the chosen experts, [..., K].
         chosen: their numbers among all experts, int [..., K].
         up: [E / X, D, F / T] for the experts of this device: device i of the X that share them has

@@ -15,7 +15,7 @@ class EquationPaths:
     Attributes:
         run: those that are run one by one.
         closed: those that have results and gradients of their own making: custom gradients and
-            marked functions; also what they call.
+            custom calls; also what they call.
     """
 
     run: frozenset[str]

@@ -5,8 +5,8 @@ of the user's own keep their meaning; then it is evaluated again with a constrai
 that the plan places. The gradient of a parameter is laid out for the optimizer where it is made: of
 a stacked one inside the scan, layer by layer.
 
-Parameters that rest in pieces (ZeRO 3) are gathered by the operations that use them, and again in
-the backward pass, see `lowering/weights/gradients.py`.
+Parameters that are stored sharded (ZeRO 3) are gathered by the operations that use them, and again
+in the backward pass, see `lowering/weights/gradients.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from shardlib.tracing.rewriting.walk import Walk
 def placed_loss(
     traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk
 ) -> PureLoss:
-    """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at
-    rest; `change` has the last word on the walk.
+    """The traced loss with the plan's layouts and rematerialisation, as a function of stored
+    parameters; `change` has the last word on the walk.
     """
     plan, program = (
         placing.plan,

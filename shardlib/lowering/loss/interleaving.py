@@ -4,7 +4,7 @@ Read from the graph of the loss and a plan: the fused dims that the tensor axis 
 (`shardlib.propagation.pieces`), the ops that take them apart, and the ops that do not treat all
 positions alike, whose operands are put in the model's order before and whose results are
 interleaved after (`shardlib.lowering.reading.fused_dims`). A fused dim that something reads that
-lowering has no hand on (a custom gradient, a call of a marked function, a result of the loss) stays
+lowering has no hand on (a custom gradient, a custom call, a result of the loss) stays
 in the model's order everywhere, and is a finding.
 """
 
@@ -254,7 +254,7 @@ class _Reading:
 
 
 def _scaled(sizes: Sizes, inner: int) -> Sizes:
-    """Pieces of the major factor of a dim; () where the minor ones are in pieces, too."""
+    """Pieces of the major factor of a dim; () where the minor ones are in shards, too."""
     return () if any(size % inner for size in sizes) else tuple(size // inner for size in sizes)
 
 

@@ -216,7 +216,7 @@ class Placing(WeightPlacing):
         )
 
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[Any]]]:
-        """What runs in place of calls of marked functions, by path."""
+        """What runs in place of custom calls, by path."""
         machine = self.machine(mesh)
         found = {
             path: substitute(

@@ -1,6 +1,6 @@
 """Which layers of a loss recompute, where a plan does not say the same of all of them?
 
-A plan names classes of layers by what the paths of their parameters begin with, as planning does.
+A plan names layer groups by what the paths of their parameters begin with, as planning does.
 Here the loops of the traced loss, and layers that are written out, are found under the same names.
 """
 

@@ -1,4 +1,4 @@
-"""What takes the place of a call of a marked function?"""
+"""What takes the place of a custom call?"""
 
 from __future__ import annotations
 

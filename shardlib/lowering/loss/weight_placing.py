@@ -79,8 +79,8 @@ class WeightPlacing:
         if parameter in self.loss.slices.values():
             return leaf
         kernels, tables = self._whole(self._at_rest)
-        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the
-        # table is gathered first.
+        # Rows looked up in a table that is sharded along both dims make XLA replicate the result:
+        # the table is gathered first.
         whole = parameter in tables or leaf.shape in kernels
         used = self._used(parameter, leaf, whole, self.compute[parameter], self.gradient[parameter])
         return self._taken(
@@ -113,7 +113,7 @@ class WeightPlacing:
         self, parameter: int, leaf: Any, whole: bool, use: NamedSharding, back: NamedSharding
     ) -> Any:
         """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
-        one at rest.
+        one as stored.
         """
         dtype = self.loss.dtypes[parameter]
         moved = as_dtype(leaf, dtype) if dtype.itemsize < leaf.dtype.itemsize else leaf

@@ -41,7 +41,7 @@ class Machine:
         return parts_of(self.mesh, axes)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Number of pieces of a dim that is cut over axes."""
+        """Number of pieces of a dim that is sharded over axes."""
         ways = 1
         for part in self.parts(axes):
             ways *= self.mesh.shape[part]
@@ -75,8 +75,8 @@ class Machine:
         )
 
     def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
-        """A device's piece of an array as the whole, along a dim that is cut over axes; inside of a
-        manual region. See `gather`.
+        """A device's piece of an array as the whole, along a dim that is sharded over axes; inside
+        of a manual region. See `gather`.
         """
         parts = self.parts(axes)
         if parts and dim and not self.torus:

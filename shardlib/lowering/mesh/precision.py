@@ -1,9 +1,9 @@
 """In which dtypes does a step keep, multiply, reduce and update things?
 
-The loss computes as it is written: parameters at rest in another dtype are cast to the one that it
+The loss computes as it is written: stored parameters in another dtype are cast to the one that it
 was traced with where it takes them, in loops slice by slice. The update is computed in the wider of
-the two, so that float32 at rest are master weights of a model in 16 bits (arXiv:1710.03740, section
-3.1). Optimizer state is cast around the update.
+the two, so that float32 as stored are master weights of a model in 16 bits (arXiv:1710.03740,
+section 3.1). Optimizer state is cast around the update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Precision:
         rest: of parameters between steps.
         products: of the operands of products of layers' weights.
         kept: of gradients that are added up over microbatches.
-        wire: of gradients on the wire.
+        wire: of communicated gradients.
         moments: of optimizer state with a parameter's shape.
     """
 

@@ -7,7 +7,7 @@ for the loss.
     metrics["gradient_norm"], metrics["skipped"], metrics["loss_scale"]
 
 All of it is part of the compiled step: nothing waits for the host. The norm of the gradients is one
-scalar, summed up over all devices at once; it is not finite where any gradient is not, so it is the
+scalar, summed over all devices at once; it is not finite where any gradient is not, so it is the
 check too.
 """
 

@@ -1,6 +1,6 @@
-"""Which calls of marked functions does a loss have, and how are their operands laid out?
+"""Which custom calls does a loss have, and how are their operands laid out?
 
-A marked function (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
+A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
 place of the equations of its call. For that, it must be known how the plan cuts the operands, and
 which of them are parameters, that come as they rest.
 """
@@ -33,7 +33,7 @@ Source = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A call of a marked function.
+    """A custom call.
 
     Attributes:
         call: the call.

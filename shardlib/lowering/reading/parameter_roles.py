@@ -40,9 +40,9 @@ def looked_up(program: Program, parameters: int) -> frozenset[int]:
 def convolved(equations: Iterable[Any]) -> frozenset[tuple[int, ...]]:
     """Shapes of the kernels of all convolutions among JAX equations, and in what they call.
 
-    A kernel that rests in pieces is gathered, and its gradient reduced, in the layout of use: where
-    the gradient of a kernel is cut over tensor and fsdp while the batch is cut over a third axis,
-    XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
+    A kernel that is stored sharded is gathered, and its gradient reduced, in the layout of use:
+    where the gradient of a kernel is sharded over tensor and fsdp while the batch is sharded over a
+    third axis, XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
     """
     found: set[tuple[int, ...]] = set()
     for eqn in equations:

@@ -41,7 +41,7 @@ class Use:
         view: how the operand relates to the parameter.
         rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
         product: for a matmul in a dtype that is not the traced one, that dtype.
-        rests: dtype of the parameter at rest, where it is not the traced one.
+        rests: dtype of the stored parameter, where it is not the traced one.
         pins: for a contraction, the layouts in which it runs.
     """
 

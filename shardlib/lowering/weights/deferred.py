@@ -35,7 +35,7 @@ class Deferred:
         finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
             before, and the gradient of the weight is that of all runs, reduced. The gradient of
             `sums` is what every device keeps for the next step; zeros where it keeps nothing.
-        gathers: whether the weight rests in pieces.
+        gathers: whether the weight is stored sharded.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].
         cuts: how they are cut.

@@ -1,4 +1,4 @@
-"""How does an operation get a frozen weight that rests in pieces?
+"""How does an operation get a frozen weight that is stored sharded?
 
 It is gathered where it is used, as trained ones are (`shardlib.lowering.weights.gradients`), and
 has no gradient: the backward pass gathers it again for the gradient of the activation. What is kept

@@ -21,9 +21,9 @@ from shardlib.planning.plan import Plan
 
 
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Any], Any]:
-    """Gathers an operand that rests in pieces, as the plan has its parameter in use.
+    """Gathers an operand that is stored sharded, as the plan has its parameter in use.
 
-    Where the pieces at rest are no pieces of the operand, the compiler is left to find a way.
+    Where the stored shards are no pieces of the operand, the compiler is left to find a way.
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand

@@ -52,7 +52,7 @@ class Lookup(Apart):
 
     def op(self, indices: Any, table: Any) -> Any:
         """The operation, on a table that may be in a narrower dtype than its own; where rows are on
-        several devices, each looks into its own, and what they find is summed up.
+        several devices, each looks into its own, and what they find is summed.
         """
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
         if not self.held[0]:

@@ -58,8 +58,8 @@ class OperandCuts:
 
 
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
-    """How a weight in use is cut; None where the batch is cut along one of its dims, or a dim of
-    the parameter is none of the operand's.
+    """How a weight in use is cut; None where the batch is sharded along one of its dims, or a dim
+    of the parameter is none of the operand's.
     """
     held: Cuts = {
         dim: parameter.compute[source]

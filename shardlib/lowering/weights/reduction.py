@@ -1,6 +1,6 @@
 """The partial sums of one gradient become the gradient that the optimizer reads.
 
-What a device has summed up over its own examples is scattered over the mesh axes that shard the
+What a device has summed over its own examples is scattered over the mesh axes that shard the
 gradient, and all-reduced over the others that hold partial sums. For a weight A[I, J_T] in use
 whose gradient is stored as A[I_F, J_T], with the batch sharded over fsdp and data:
 
@@ -34,8 +34,8 @@ class Reduction:
     """How the partial sums of one gradient become the gradient that the optimizer reads.
 
     Attributes:
-        scattered: dims of the operand that the gradient at rest is cut along, beyond what cuts them
-            already.
+        scattered: dims of the operand that the stored gradient is sharded along, beyond what cuts
+            them already.
         summed: mesh axes that hold partial sums and cut no dim.
     """
 

@@ -12,7 +12,7 @@ def cross_entropy(
     """Mean cross entropy in nats of float32 logits [batch, seq, vocab], by weights [batch, seq]
     where there are some.
 
-    The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be cut
+    The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be sharded
     over devices; a gather (`take_along_axis`) there would bring the logits together on every
     device.
     """

@@ -21,15 +21,15 @@ ROWS, LANES = 16, 128
 def at_rest(
     layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]
 ) -> Layout:
-    """Cuts one more dim of a parameter over the axes at rest: the first uncut dim that divides,
+    """Cuts one more dim of a parameter over the storage axes: the first uncut dim that divides,
     else a cut dim that still divides.
 
     Pieces along the first dim lie together in memory, so that gathering them moves nothing else.
     Dims whose shards are no whole tiles come last: a TPU pads them, and trades rows between
     neighbours after every reduce-scatter.
 
-    Vectors (scales of norms, biases) rest whole: cutting them saves next to nothing, and each would
-    cost two collectives a layer.
+    Vectors (scales of norms, biases) are stored replicated: cutting them saves next to nothing, and
+    each would cost two collectives a layer.
 
     Args:
         layout: how the parameter is cut in compute.
@@ -63,7 +63,7 @@ def at_rest(
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
     """Splits pinned rules into those for compute and those that also say where parameters rest.
 
-    A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest
+    A rule that cuts a colour other than the batch over data or fsdp concerns stored parameters
     only; where there is no such rule, there is nothing to say about rest.
     """
     storing = set(BATCH_AXES) - set(COMPUTE_AXES)
@@ -99,7 +99,7 @@ def parameter_layouts(
         mesh: sizes of the mesh axes.
         rules: compute rules.
         zero: ZeRO stage.
-        rest_rules: pinned rules for parameters at rest; without them `at_rest` chooses the dim.
+        rest_rules: pinned rules for stored parameters; without them `at_rest` chooses the dim.
     """
     found: list[ParameterLayout] = []
     for parameter in problem.parameters:
@@ -142,8 +142,8 @@ def parameter_layouts(
 def _staged(
     layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]
 ) -> Layout:
-    """The layout with stacks of layers cut over the stages, where they divide; an uneven cut has no
-    layout.
+    """The layout with stacks of layers sharded over the stages, where they divide; an uneven cut
+    has no layout.
     """
     return Layout(
         *(

@@ -3,7 +3,7 @@
 Dtypes change the numbers that a program computes, so a plan has those of the traced model unless
 the user pins others or allows them: then each is a decision like any other. A combination of dtypes
 is another problem under another stack, and everything that prices plans works as it does on any:
-parameters at rest are the graph's, products of layers' weights, gradients on the wire and gradients
+stored parameters are the graph's, products of layers' weights, communicated gradients and gradients
 that are kept are facts of the stack (`shardlib.cost.terms.framework`), moments are bytes of
 optimizer state.
 
@@ -49,8 +49,8 @@ def effective(
 ) -> Dtypes:
     """Dtypes without those that problem and stack have already.
 
-    Pinned dtypes of gradients stay: on the wire most gradients of a model that computes in 16 bits
-    are in these, and those of tables in that of the parameters; programs add gradients up in
+    Pinned dtypes of gradients stay: in communication most gradients of a model that computes in 16
+    bits are in these, and those of tables in that of the parameters; programs add gradients up in
     float32 where nothing else is said.
     """
     own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
@@ -116,7 +116,7 @@ def under(
     if "param_dtype" in words and not stack.gradient_dtype:
         facts.setdefault(
             "gradient_dtype", "float32"
-        )  # parameters at rest in 16 bits do not narrow what gradients are added up in
+        )  # stored parameters in 16 bits do not narrow what gradients are added up in
     return problem, replace(stack, **facts) if facts else stack
 
 

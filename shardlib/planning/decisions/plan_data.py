@@ -33,7 +33,7 @@ class ParameterLayout:
     Attributes:
         path: tree path of the parameter, "layers.mlp.up.kernel".
         shape: elements per dim.
-        dtype: dtype at rest.
+        dtype: stored dtype.
         colours: colour per dim; None where the dim has none.
         compute: how it is cut while it is used.
         rest: how it is cut between uses (ZeRO 3 differs from `compute`).

@@ -197,7 +197,7 @@ class GroupBounds:
         Args:
             seconds, sizes, hides: bounds of seconds and of bytes of activations, and seconds of
                 transfers that compute hides, by corner and row.
-            resting, state: bytes at rest, and those of the optimizer's state.
+            resting, state: stored bytes, and those of the optimizer's state.
         """
         rate = self.pricer.topology.chip.host_bytes_per_s
         moves = {part for parts in self.offloads for part in parts} | set(

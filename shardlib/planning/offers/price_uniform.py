@@ -103,7 +103,7 @@ class RowPricer:
         self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
 
     def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
-        """Offers the plans of one schedule whose classes of layers differ."""
+        """Offers the plans of one schedule whose layer groups differ."""
         if self.groups is None or not knobs:
             return
         at = np.flatnonzero(
@@ -122,7 +122,7 @@ class RowPricer:
         knobs: dict[str, list[Decisions]],
         seen: Seen,
     ) -> None:
-        """Offers the plans of one schedule whose classes of layers are alike."""
+        """Offers the plans of one schedule whose layer groups are alike."""
         less = rows.take(some)
         for policy in worth:  # the same for all ZeRO stages
             least = least_seconds(

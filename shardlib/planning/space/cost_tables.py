@@ -107,7 +107,7 @@ class Account:
         segments: of each list.
         groups: of all items.
         parts: components of the colours; `()` stands for what depends on no colour that could be
-            cut over tensor.
+            sharded over tensor.
         book, stack: measures, and the software.
     """
 
@@ -217,7 +217,7 @@ class Ledger:
     Args:
         work: work items by remat policy and by whether tokens are routed.
         points: the memory items of each point, likewise.
-        rest: items of parameters at rest.
+        rest: items of stored parameters.
         classes: of layers.
         stack: the software.
         fixed: colours beside those of a choice's tensor axis that items may depend on.

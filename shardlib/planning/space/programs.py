@@ -22,7 +22,7 @@ from shardlib.planning.space.limits import batch_size, sequence_size, tensor_col
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
-#: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
+#: Most layer groups that each follow a remat policy of their own; with more, all follow one.
 MAX_CLASSES = 3
 
 
@@ -34,7 +34,7 @@ class Program:
         facts: of its step graph.
         work: work items.
         points: memory items by the point where memory may peak.
-        moments: memory by moment of the step, where classes of layers can follow policies of their
+        moments: memory by moment of the step, where layer groups can follow policies of their
             own.
     """
 

@@ -30,7 +30,7 @@ Array = np.ndarray
 
 
 def legal_zero(zero: int, c: Candidates) -> Array:
-    """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts
+    """Which candidates a ZeRO stage fits: something to sharded over, and an fsdp axis that cuts
     something.
     """
     return c.ways(STORED_AXES) > 1 if zero else c.fsdp == 1

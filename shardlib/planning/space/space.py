@@ -14,11 +14,11 @@ The space, where pins do not narrow it:
 - colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without
   sequence parallelism;
 - ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where
-  `remat_classes` is "any", for each class of layers a policy and a number of them
+  `remat_classes` is "any", for each layer group a policy and a number of them
   (`shardlib.planning.offers.price_by_layer_group`);
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is
   recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
-- weights in pieces on stages in lockstep, where pins ask for stages or `gather` is "any": gathered
+- sharded weights on stages in lockstep, where pins ask for stages or `gather` is "any": gathered
   for every operation, or once for all microbatches; then also breadth first (GPipe with chunks),
   with as many chunks as divide the layers of a stage, but for two, which are whole at a time;
 - attention by the kernel of the chip's vendor where it applies, and as it is written where not;
@@ -69,8 +69,8 @@ class Space:
         pins: what the user fixed.
         limits: what the model allows.
         lowered: whether only plans that can be run are in it.
-        by_class: whether the model's classes of layers can follow remat policies of their own.
-        gathers: when stages may gather weights that rest in pieces, "use" and "once".
+        by_class: whether the model's layer groups can follow remat policies of their own.
+        gathers: when stages may gather weights that are stored sharded, "use" and "once".
         each: the pinned policy of each class, and how many of its layers follow it (None: all); ()
             where that is not pinned.
         strategy: how attention is computed and the context axis used, and what the planner does

@@ -37,7 +37,7 @@ class Workload:
         frozen: (path, dim) that count layers.
         expert: colour of experts that tokens can be routed to; None without.
         programs: by remat policy and by whether tokens are routed.
-        rest: items of parameters at rest.
+        rest: items of stored parameters.
         model: layers, and bytes of the batch.
         stack: the software.
     """
@@ -91,7 +91,7 @@ class Workload:
 
     @cached_property
     def by_class(self) -> bool:
-        """Whether classes of layers can follow remat policies of their own: where there are
+        """Whether layer groups can follow remat policies of their own: where there are
         several, and all programs have the same loops.
         """
         loops = {
@@ -147,7 +147,7 @@ class Workload:
 
 
 def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Names of classes of layers, by the paths of their parameters: what these begin with, or the
+    """Names of layer groups, by the paths of their parameters: what these begin with, or the
     place among the classes.
 
     >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
@@ -231,7 +231,7 @@ def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
 
 
 def _working(problem: Problem) -> float:
-    """Bytes of a parameter as matmuls read it, over those at rest."""
+    """Bytes of a parameter as matmuls read it, over those as stored."""
     elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
     rest = sum(
         size * ITEMSIZE[parameter.dtype]
@@ -253,7 +253,7 @@ def _head_layers(facts: Facts) -> float:
 
 
 def _reduction(stack: FrameworkProfile, problem: Problem) -> float:
-    """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the
+    """Bytes of a gradient in communication under a stack over those as traced, in the dtype of the
     matmuls.
     """
     return (

@@ -54,7 +54,7 @@ class ParameterRow:
 
     @property
     def rest(self) -> str:
-        """The layout at rest in the scaling book's notation."""
+        """The stored layout in the scaling book's notation."""
         return notation(self.example.colours, self.example.shape, self.example.rest)
 
     @property
@@ -92,7 +92,7 @@ def parameter_rows(parameters: Iterable[ParameterLayout]) -> list[ParameterRow]:
 
 
 def _compute_text(row: ParameterRow) -> str:
-    """The layout in compute, told by what happens to the one at rest where that says it all."""
+    """The layout in compute, told by what happens to the stored one where that says it all."""
     rest, compute = row.example.rest, row.example.compute
     gathered = [axis for dim in rest for axis in dim if axis not in compute.axes]
     if rest == compute:

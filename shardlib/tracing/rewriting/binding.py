@@ -66,7 +66,7 @@ def as_array(program: Program, number: int, value: Any) -> Any:
 
 
 def scope_of(call: Call | None) -> AbstractContextManager[Any]:
-    """The name scope of a marked function whose form has one; other scopes are not kept."""
+    """The name scope of a custom call whose form has one; other scopes are not kept."""
     name = getattr(call.form, "scope", "") if call is not None else ""
     return jax.named_scope(name) if name else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Is what is traced now a layer that its backward pass computes again?
+"""Is what is traced now a layer that its backward pass rematerialises?
 
 What keeps little of itself for the backward pass may keep more in such a layer: it is in memory for
 the backward pass of that layer alone.
@@ -15,7 +15,7 @@ _RECOMPUTES: ContextVar[bool] = ContextVar("shardlib_recomputes", default=False)
 
 
 def recomputes() -> bool:
-    """Whether what is traced now is computed again for its backward pass."""
+    """Whether what is traced now is rematerialised for its backward pass."""
     return _RECOMPUTES.get()
 
 

@@ -30,7 +30,7 @@ _NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
 
 def results_of_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
     """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in
-    pieces (in a region that is manual over tensor) the whole alone.
+    shards (in a region that is manual over tensor) the whole alone.
     """
     return _NAMED(primitive, *avals, **params) or (
         _MATMULS(primitive, *avals, **params) and not any(map(_manual_over_tensor, avals))
@@ -83,8 +83,8 @@ def rematerialised(
         function: arrays -> arrays.
         remat: name of the policy.
         prevent_cse: see `jax.checkpoint`.
-        in_pieces: whether some of its matmuls are made in pieces (`Walk.together`).
-        hosted: whether what is saved waits in host memory, the values called `LAYER_INPUT` among
+        in_pieces: whether some of its matmuls are made in shards (`Walk.together`).
+        offloaded: whether what is saved waits in host memory, the values called `LAYER_INPUT` among
             it.
     """
     if remat == "none":

@@ -76,7 +76,7 @@ class Walk:
         place: called on every value that an op of the graph makes; None leaves all values alone.
         run: asked first to run an equation that is no loop, branch or remat; None runs all as they
             are.
-        calls: what runs in place of calls of marked functions, by path: operands -> results.
+        calls: what runs in place of custom calls, by path: operands -> results.
         together: equations that run as one, by the path of each.
         beside: by path, (operands, array) -> result of an equation that takes an array beside its
             operands.
@@ -85,7 +85,7 @@ class Walk:
         remat: policy for repeated layers; "none" leaves the program as written.
         apart: by path of a scan, or of the first equation of layers that are written out: the
             policy and how many of the layers follow it, the first ones; the others keep all.
-        hosted: whether what the backward pass finds saved of layers under a scan waits for it in
+        offloaded: whether what the backward pass finds saved of layers under a scan waits for it in
             host memory.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is
             dropped.

@@ -1,7 +1,7 @@
 """Ops that combine positions along a dim: reductions, running sums, windows, sorts.
 
-A reduction can be cut along the reduced dim, the parts combined afterwards; an argmax, a running
-sum or a sort cannot.
+A reduction can be sharded along the reduced dim, the parts combined afterwards; an argmax, a
+running sum or a sort cannot.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """A function of arrays in pieces.
+    """A function of arrays in shards.
 
     Attributes:
         inputs, outputs: values.

@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """A step in pieces.
+    """A step in parts.
 
     Attributes:
         first: what needs nothing from disk: it makes the other outputs, and what the rest reads.

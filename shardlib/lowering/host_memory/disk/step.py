@@ -180,5 +180,5 @@ class DiskStep:
         return {number: put(number, leaf) for number, leaf in made.items()}
 
     def _put(self, array: jax.Array) -> DiskArray:
-        """An array on disk, summed up first."""
+        """An array on disk, summed first."""
         return self.writer.put(array, total(array, self.where.whole))

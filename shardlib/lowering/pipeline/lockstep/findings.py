@@ -52,7 +52,7 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 
 
 def gathered_at_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and layers have frozen weights in pieces, which are
+    """A finding where the plan gathers once, and layers have frozen sharded weights, which are
     gathered at every use.
     """
     if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:

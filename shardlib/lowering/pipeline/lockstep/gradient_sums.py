@@ -85,7 +85,7 @@ class Sums:
     reductions: GradientReductions
 
     def zeros(self, leaf: Any, lead: tuple[int, ...] = ()) -> Any:
-        """Where gradients of an array are summed up, [*lead, ...]."""
+        """Where gradients of an array are summed, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, made: Made) -> Carry:

@@ -34,7 +34,7 @@ class Pipeline(StagedLoss):
         """((loss, (metrics, state)), gradients), averaged over the microbatches.
 
         Args:
-            params, state: parameters at rest, and model state.
+            params, state: stored parameters, and model state.
             parts: arrays of the batch, [microbatches, ...].
             join: slices of these -> the batch of one microbatch.
         """

@@ -74,7 +74,7 @@ class Stages(StageWeights):
             hop: cotangents from the stage after, in the order of `moving`.
             leaving: cotangents of what left the last stage, in the order of those of `leaving` that
                 gradients flow through.
-            sums: gradients summed up so far: of weights [stages, chunks, layers, ...], of shared
+            sums: gradients summed so far: of weights [stages, chunks, layers, ...], of shared
                 parameters [stages, ...], and the partial sums [stages, chunks, layers, ...].
             passed: [stages, stages, ...], what waits for the making of gradients of weights; empty
                 where these are made at once.

@@ -44,8 +44,8 @@ class StageLayouts:
             with it, and buffers of the layers' own results.
         entering: how many of these come from before the layers; the buffers start as zeros.
         leaving: positions of those that go to what comes after the layers.
-        spread: for each, the dim that is cut over the stages outside of the pipeline; None where it
-            is whole.
+        spread: for each, the dim that is sharded over the stages outside of the pipeline; None
+            where it is whole.
         layouts: for each, the layout that the plan gives it over the other axes; None where that is
             left to the compiler.
         outside: for each, the layout that it has outside of the pipeline, where that is known as a
@@ -103,7 +103,7 @@ class StageLayouts:
         )
 
     def whole(self, array: Any, position: int) -> Any:
-        """The same as every stage needs it: no longer cut over the stages."""
+        """The same as every stage needs it: no longer sharded over the stages."""
         dim = self.spread[position]
         if dim is None:
             return array

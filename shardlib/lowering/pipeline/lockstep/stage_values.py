@@ -18,7 +18,7 @@ class Held:
     """What every stage holds through all ticks.
 
     Attributes:
-        weights: [stages, chunks, layers, ...] of each stacked parameter; cut over the stages.
+        weights: [stages, chunks, layers, ...] of each stacked parameter; sharded over the stages.
         tables: the same of each constant table.
         drawn: [microbatches, stages, chunks, layers, ...] of each array of model state with a slice
             a layer.

@@ -51,7 +51,7 @@ class Dealing:
 
     @property
     def plain(self) -> bool:
-        """Whether a stack of layers, cut over the stages, is dealt already."""
+        """Whether a stack of layers, sharded over the stages, is dealt already."""
         return self.virtual == 1 and self.layers % self.stages == 0
 
     def first(self, chunk: int) -> int:

@@ -129,7 +129,7 @@ class _Step:
         self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
 
     def summed(self) -> Summed:
-        """What the stages have summed up, over all devices."""
+        """What the stages have summed, over all devices."""
         programs, join = self.programs, self.programs.places.join
         turns = [
             range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)

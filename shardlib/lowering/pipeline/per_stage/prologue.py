@@ -36,7 +36,7 @@ class Opened:
 
     Attributes:
         stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages *
-            room, ...], cut over the stages.
+            room, ...], sharded over the stages.
         kept: what else the loss makes of parameters, whole on every stage.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
@@ -53,7 +53,7 @@ class Opened:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Summed:
-    """What the stages have summed up, over all devices and cut over the stages.
+    """What the stages have summed, over all devices and sharded over the stages.
 
     Attributes:
         stacks: gradients like `Opened.stacks`.
@@ -140,10 +140,10 @@ class Opening:
 
     def gradients(self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
         """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the
-        stages have summed up.
+        stages have summed.
 
         Args:
-            params, state: parameters at rest, and model state.
+            params, state: stored parameters, and model state.
             pieces: model state after the last microbatch, and the sums.
         """
         after, summed = pieces
@@ -217,7 +217,7 @@ class Opening:
         return None if owner is None else jax.tree.leaves(self.params.rest)[owner]
 
     def _dealt(self, number: int, stack: Any) -> Arrays:
-        """A stack of layers, cut over the stages; itself where it is so at rest."""
+        """A stack of layers, sharded over the stages; itself where it is stored so."""
         rest = self._rest(number)
         if (
             self.dealing.plain
@@ -232,7 +232,7 @@ class Opening:
         ]
 
     def _whole(self, number: int, leaf: Any) -> Any:
-        """A value that the stages do not cut; itself where it is so at rest."""
+        """A value that the stages do not cut; itself where it is stored so."""
         rest = self._rest(number)
         spec = PartitionSpec(*self._tail(() if rest is None else rest.spec))
         if number in self.pipeline.cut.program.inputs and rest is not None and spec == rest.spec:

@@ -1,9 +1,9 @@
 """What do the devices of one stage hold of a global array?
 
 A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size 1.
-An array that is cut over the stages along its leading dim, or not cut over them, consists of arrays
-over these meshes, each over the buffers that its devices have anyway; and such arrays make up a
-global one.
+An array that is sharded over the stages along its leading dim, or not sharded over them, consists
+of arrays over these meshes, each over the buffers that its devices have anyway; and such arrays
+make up a global one.
 """
 
 from __future__ import annotations

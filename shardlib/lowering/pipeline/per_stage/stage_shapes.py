@@ -1,4 +1,4 @@
-"""Abstract arrays of the stages: what chunks hold, and where their gradients are summed up."""
+"""Abstract arrays of the stages: what chunks hold, and where their gradients are summed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class StageShapes:
         ]
 
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
-        """Where a gradient is summed up."""
+        """Where a gradient is summed."""
         aval = self.works[0].cut.program.avals[number]
         shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
         return self._like(
@@ -110,7 +110,7 @@ class StageShapes:
         )
 
     def _in(self, dtype: Any) -> Any:
-        """The dtype in which gradients of a dtype are summed up."""
+        """The dtype in which gradients of a dtype are summed."""
         return self.opening.pipeline.placing.reductions.accumulator(dtype)
 
     def _floating(self, number: int) -> bool:

@@ -1,15 +1,15 @@
 """Which weights of the layers are gathered before the ticks that use them, and how do their
 gradients come back?
 
-A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and
+A weight that is stored sharded over fsdp is gathered by every operation that uses it, forward and
 backward, for every microbatch, and its gradient is scattered as often. Where the plan gathers once,
 the operands that matmuls make of weights (casts, transpositions and reshapes of them) are made and
 gathered beforehand, all ticks use them, every device sums up what its own examples say of their
 gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic
 by the number of microbatches, for the memory of whole weights and whole gradients.
 
-Where gradients rest whole (ZeRO 0 and 1), they are summed up and reduced in the same way, with
-nothing to gather.
+Where gradients are stored replicated (ZeRO 0 and 1), they are summed and reduced in the same way,
+with nothing to gather.
 
 Everything else that layers read (scales of norms, biases, weights of experts) is left to the
 operations that use it.

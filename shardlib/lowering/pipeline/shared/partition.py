@@ -5,7 +5,7 @@ The loop over layers is the scan that multiplies matrices; of several, the one w
 the last of equals. Every value of the loss is labelled with what it is made from (parameters,
 frozen ones, model state, batch), and every operand of the loop gets a role:
 
-    weights      made from trained parameters, one slice a layer: cut over the stages
+    weights      made from trained parameters, one slice a layer: sharded over the stages
     tables       made from frozen parameters or from nothing (flags and the like), one slice a
                  layer: sharded over the stages
     drawn        made from model state, or from keys of the batch, one slice a layer: random keys;
