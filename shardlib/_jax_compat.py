@@ -46,13 +46,13 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
-def compiled_memory(compiled: Any, *, hosted: bool = False) -> dict[str, int]:
+def compiled_memory(compiled: Any, *, offloaded: bool = False) -> dict[str, int]:
     """Bytes per device of a compiled program: arguments, outputs, aliased, temporaries, peak.
 
     The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak
     is the sum of the parts. That of programs with arguments in host memory counts those; here it
-    does not, where `hosted` says that there are some, or the shardings of the arguments do, which
-    those of GPUs ahead of time do not.
+    does not, where `offloaded` says that there are some, or the shardings of the arguments do,
+    which those of GPUs ahead of time do not.
     """
     import jax
 
@@ -71,7 +71,7 @@ def compiled_memory(compiled: Any, *, hosted: bool = False) -> dict[str, int]:
         or not reported
     ):
         return {**sizes, "peak": max(reported, whole)}
-    if hosted or any(sharding.memory_kind == "pinned_host" for sharding in shardings):
+    if offloaded or any(sharding.memory_kind == "pinned_host" for sharding in shardings):
         host = (
             analysis.host_argument_size_in_bytes
             + analysis.host_output_size_in_bytes

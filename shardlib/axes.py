@@ -20,7 +20,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shardlib.errors import PinError, raise_all
 
@@ -189,7 +189,8 @@ class MeshShape(Mapping[str, int]):
             canonical = mesh_axis(name)
             if canonical in given:
                 failures.append(f"{name!r} names the mesh axis {canonical!r} a second time")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            given_size: Any = size
+            if isinstance(given_size, bool) or not isinstance(given_size, int) or given_size < 1:
                 failures.append(
                     f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1"
                 )

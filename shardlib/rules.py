@@ -67,7 +67,8 @@ class Rules:
         """
         if isinstance(rules, Rules):
             return rules
-        if isinstance(rules, str) or not isinstance(rules, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        given: Any = rules
+        if isinstance(given, str) or not isinstance(given, Iterable):
             raise RuleError(
                 f"sharding rules are {rules!r}; they are a list of pairs (logical axis, mesh axes)"
             )
@@ -166,7 +167,9 @@ class Rules:
 
 
 def _is_words(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(word, str) for word in value)  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(value, Sequence):
+        return False
+    return all(isinstance(word, str) for word in cast("Sequence[object]", value))
 
 
 def _is_pair(entry: Any) -> bool:

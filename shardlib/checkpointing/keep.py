@@ -98,7 +98,8 @@ class Keep:
                 )
             )
         if self.every_seconds:
-            policies.append(_managers.EveryNSeconds(self.every_seconds))  # pyright: ignore[reportArgumentType]
+            seconds: Any = self.every_seconds  # a float, too
+            policies.append(_managers.EveryNSeconds(seconds))
         return policies
 
     def _metric(self, about: About) -> float | None:

@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
         broken=lambda g: (
             g.get("gather") == "once" and (g.get("zero", 3) < 3 or g.axis("stage", 2) == 1)
         ),
-        says="gather='once' is for weights in pieces (zero=3) on the stages of a pipeline, and one"
+        says="gather='once' is for sharded weights (zero=3) on the stages of a pipeline, and one"
         " of the two is pinned to something else",
     ),
     Rule(

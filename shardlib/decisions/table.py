@@ -48,7 +48,7 @@ class Decisions:
         meaning="which mesh axes shard which logical axis, a priority list in Flax's or MaxText's"
         " spelling",
         values='`[["mlp", "tensor"], ["batch", ["data", "fsdp"]]]`',
-        label="cut in compute",
+        label="compute layout",
         read=read_rules,
         write=lambda value, mesh: value.to_json(),
     )
@@ -58,7 +58,7 @@ class Decisions:
         label="residual stream",
         choices={
             False: "replicated over tensor",
-            True: "cut along the sequence over tensor (sequence parallelism)",
+            True: "sharded along the sequence over tensor (sequence parallelism)",
         },
     )
     zero: int = decision(
@@ -66,7 +66,7 @@ class Decisions:
         meaning="what is sharded over `fsdp` as it is stored: nothing, optimizer state, gradients"
         " too, parameters too; `zero=0` is refused beside an `fsdp` axis that is pinned to more"
         " than 1, where the `data` axis does the same",
-        label="at rest",
+        label="stored layout",
         choices={
             0: "nothing more than in compute",
             1: "optimizer state",
@@ -78,11 +78,11 @@ class Decisions:
         "none",
         meaning="what the backward pass rematerialises: nothing beyond what the model asks for, all"
         " but the results of matmuls, everything in a layer",
-        label="recomputation",
+        label="remat policy",
         choices={
             "none": "none beyond what the model asks for",
-            "dots": "dots: the backward pass computes again all but the results of matmuls",
-            "full": "full: the backward pass computes every layer again",
+            "dots": "dots: the backward pass rematerialises all but the results of matmuls",
+            "full": "full: the backward pass rematerialises every layer",
         },
     )
     remat_layers: int = decision(
@@ -90,7 +90,7 @@ class Decisions:
         meaning="with `remat`: layers of a stage that are rematerialised, the others are not; 0 for"
         " all",
         values="an integer",
-        label="recomputation",
+        label="remat policy",
         read=integer(0),
     )
     remat_classes: tuple[tuple[str, str, int], ...] = decision(
@@ -100,7 +100,7 @@ class Decisions:
         ' that are left out rematerialise nothing. `"any"` lets the planner choose for every'
         " group, which takes it several times as long; otherwise all groups follow one policy",
         values='`{"dense_layers": "none", "layers": ["full", 20]}`',
-        label="recomputation",
+        label="remat policy",
         read=read_group_policies,
         write=lambda value, mesh: {name: [policy, layers] for name, policy, layers in value},
         late=True,

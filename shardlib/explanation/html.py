@@ -211,7 +211,7 @@ def _parameters(plan: Plan) -> str:
         for r in parameter_rows(plan.parameters)
     ]
     return (
-        table(rows, ("parameter", "how many", "bytes", "at rest", "in compute"), right={1, 2})
+        table(rows, ("parameter", "how many", "bytes", "stored", "in compute"), right={1, 2})
         if rows
         else ""
     )

@@ -9,7 +9,8 @@ reader can use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from typing import cast
 
 #: Characters of a value in a message; failures in one message; characters of a line that tells one
 #: failure.
@@ -51,10 +52,10 @@ def shown(value: object, most: int = VALUE) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 4 * most:  # rather than escape a gigabyte
         value = value[: 2 * most] + value[-2 * most :]
-    elif isinstance(value, (list, tuple, dict, set)) and len(value) > most:  # pyright: ignore[reportUnknownArgumentType]
-        return (  # pyright: ignore[reportUnknownArgumentType]
-            f"{type(value).__name__} of {len(value)} entries"
-        )
+    elif isinstance(value, (list, tuple, dict, set)):
+        count = len(cast("Sized", value))
+        if count > most:
+            return f"{type(cast('object', value)).__name__} of {count} entries"
     try:
         text = repr(value)
     except RecursionError:

@@ -74,7 +74,7 @@ def compile_job(folder: Path) -> dict[str, Any]:
     (folder / "compiled.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
     return {
         "compile_seconds": seconds,
-        "memory": compiled_memory(compiled, hosted=any(job["in_kinds"])),
+        "memory": compiled_memory(compiled, offloaded=any(job["in_kinds"])),
         "device_kind": devices[0].device_kind,
         "versions": _versions(),
     }

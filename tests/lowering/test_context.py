@@ -288,7 +288,8 @@ def test_devices_deal_their_parts_among_themselves(ways, stride):
 
 def test_what_cannot_be_cut():
     with pytest.raises(
-        LayoutError, match="a sequence of 20 positions cannot be cut over context=4 in 8 equal runs"
+        LayoutError,
+        match="a sequence of 20 positions cannot be sharded over context=4 in 8 equal runs",
     ):
         Cut(axis="context", ways=4).order(20)
     with pytest.raises(

@@ -144,7 +144,7 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
     )
     assert (
         half.decisions["remat_classes"] == {"first": ["full", 1], "second": ["none", 0]}
-        and half.diff(first).count("recomputation") == 2
+        and half.diff(first).count("remat policy") == 2
     )
     total = planner.search(
         load.problem, place, {"remat": "full", "remat_layers": 3, **ANY}, load=load
@@ -158,7 +158,7 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
 @pytest.mark.parametrize(
     ("pin", "message"),
     (
-        ({"third": "full"}, "no class of layers is named 'third' (classes are first, second)"),
+        ({"third": "full"}, "no layer group is named 'third' (layer groups are first, second)"),
         (
             {"first": "fast"},
             "remat_classes.first is 'fast'; it is one of 'none', 'dots', 'full', or a list",

@@ -31,10 +31,10 @@ toy-7b on 2*h100:8: 16 devices, mesh fsdp=4 x tensor=4
 
 Decisions
   mesh             fsdp=4 x tensor=4
-  cut in compute   batch_fsdp, mlp_tensor, vocab_tensor
-  at rest          ZeRO 3: parameters, gradients and optimizer state cut over fsdp
-  residual stream  cut along the sequence over tensor (sequence parallelism)
-  recomputation    full: the backward pass computes every layer again
+  compute layout   batch_fsdp, mlp_tensor, vocab_tensor
+  stored layout    ZeRO 3: parameters, gradients and optimizer state sharded over fsdp
+  residual stream  sharded along the sequence over tensor (sequence parallelism)
+  remat policy     full: the backward pass rematerialises every layer
   microbatches     2
 
 Why
@@ -70,7 +70,7 @@ Collectives: 576 ms a step, 250 ms exposed, 326 ms hidden behind compute
   tensor  all-gather        128  4.00 GiB  75.0 ms  residual stream
 
 Parameters: 534 M, 0.99 GiB in all
-  parameter                       bytes  at rest                     in compute
+  parameter                       bytes  stored                      in compute
   embed.table                   250 MiB  [vocab_tensor, embed_fsdp]  gathers fsdp
   layers.*.norm.scale x3       24.0 KiB  [embed_fsdp]                gathers fsdp
   layers.*.mlp.up.kernel x3     384 MiB  [embed_fsdp, mlp_tensor]    gathers fsdp
@@ -92,9 +92,9 @@ toy-7b on 2*h100:8
 Decisions
   - mesh: fsdp=4 x tensor=4
   + mesh: fsdp=16
-  - cut in compute: batch_fsdp, mlp_tensor, vocab_tensor
-  + cut in compute: batch_fsdp
-  - residual stream: cut along the sequence over tensor (sequence parallelism)
+  - compute layout: batch_fsdp, mlp_tensor, vocab_tensor
+  + compute layout: batch_fsdp
+  - residual stream: sharded along the sequence over tensor (sequence parallelism)
   + residual stream: none
   - microbatches: 2
   + microbatches: 1
@@ -116,15 +116,15 @@ Decisions
 
 Layouts: 7 of 11 parameters change
   parameter                                before (-) and after (+)
-  embed.table                  at rest     - [vocab_tensor, embed_fsdp]
+  embed.table                  stored      - [vocab_tensor, embed_fsdp]
                                            + [vocab, embed_fsdp]
                                in compute  - [vocab_tensor, embed]
                                            + [vocab, embed]
-  layers.*.mlp.up.kernel x3    at rest     - [embed_fsdp, mlp_tensor]
+  layers.*.mlp.up.kernel x3    stored      - [embed_fsdp, mlp_tensor]
                                            + [embed_fsdp, mlp]
                                in compute  - [embed, mlp_tensor]
                                            + [embed, mlp]
-  layers.*.mlp.down.kernel x3  at rest     - [mlp_tensor, embed_fsdp]
+  layers.*.mlp.down.kernel x3  stored      - [mlp_tensor, embed_fsdp]
                                            + [mlp, embed_fsdp]
                                in compute  - [mlp_tensor, embed]
                                            + [mlp, embed]

@@ -54,7 +54,7 @@ class Files:
                 )
             try:
                 file = self._open.enter_context(safe_open(path, "np"))
-                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError, ValueError, TypeError) as error:
                 self._open.close()
                 raise CheckpointError(

@@ -70,8 +70,8 @@ class Cut:
         """
         if length % (self.runs * self.ways):
             raise LayoutError(
-                f"a sequence of {length} positions cannot be cut over {self.axis}={self.ways} in"
-                f" {self.runs * self.ways} equal runs\nTry: a sequence that is a multiple of"
+                f"a sequence of {length} positions cannot be sharded over {self.axis}={self.ways}"
+                f" in {self.runs * self.ways} equal runs\nTry: a sequence that is a multiple of"
                 f" {self.runs * self.ways}{', or zigzag=False' if self.zigzag else ''}"
             )
 

@@ -37,7 +37,7 @@ def reachable(mesh: Mesh | AbstractMesh) -> bool:
     )
 
 
-def hosted(
+def offloading(
     plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh
 ) -> tuple[Tree, tuple[Finding, ...]]:
     """The shardings of optimizer state with the memories that a plan decides for.
@@ -87,7 +87,7 @@ def fetched(tree: Tree, shardings: Tree) -> Tree:
     )
 
 
-def stowed(tree: Tree, shardings: Tree) -> Tree:
+def to_host(tree: Tree, shardings: Tree) -> Tree:
     """Arrays where they rest; those that rest on the device are passed on."""
     return _moved(tree, shardings, jax.device_put)
 

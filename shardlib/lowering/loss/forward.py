@@ -53,7 +53,10 @@ def placed_loss(
     policies = apart(plan, program, placing.loss, [plan.parameters[i].path for i in placing.order])
     walk = change(
         replace(
-            placing.walk(), remat=plan.remat, apart=policies, hosted="activations" in plan.offload
+            placing.walk(),
+            remat=plan.remat,
+            apart=policies,
+            offloaded="activations" in plan.offload,
         )
     )
 

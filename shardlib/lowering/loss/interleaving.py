@@ -85,7 +85,7 @@ def _finding(group: Group) -> Finding:
         message=(
             f"a dim of {len(sizes)} pieces ({' + '.join(map(str, sizes))}) is sharded over tensor"
             " as a whole and not piece by piece: the plan has stages, or a custom gradient, a"
-            " marked function, a loop or a result of the loss reads it. What takes it apart"
+            " custom call, a loop or a result of the loss reads it. What takes it apart"
             " gathers activations, which the estimate does not count."
         ),
         hint="split it before that, or make its pieces parameters of their own",

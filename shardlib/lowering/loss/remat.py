@@ -62,7 +62,7 @@ def apart(
     lost = sorted(classes.keys() ^ set(names))
     if lost:
         raise PlanError(
-            f"the plan recomputes by class of layers ({', '.join(classes)}), and the loss of"
+            f"the plan rematerialises by layer group ({', '.join(classes)}), and the loss of"
             f" {plan.model} has the classes {', '.join(names) or 'none'}\nTry: another plan for"
             " this model, or one policy for all layers: remat"
         )

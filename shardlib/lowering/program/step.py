@@ -17,7 +17,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.accumulation.deferred_reduction import accumulated_once, once
 from shardlib.lowering.accumulation.microbatches import Microbatches, accumulated
 from shardlib.lowering.host_memory.disk.parts import GRADIENT
-from shardlib.lowering.host_memory.offload import fetched, stowed
+from shardlib.lowering.host_memory.offload import fetched, to_host
 from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision, like
@@ -252,7 +252,7 @@ def step_function(
             step=state.step + 1,
             params=rested,
             model_state=chosen(model_state, state.model_state),
-            opt_state=stowed(chosen(opt_state, before), parts.opt_state),
+            opt_state=to_host(chosen(opt_state, before), parts.opt_state),
         )
 
     return step

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.layout import Layout
-from shardlib.lowering.host_memory.offload import hosted
+from shardlib.lowering.host_memory.offload import offloading
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import Precision, stored
 from shardlib.lowering.program.guards import Guards
@@ -70,7 +70,7 @@ def store_of(
     in_dtypes = stored(optimizer, trained, precision)
     opt_state = jax.eval_shape(in_dtypes.init, trained)
     on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
-    offloaded, offload_findings = hosted(plan, opt_state, trained, on_devices, mesh)
+    offloaded, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
     return Store(
         params=params,
         trained=cuts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -202,7 +202,10 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
             groups.setdefault((pattern(part.path), part.what, part.old, part.new), []).append(part)
     if not groups:
         return []
-    size: Callable[[list[Part]], int] = lambda group: sum(part.received_bytes for part in group)  # noqa: E731  (a key for two uses)
+
+    def size(group: list[Part]) -> int:
+        return sum(part.received_bytes for part in group)
+
     ranked = sorted(groups.values(), key=lambda group: -size(group))
     rows = [("part", "", "received", "a device", "layout")]
     rows += [

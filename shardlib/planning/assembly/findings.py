@@ -126,7 +126,7 @@ def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
         "the stages of a pipeline have none"
         if plan.mesh["stage"] > 1
         else (
-            "nothing is cut over tensor"
+            "nothing is sharded over tensor"
             if plan.mesh["tensor"] == 1
             else (
                 "the residual stream is not cut along the sequence"

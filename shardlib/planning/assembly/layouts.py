@@ -200,7 +200,7 @@ def layout_findings(
                     severity="warning",
                     where=p.path,
                     message=(
-                        f"{p.path} {p.shape} rests whole on every device: no dim divides over"
+                        f"{p.path} {p.shape} is replicated on every device: no dim divides over"
                         f" {mesh}"
                     ),
                     hint="pad the dim to a multiple of the fsdp axis",

@@ -179,10 +179,10 @@ def dtypes_text(dtypes: Dtypes) -> str:
 
 
 def _elsewhere(offload: tuple[str, ...]) -> str:
-    hosted = " and ".join(part for part in offload if part != "disk")
+    offloaded = " and ".join(part for part in offload if part != "disk")
     return ", ".join(
         [
-            *([f"{hosted} in host memory"] if hosted else []),
+            *([f"{offloaded} in host memory"] if offloaded else []),
             *(["optimizer state on disk"] if "disk" in offload else []),
         ]
     )

@@ -33,7 +33,7 @@ def waits_for(decisions: Decisions, *, by_group: bool = False) -> tuple[str, ...
     waits += [] if lowered(one.schedule) else [f"the schedule {one.schedule}"]
     if "stage" in one.mesh:
         waits += (
-            ["recomputing by class of layers in stages"]
+            ["rematerialising by layer group in stages"]
             if by_group or one.remat_classes
             else ["recomputing a part of the layers of stages"]
             if one.remat_layers

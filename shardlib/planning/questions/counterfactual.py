@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
@@ -121,5 +121,7 @@ def _value(word: str, value: Any) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in value.items()) or "one device"
     if word == "rules":
         cut = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
-        return ", ".join(cut) or "nothing cut"
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType]
+        return ", ".join(cut) or "nothing sharded"
+    if isinstance(value, list):
+        return ", ".join(map(str, cast("list[object]", value))) or "none"
+    return str(value)

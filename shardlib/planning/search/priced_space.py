@@ -87,11 +87,12 @@ def priced_space(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
             f" {topology.devices}"
         )
-    hosted = [part for part in pins.offload or () if part != "disk"]
-    if hosted and not topology.chip.host_bytes_per_s:
+    offloaded = [part for part in pins.offload or () if part != "disk"]
+    if offloaded and not topology.chip.host_bytes_per_s:
         raise PinError(
-            f"offload={hosted} needs the rate between host memory and {topology.chip.name}, which"
-            f" {topology.name} does not give\nTry: host_bytes_per_s in the chip of a topology file"
+            f"offload={offloaded} needs the rate between host memory and {topology.chip.name},"
+            f" which {topology.name} does not give\n"
+            "Try: host_bytes_per_s in the chip of a topology file"
         )
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     explorers: list[Explorer] = []

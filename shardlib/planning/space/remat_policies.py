@@ -20,7 +20,7 @@ def policies_of_groups(
     if not given or pins.remat_classes == ANY_GROUP:
         return pins, ()
     unknown = [
-        f"no class of layers is named {name!r} (classes are {', '.join(names) or 'none'})"
+        f"no layer group is named {name!r} (layer groups are {', '.join(names) or 'none'})"
         for name in given
         if name not in names
     ]
@@ -37,7 +37,7 @@ def policies_of_groups(
         return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
     if not by_class:
         raise PinError(
-            f"remat_classes gives classes of layers different policies, and {problem.model} has"
+            f"remat_classes gives layer groups different policies, and {problem.model} has"
             f" {len(names)} classes; at most a few can differ\nTry: remat, with the same policy"
             " for all"
         )

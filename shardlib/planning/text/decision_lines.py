@@ -58,9 +58,9 @@ def _sharded(plan: PlanData) -> str:
 
 def _stored(plan: PlanData) -> str:
     if not plan.zero:
-        return "ZeRO 0: parameters, gradients and optimizer state cut as in compute"
+        return "ZeRO 0: parameters, gradients and optimizer state sharded as in compute"
     axes = "·".join(_stored_axes(plan)) or "one device"
-    return f"ZeRO {plan.zero}: {TABLE['zero'].choices[plan.zero]} cut over {axes}"
+    return f"ZeRO {plan.zero}: {TABLE['zero'].choices[plan.zero]} sharded over {axes}"
 
 
 def _stored_axes(plan: PlanData) -> list[str]:
@@ -106,7 +106,7 @@ def _attention(plan: PlanData) -> str:
     return "" if plan.ring else _told("attention")(plan)
 
 
-def _hosted(plan: PlanData) -> str:
+def _offloaded(plan: PlanData) -> str:
     words = {"optimizer": "optimizer state", "activations": "activations of layers"}
     return " and ".join(words[part] for part in plan.offload if part != "disk")
 
@@ -127,17 +127,17 @@ def _links(plan: PlanData) -> str:
 #: Lines by label, in their order.
 _LINES: Mapping[str, Callable[[PlanData], str]] = {
     "mesh": lambda plan: str(plan.mesh),
-    "cut in compute": _sharded,
-    "at rest": _stored,
+    "compute layout": _sharded,
+    "stored layout": _stored,
     "residual stream": _told("sequence_parallel"),
-    "recomputation": _remat,
+    "remat policy": _remat,
     "microbatches": _microbatches,
     "pipeline": _pipeline,
     "context": _told("context"),
     "matmuls over tensor": _told("collective_matmul"),
     "attention": _attention,
     "experts": _told("experts"),
-    "host memory": _hosted,
+    "host memory": _offloaded,
     "disk": _disk,
     "dtypes": _dtypes,
     "links": _links,

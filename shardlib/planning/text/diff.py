@@ -102,7 +102,7 @@ def _changed_layouts(a: PlanData, b: PlanData) -> str:
         was, now = old[row.example.path], row.example
         name = clip(row.pattern, 34) + (f" x{row.count}" if row.count > 1 else "")
         for where, before, after in (
-            ("at rest", was.rest, now.rest),
+            ("stored", was.rest, now.rest),
             ("in compute", was.compute, now.compute),
         ):
             if before != after:

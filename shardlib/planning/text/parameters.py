@@ -110,7 +110,7 @@ def parameters_section(plan: PlanData) -> str:
     elements = sum(math.prod(p.shape) for p in plan.parameters)
     shown = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].bytes)[:MOST_PARAMETERS])
     table = [
-        ("parameter", "bytes", "at rest", "in compute"),
+        ("parameter", "bytes", "stored", "in compute"),
         *(
             (
                 clip(row.pattern, 32)

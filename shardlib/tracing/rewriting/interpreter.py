@@ -212,7 +212,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         carry = (
             tuple(checkpoint_name(value, LAYER_INPUT) for value in carry)
-            if layer and walk.hosted
+            if layer and walk.offloaded
             else carry
         )
         values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced[0])]
@@ -233,7 +233,11 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
 
     def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
         return rematerialised(
-            function, policy, prevent_cse=False, in_pieces=bool(walk.together), hosted=walk.hosted
+            function,
+            policy,
+            prevent_cse=False,
+            in_pieces=bool(walk.together),
+            offloaded=walk.offloaded,
         )
 
     init = tuple(

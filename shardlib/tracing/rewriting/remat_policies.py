@@ -19,7 +19,7 @@ from shardlib.errors import TracingError
 from shardlib.tracing.rewriting.recomputing import recomputed
 
 #: Name of results of matmuls that are made in several pieces.
-IN_PIECES = "shardlib: a result of matmuls in pieces"
+IN_PIECES = "shardlib: a result of matmuls in shards"
 
 
 _MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -75,7 +75,7 @@ def rematerialised(
     *,
     prevent_cse: bool,
     in_pieces: bool = False,
-    hosted: bool = False,
+    offloaded: bool = False,
 ) -> Callable[..., Any]:
     """The function under a remat policy; itself for "none".
 
@@ -92,7 +92,7 @@ def rematerialised(
     policy = POLICIES.get(remat)
     saved = (
         _offloading(remat)
-        if hosted
+        if offloaded
         else results_of_matmuls
         if in_pieces and policy is _MATMULS
         else policy

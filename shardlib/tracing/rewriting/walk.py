@@ -99,7 +99,7 @@ class Walk:
     arrays: Mapping[str, Any] = field(default_factory=dict)
     remat: str = "none"
     apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    hosted: bool = False
+    offloaded: bool = False
     inside: bool = False
 
     def policy(self, path: str, layers: int) -> tuple[str, int]:

@@ -38,7 +38,8 @@ def settings_of(
             field of one value twice; all are listed.
     """
     hints = get_type_hints(kind)
-    kinds = {field.name: hints[field.name] for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+    table: Any = kind
+    kinds = {field.name: hints[field.name] for field in fields(table)}
     found: dict[str, Any] = {}
     failures: list[str] = []
     for word in words:

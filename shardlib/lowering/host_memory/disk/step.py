@@ -97,7 +97,7 @@ class DiskStep:
         """The state before the first step."""
         values: dict[int, Any] = {self._init.inputs[0]: seed}
         for call in self._init.calls:
-            values.update(self._stowed(self._init, call(values)))
+            values.update(self._to_host(self._init, call(values)))
         return self._init.tree(values)
 
     def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
@@ -133,7 +133,7 @@ class DiskStep:
         reading = deque(
             self._read(waiting.popleft(), values) for _ in range(min(AHEAD, len(waiting)))
         )
-        values.update(self._stowed(self._step, calls[0](values)))
+        values.update(self._to_host(self._step, calls[0](values)))
         for call in calls[1:]:
             read = reading.popleft().result()
             if waiting:
@@ -148,7 +148,7 @@ class DiskStep:
                 values[number].delete()
             for number in call.last:
                 del values[number]
-            values.update(self._stowed(self._step, made))
+            values.update(self._to_host(self._step, made))
         return self._step.tree(values)
 
     def memory(self) -> dict[str, int]:
@@ -168,7 +168,7 @@ class DiskStep:
         }
         return self._reader.submit(lambda: {number: leaf.read() for number, leaf in found.items()})
 
-    def _stowed(self, calls: Calls, made: Mapping[int, Any]) -> dict[int, Any]:
+    def _to_host(self, calls: Calls, made: Mapping[int, Any]) -> dict[int, Any]:
         """Results, with those on disk that rest there."""
 
         def put(number: int, leaf: Any) -> Any:

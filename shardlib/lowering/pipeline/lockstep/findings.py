@@ -40,12 +40,12 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
             severity="warning",
             where="gather=once",
             message=(
-                "the layers have no matmul whose weight rests in pieces and could be gathered"
+                "the layers have no matmul whose weight is stored sharded and could be gathered"
                 " before the ticks: every operation gathers what it uses."
             ),
             hint=(
-                "gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over"
-                " fsdp or data"
+                "gather='use', or matmuls of parameters that fsdp cuts, on a batch that is sharded"
+                " over fsdp or data"
             ),
         ),
     )

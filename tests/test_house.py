@@ -1,0 +1,78 @@
+"""The house keeps its form: sizes of files and folders, lines, and the field's words.
+
+`benchmarks/house.py` reads the figures; imports are in `tests/test_architecture.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import house as read
+
+#: Values with more fields that are tables: settings, configurations of models, profiles, prices.
+TABLES = {
+    "Cut",
+    "Compute",
+    "Decisions",
+    "Efficiency",
+    "EncoderDecoderConfig",
+    "Experts",
+    "FrameworkProfile",
+    "Kind",
+    "KubernetesSettings",
+    "PlanData",
+    "SlurmSettings",
+    "Status",
+    "Sums",
+    "TrainConfig",
+    "TransformerConfig",
+}
+#: Functions whose words are keywords that users write, and kernels of attention.
+WORDS = {
+    "attend_back",
+    "attention",
+    "backward",
+    "compile",
+    "exchanged",
+    "fit",
+    "gathered",
+    "plan",
+    "read",
+    "route",
+    "scale",
+    "verify",
+}
+
+
+@pytest.fixture(scope="module")
+def house() -> dict[str, Any]:
+    return read.house()
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "circles",
+        "lines over 100 columns",
+        "files over 300 lines",
+        "folders over 12 files",
+        "old words",
+    ],
+)
+def test_figure_is_nothing(house: dict[str, Any], figure: str) -> None:
+    assert not house[figure], house[figure]
+
+
+@pytest.mark.parametrize(
+    ("figure", "known"),
+    [("classes over 12 fields", TABLES), ("functions over 8 parameters", WORDS)],
+)
+def test_no_others_are_large(house: dict[str, Any], figure: str, known: set[str]) -> None:
+    assert {where.rpartition(" ")[2] for where in house[figure]} <= known, house[figure]
+
+
+def test_old_words_are_found() -> None:
+    assert read.old_words("a weight at rest, at\nrest") == {"at rest": 2}
+    assert read.old_words("the rest of it") == {}
