@@ -232,13 +232,8 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         )
 
     def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
-        return rematerialised(
-            function,
-            policy,
-            prevent_cse=False,
-            in_pieces=bool(walk.together),
-            offloaded=walk.offloaded,
-        )
+        options = {"in_pieces": bool(walk.together), "offloaded": walk.offloaded}
+        return rematerialised(function, policy, prevent_cse=False, **options)
 
     init = tuple(
         strong(value, number)
