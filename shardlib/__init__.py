@@ -13,6 +13,7 @@ is no JAX below floor 5:
        hardware                                  chips, link tiers, the spelling of topologies
        schedules                                 who does what when in a pipeline
     2  graph                                     what a program computes
+       decisions                                 the table of what a plan decides
     3  propagation                               names flow through the graph
        cost                                      seconds and bytes
     4  planning                                  the Plan, the search for it, its words
