@@ -75,7 +75,8 @@ def test_a_primitive_is_a_row_of_its_family(monkeypatch: pytest.MonkeyPatch):
     def loss(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.sum(blend.bind(a, b))
 
-    traced = jax.make_jaxpr(loss)(jnp.zeros((4, 8)), jnp.zeros((4, 8)))
+    matrix = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    traced = jax.make_jaxpr(loss)(matrix, matrix)
     names = [("a", "batch"), ("b", "batch")]
     assert any("blend" in str(finding) for finding in graph_from_jaxpr(traced, names).findings)
     monkeypatch.setitem(table.TABLE, "blend", described)
