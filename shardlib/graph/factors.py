@@ -20,7 +20,7 @@ cumulative sum, a window), so a cut operand is gathered first.
 
 A dim may be several things side by side, as the fused kernel of queries, keys and values is: then
 the major factor counts the pieces and is *outer*, and a cut of the dim cuts the next factor, which
-is every piece (`shardlib.graph.pieces`).
+is every piece (`shardlib.propagation.pieces`).
 """
 
 from __future__ import annotations

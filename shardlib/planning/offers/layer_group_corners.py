@@ -1,5 +1,5 @@
 """Quantities of corners: steps whose layer groups each follow one remat policy, in all their layers
-(`shardlib.cost.pricing.mixed_remat`).
+(`shardlib.cost.pricing.variants.mixed_remat`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prices plans whose layer groups follow different remat policies, or a policy with different
 numbers of their layers.
 
-Such plans are between *corners*, see `shardlib.cost.pricing.mixed_remat`. For each row that is
-worth the trouble (`shardlib.planning.offers.layer_group_bounds`) all corners are priced. Every
-mixture's (bytes of activations, seconds) is a weighted average of those of the corners, so
+Such plans are between *corners*, see `shardlib.cost.pricing.variants.mixed_remat`. For each row
+that is worth the trouble (`shardlib.planning.offers.layer_group_bounds`) all corners are priced.
+Every mixture's (bytes of activations, seconds) is a weighted average of those of the corners, so
 Lagrange's bound over the corners is one for all mixtures; for rows that it leaves the best mixture
 is found exactly.
 """

@@ -1,6 +1,6 @@
 """What does a table entry know about an equation, and what does it answer?
 
-The tables in `rules_*.py` map a primitive's name to a function from `Call` to `Description`.
+The tables in the files beside it map a primitive's name to a function from `Call` to `Description`.
 Neither holds anything of JAX but the parameters, so every entry can be read as a small theorem
 about shapes.
 """
