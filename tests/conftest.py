@@ -15,6 +15,7 @@ on the command line is run, and `--every-case` runs all, as benchmarks do (`pari
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.metadata
 import json
 import os
@@ -83,6 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
         importlib.metadata.version("jaxlib") < "0.11"
     ):  # has two code generators; the older one takes half of the time
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    # Traces are large and live long: looking through them all for garbage takes a tenth of the time.
+    gc.set_threshold(50_000, 50, 100)
     watch()
 
 

@@ -50,25 +50,23 @@ def card(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def shallow(tmp_path: Path) -> Path:
+    """A model of one layer, which is not repeated: no remat policy to try."""
+    path = tmp_path / "shallow.toml"
+    path.write_text(CARD.replace("layers = 2", "layers = 1"))
+    return path
+
+
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of the small model that the command line made; tests read it."""
-    folder = tmp_path_factory.mktemp("made")
-    card, file = folder / "small.toml", folder / "made.json"
-    card.write_text(CARD)
+    """A plan of a perceptron that the command line made; tests read it."""
+    file = tmp_path_factory.mktemp("made") / "made.json"
     words = [
         "plan",
-        str(card),
+        "tests.cli.perceptron:make",
         "--topology",
         "2*h100:2",
-        "--batch",
-        "16",
-        "--seq",
-        "64",
-        "--pin",
-        "mesh.stage=1",
-        "--pin",
-        "mesh.context=1",
         "--out",
         str(file),
         "--json",

@@ -46,6 +46,7 @@ def largest_made(graph: Graph) -> int:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "square"])
 def test_no_array_as_large_as_the_scores_is_left(name: str, policy: str) -> None:

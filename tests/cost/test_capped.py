@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import optax
 import pytest
 
-import shardlib
 from shardlib import models
 from shardlib.cost.machine.efficiency_curves import efficiency_of
 from shardlib.cost.machine.expert_load import dropped_share
 from shardlib.cost.machine.roofline import busiest
 from shardlib.cost.terms.terms import Amount, Routed
+from shardlib.frontend.traced_model import problem
+from shardlib.graph.problem import Problem
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts
+from shardlib.planning import planner
+from shardlib.planning.plan import Plan
 
 SKEWED = replace(efficiency_of("h100", "nvidia", "xla"), skew=0.25)
 CONFIG = TransformerConfig(
@@ -75,17 +79,16 @@ def test_no_expert_takes_more_than_its_capacity():
     assert load(1.25) == 1.25 < load(None) and load(0.5) == 1.0
 
 
-def planned(capacity: float, mesh: dict[str, int], experts: str) -> shardlib.Plan:
+@functools.cache
+def traced(capacity: float) -> Problem:
     config = replace(CONFIG, experts=Experts(count=8, per_token=2, mlp=2048, capacity=capacity))
     init, loss = models.build(config)
-    return shardlib.plan(
-        init,
-        loss,
-        optax.sgd(0.1),
-        models.example_batch(config, 64, 512),
-        topology="h100:8",
-        pin={"mesh": mesh, "experts": experts, "remat": "none", "zero": 0},
-    )
+    return problem(init, loss, optax.sgd(0.1), models.example_batch(config, 64, 512))
+
+
+def planned(capacity: float, mesh: dict[str, int], experts: str) -> Plan:
+    pin = {"mesh": mesh, "experts": experts, "remat": "none", "zero": 0}
+    return planner.search(traced(capacity), "h100:8", pin)
 
 
 def test_a_capacity_of_one_costs_as_much_as_none():

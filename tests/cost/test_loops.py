@@ -12,6 +12,10 @@ import optax
 import pytest
 
 import shardlib
+from shardlib.frontend.traced_model import problem
+from shardlib.hardware.topology import topology as machine
+from shardlib.planning import planner
+from shardlib.planning.space.workload import prepare
 
 SEQ, WIDTHS = 4096, {"embed": 1024, "mlp": 16384, "inner": 16384}
 LAYER = {
@@ -38,7 +42,7 @@ def loss(params, batch):
 
 
 @functools.cache
-def planned(topology, tensor, collective_matmul, others=1):
+def traced():
     def initialise(_):
         return {
             f"layer{k}": {
@@ -52,6 +56,22 @@ def planned(topology, tensor, collective_matmul, others=1):
         name: jax.ShapeDtypeStruct((EXAMPLES, SEQ, WIDTHS["embed"]), jnp.bfloat16)
         for name in ("x", "y")
     }
+    return problem(
+        shardlib.tree(initialise, {f"layer{k}": LAYER for k in range(LAYERS)}),
+        loss,
+        optax.sgd(0.1),
+        batch,
+        batch_axes=dict.fromkeys(batch, ("batch", "seq", None)),
+    )
+
+
+@functools.cache
+def prepared(vendor):
+    return prepare(traced(), vendor)
+
+
+@functools.cache
+def planned(topology, tensor, collective_matmul, others=1):
     pin = {
         **(
             {"mesh": {"tensor": tensor, "data": others}}
@@ -66,14 +86,11 @@ def planned(topology, tensor, collective_matmul, others=1):
         ],
         "microbatches": 1,
     }
-    return shardlib.plan(
-        shardlib.tree(initialise, {f"layer{k}": LAYER for k in range(LAYERS)}),
-        loss,
-        optax.sgd(0.1),
-        batch,
-        topology=topology,
-        pin={**pin, **({"collective_matmul": collective_matmul} if collective_matmul else {})},
-        batch_axes=dict.fromkeys(batch, ("batch", "seq", None)),
+    return planner.search(
+        traced(),
+        topology,
+        {**pin, **({"collective_matmul": collective_matmul} if collective_matmul else {})},
+        load=prepared(machine(topology).chip.vendor),
         lowered=True,
     )
 

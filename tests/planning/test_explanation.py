@@ -31,11 +31,19 @@ def workload() -> Workload:
     return worlds.prepared(worlds.layers)
 
 
-def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
+def perceptron() -> Workload:
+    """A model whose plans are found in a fifth of the time, for questions of many searches."""
+    return worlds.prepared(worlds.mlp, batch=4096, embed=1024, hidden=4096)
+
+
+def planned(
+    where: str | Topology, pin: dict[str, object] | None = None, load: Workload | None = None
+) -> Plan:
     """The best plan, searched for once."""
-    key = repr((where, pin))
+    load = workload() if load is None else load
+    key = repr((where, pin, load.problem.model, load.problem.tokens))
     if key not in FOUND:
-        FOUND[key] = planner.search(workload().problem, where, pin, load=workload(), lowered=True)
+        FOUND[key] = planner.search(load.problem, where, pin, load=load, lowered=True)
     return FOUND[key]
 
 
@@ -44,18 +52,20 @@ def ranked(where: str) -> list[Ranked]:
     return list(planner.ranked(workload().problem, where, load=workload(), lowered=True))
 
 
-def tight(where: str, share: float) -> Topology:
+def tight(where: str, share: float, load: Workload | None = None) -> Topology:
     """A topology whose devices hold a share of what the fastest plan there needs."""
     roomy = topology(where)
-    return with_usable(roomy, int(planned(roomy).estimate.device_bytes.peak * share))
+    return with_usable(roomy, int(planned(roomy, None, load).estimate.device_bytes.peak * share))
 
 
 def with_usable(where: Topology, size: int) -> Topology:
     return replace(where, chip=replace(where.chip, hbm_bytes=size, reserved_bytes=0))
 
 
-def seconds(where: Topology, pin: dict[str, object] | None = None) -> float:
-    return planned(where, pin).estimate.step_seconds
+def seconds(
+    where: Topology, pin: dict[str, object] | None = None, load: Workload | None = None
+) -> float:
+    return planned(where, pin, load).estimate.step_seconds
 
 
 # --- a plan priced again ---
@@ -234,12 +244,13 @@ def test_nothing_binds():
 
 
 def test_shadow_prices_are_differences_of_two_searches():
-    where = tight("2*h100:4", 0.6)
-    plan = planned(where)
-    found = plan.sensitivity()
+    load = perceptron()
+    where = tight("2*h100:4", 0.6, load)
+    found = planned(where, None, load).sensitivity()
     memory, *links = found.prices
     assert memory.saved_seconds == pytest.approx(
-        seconds(where) - seconds(with_usable(where, where.chip.usable_bytes + GB))
+        seconds(where, None, load)
+        - seconds(with_usable(where, where.chip.usable_bytes + GB), None, load)
     )
     assert memory.saved_seconds > 0
     assert [link.resource for link in links] == ["InfiniBand", "NVLink"]
@@ -251,7 +262,9 @@ def test_shadow_prices_are_differences_of_two_searches():
                 for i, t in enumerate(where.tiers)
             ),
         )
-        assert link.saved_seconds == pytest.approx(seconds(where) - seconds(faster), abs=1e-12)
+        assert link.saved_seconds == pytest.approx(
+            seconds(where, None, load) - seconds(faster, None, load), abs=1e-12
+        )
 
 
 def test_the_break_point_of_memory_is_where_the_plan_changes():
@@ -286,7 +299,8 @@ def slowed(where: str, speed: float) -> Topology:
 
 def breaks(place: Topology) -> list[str]:
     """Links of a topology with a break point, after a look at plans below and above it."""
-    plan = planned(place)
+    load = perceptron()
+    plan = planned(place, None, load)
     found = []
     for index, link in enumerate(link for link in plan.sensitivity().prices if link.kind != "hbm"):
 
@@ -294,7 +308,7 @@ def breaks(place: Topology) -> list[str]:
             where = counterfactual.with_link(place, index, rate)
             mine = counterfactual.priced_on(plan, where)
             assert mine is not None
-            return mine.estimate.step_seconds, seconds(where)
+            return mine.estimate.step_seconds, seconds(where, None, load)
 
         upper = link.break_amount or link.limit
         for share in (0.5, 0.98):
@@ -308,7 +322,8 @@ def breaks(place: Topology) -> list[str]:
 
 
 def test_the_break_point_of_a_link_is_where_the_plan_changes():
-    assert [*breaks(slowed("v5e:2x2", 0.1)), *breaks(slowed("2*h100:4", 0.01))]
+    assert breaks(slowed("v5e:2x2", 0.1)) == ["ICI"]
+    assert breaks(slowed("2*h100:4", 0.1)) == ["InfiniBand", "NVLink"]
 
 
 def test_regret_is_the_loss_against_the_best_plan_then():
@@ -347,13 +362,11 @@ def test_a_plan_that_stays_best_has_no_regret():
 
 
 def test_everything_is_plain_data_and_fits_the_width():
-    plan = planned(tight("2*h100:4", 0.6))
-    json.dumps([one.to_json() for one in plan.alternatives(3)])
-    assert json.loads(json.dumps(plan.constraints().to_json()))["binding"]
-    assert json.loads(json.dumps(plan.sensitivity().to_json()))["shocks"][0]["regret_seconds"] >= 0
-    for text in (
-        alternatives_text(plan.alternatives()),
-        str(plan.constraints()),
-        str(plan.sensitivity()),
-    ):
+    load = perceptron()
+    plan = planned(tight("2*h100:4", 0.6, load), None, load)
+    others, limits, shifts = plan.alternatives(), plan.constraints(), plan.sensitivity()
+    json.dumps([one.to_json() for one in others])
+    assert json.loads(json.dumps(limits.to_json()))["binding"]
+    assert json.loads(json.dumps(shifts.to_json()))["shocks"][0]["regret_seconds"] >= 0
+    for text in (alternatives_text(others), str(limits), str(shifts)):
         assert max(map(len, text.splitlines())) <= WIDTH

@@ -32,8 +32,15 @@ def workload() -> Workload:
     return worlds.prepared(worlds.layers)
 
 
+FOUND: dict[str, Plan] = {}
+
+
 def planned(where: str, pin: dict[str, object] | None = None) -> Plan:
-    return planner.search(workload().problem, where, pin, load=workload(), lowered=True)
+    """The best plan, searched for once."""
+    key = repr((where, pin))
+    if key not in FOUND:
+        FOUND[key] = planner.search(workload().problem, where, pin, load=workload(), lowered=True)
+    return FOUND[key]
 
 
 def held(shards: Shards, device: int) -> set[int]:

@@ -82,6 +82,7 @@ def test_a_plan_that_was_not_changed_has_no_finding_of_it():
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("at", list(leaves(DATA)), ids=lambda at: ".".join(map(str, at)))
 def test_every_value_that_is_changed_is_noticed(at: tuple[Any, ...]):
     inner: Any = DATA
