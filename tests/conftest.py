@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -74,6 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "compile: programs are compiled and run on simulated devices"
     )
     config.addinivalue_line("markers", "processes: other processes are started")
+    config.addinivalue_line(
+        "markers", "compiler(vendor): needs the compiler of a vendor, tpu or gpu (./run compilers)"
+    )
     config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
     if not hasattr(config, "workerinput"):
         keep_figures()
@@ -173,6 +177,22 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         )
 
 
+def _without_compiler(item: pytest.Item) -> str | None:
+    """The vendor whose compiler a test needs and this environment lacks."""
+    from shardlib.verification.targets import GPU_PLUGINS
+
+    packages = {"tpu": ("libtpu",), "gpu": GPU_PLUGINS}
+    return next(
+        (
+            vendor
+            for marker in item.iter_markers("compiler")
+            for vendor in marker.args
+            if not any(importlib.util.find_spec(name) for name in packages[vendor])
+        ),
+        None,
+    )
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of other tiers are not even imported for a quick run."""
     if (
@@ -216,6 +236,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if tier(item) is None and (name := tier_of(str(item.path.relative_to(config.rootpath)))):
             item.add_marker(name)
+        if vendor := _without_compiler(item):
+            reason = f"needs the compiler of the {vendor}: pip install 'shardlib[{vendor}]'"
+            item.add_marker(pytest.mark.skip(reason=reason))
     quick = config.option.quick
     kept = {
         id(item)

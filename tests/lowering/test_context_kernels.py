@@ -200,10 +200,7 @@ print(json.dumps({kind: program(kind) for kind in ("blocks", "splash")}))
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="needs the TPU compiler: pip install 'shardlib[tpu]'",
-)
+@pytest.mark.compiler("tpu")
 def test_the_tpu_compiler_makes_the_kernels():
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],

@@ -411,10 +411,7 @@ def test_errors_that_concern_every_plan_are_not_swallowed():
             refined(MadeUp(failure=lambda plan, error=error: error), 2)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="needs the TPU compiler: pip install 'shardlib[tpu]'",
-)
+@pytest.mark.compiler("tpu")
 def test_tpu():
     chosen = plan("v5e:2x2", refine=2)
     assert (

@@ -5,7 +5,6 @@ installed.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from shardlib.verification.hlo.found import Found
 from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
-from shardlib.verification.targets import GPU_PLUGINS
 
 CONFIG = TransformerConfig(
     name="tiny",
@@ -327,17 +325,9 @@ STAGES = {
     "zero": 3,
     "schedule": "1f1b",
 }
-needs_tpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="needs the TPU compiler: pip install 'shardlib[tpu]'",
-)
-needs_gpu = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in GPU_PLUGINS),
-    reason="needs the GPU compiler: pip install 'shardlib[gpu]'",
-)
 
 
-@needs_tpu
+@pytest.mark.compiler("tpu")
 @pytest.mark.parametrize("where", ["v5e:2x4", "2*v6e:2x2"])
 def test_tpu(where: str):
     found = verify(where)
@@ -347,7 +337,7 @@ def test_tpu(where: str):
     }
 
 
-@needs_gpu
+@pytest.mark.compiler("gpu")
 @pytest.mark.parametrize("where", ["h100:8", "2*a100:4"])
 def test_gpu(where: str):
     found = verify(where)
@@ -356,7 +346,11 @@ def test_gpu(where: str):
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)]
+    "where",
+    [
+        pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu")),
+        pytest.param("h100:8", marks=pytest.mark.compiler("gpu")),
+    ],
 )
 def test_stages_compile_for_accelerators(where: str):
     found = verify(where, pin=STAGES)
