@@ -6,7 +6,8 @@
 Each round runs both checkouts, one after the other, in fresh processes: three planning jobs (a
 perceptron on 4 nodes, Llama 3 8B on 256 TPUs, Llama 3 405B on 16,384 GPUs), and the time that
 `program.step` takes to return for a small model on eight simulated devices. Times are CPU seconds of
-the planning thread's process, and wall seconds of a call; the ratio of a round is taken pair by pair.
+the planning thread's process, and wall seconds of a call that only one in twenty is below; the ratio
+of a round is taken pair by pair.
 A round that is not counted comes first: it leaves compiled bytecode behind, as an installed package
 has. The first plan of a process imports what planning needs ("first plan"); the other jobs come
 after it.
@@ -76,7 +77,7 @@ for step in range(300):
     state, metrics = program.step(state, batch)
     times.append(time.perf_counter() - start)
     jax.block_until_ready((state.params, metrics))
-print(json.dumps({"dispatch": sorted(times)[len(times) // 2]}))
+print(json.dumps({"dispatch": sorted(times)[len(times) // 20]}))
 """
 
 

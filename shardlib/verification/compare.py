@@ -14,11 +14,14 @@ from shardlib.axes import MESH_AXES
 from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import Plan
-from shardlib.planning.units.quantity import bytes_text, percent_text
+from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import SEVERITIES, Finding
 from shardlib.verification.compare_collectives import SLACK, traffic, wire_dtypes
 from shardlib.verification.hlo.found import Found
 from shardlib.verification.report import CompiledStep
+
+#: The compiler's kernels may take so much longer than was predicted before that is said.
+OPTIMISTIC = 0.02
 
 
 def compare(
@@ -43,6 +46,7 @@ def compare(
     """
     findings = [
         *memory(plan, topology, compiled),
+        *kernels(plan, compiled),
         *traffic(plan, topology, compiled, found),
         *rematerialised(log),
         *wire_dtypes(plan, compiled),
@@ -101,6 +105,24 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
                 f"the peak is {bytes_text(peak)} a device, {bytes_text(promised)} were predicted"
                 f" ({percent_text(abs(promised - peak) / peak)} off)."
             ),
+        )
+
+
+def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
+    """Is the predicted step shorter than what the compiler thinks of its kernels alone?"""
+    parts, found = plan.estimate.seconds, compiled.compute_seconds
+    predicted = parts.compute + parts.optimizer
+    if found > predicted * (1 + OPTIMISTIC):
+        yield Finding(
+            code="optimistic",
+            severity="warning",
+            where="compute",
+            message=(
+                f"the compiler's own kernels take {seconds_text(found)} a step, without those that"
+                f" it does not estimate (attention); {seconds_text(predicted)} were predicted, so a"
+                f" step takes at least {percent_text((found - predicted) / predicted)} more."
+            ),
+            hint="believe the compiler: MFU and step time of this plan are too good",
         )
 
 

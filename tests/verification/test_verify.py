@@ -21,6 +21,7 @@ from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.hardware import topology
 from shardlib.models.config import TransformerConfig
+from shardlib.report import Finding
 from shardlib.verification import compare
 from shardlib.verification.hlo.found import Found
 from shardlib.verification.hlo.traffic import read_traffic
@@ -253,6 +254,19 @@ def test_idle_axis_large_replicas_donation_and_rematerialisation(verified):
     assert judged(lost, donated=3, aliased=1)["not-donated"].message.startswith(
         "2 of the 3 arrays of the state are not updated in place"
     )
+
+
+def test_kernels_that_take_longer_than_predicted_are_said(verified):
+    parts = verified.plan.estimate.seconds
+    predicted = parts.compute + parts.optimizer
+
+    def codes(share: float) -> dict[str, Finding]:
+        compiled = dataclasses.replace(verified.compiled, compute_seconds=predicted * share)
+        return judged(dataclasses.replace(verified, compiled=compiled))
+
+    assert "optimistic" not in codes(0.0) and "optimistic" not in codes(1.01)
+    found = codes(1.5)["optimistic"]
+    assert found.severity == "warning" and "takes at least 50.0% more" in found.message
 
 
 def test_memory_that_does_not_suffice(verified):
