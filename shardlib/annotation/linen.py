@@ -58,9 +58,14 @@ def linen(module: nn.Module, *sample_inputs: Any, **options: Any) -> LinenInit:
     is refused. Collections that are not returned stay as they are.
 
     Args:
-        module: the module.
-        sample_inputs: arrays or `jax.ShapeDtypeStruct`; only their shapes and dtypes matter.
+        module: the module, unbound.
+        sample_inputs: positional arguments of its call, arrays or `jax.ShapeDtypeStruct`; only
+            their shapes and dtypes matter.
         options: keyword arguments of the module's call, e.g. `train=False`; kept static.
+
+    Returns:
+        The description, for `init` of `shardlib.plan`, `compile` and the like; nothing is
+        initialised yet.
 
     Raises:
         AnnotationError: `module` is no Linen module.

@@ -49,6 +49,10 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
         axes: pytree like the params with a tuple of logical axes, or None, for each array; or these
             by dotted path, for as many arrays as have names; None alone names nothing.
 
+    Returns:
+        The description, for `init` of `shardlib.plan`, `compile` and the like; nothing is
+        initialised yet.
+
     Raises:
         AnnotationError: `initialise` is not callable.
     """

@@ -174,6 +174,12 @@ class Estimate:
     def from_json(cls, data: Mapping[str, Any]) -> Estimate:
         """Reads what `to_json` wrote; totals are recomputed.
 
+        Args:
+            data: keys as `to_json` gives them; totals may be missing.
+
+        Returns:
+            An equal estimate.
+
         Raises:
             PlanError: fields are missing or have values of another type; all of them are listed.
         """

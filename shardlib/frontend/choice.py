@@ -31,6 +31,19 @@ def searched(
 ) -> tuple[TracedModel, Plan]:
     """The plan, and what it was made for: a loss that is another one for a microbatch of the plan
     than for the batch is taken for one whose rows meet.
+
+    Args:
+        model: the traced model.
+        topology: the machine; None for the devices of this host.
+        pin: decisions fixed by hand.
+        lowered: leave out what has no lowering yet.
+
+    Returns:
+        The model, with what the search taught of its rows, and its plan.
+
+    Raises:
+        ShardlibError: topology, pin or nothing fits; `PlanError` where `lowered` and the plan has
+            no lowering.
     """
     machine = machine_of(topology)
     found = search(model.traced.problem, machine, pin, lowered=lowered)
@@ -65,6 +78,13 @@ def refined_by_compiler(
     limits: Limits | None,
 ) -> Plan:
     """The best of the first `wanted` plans that the compiler of the machine confirms.
+
+    Args:
+        model: the traced model.
+        machine: what to compile for.
+        pin: decisions fixed by hand.
+        wanted: how many plans must survive their compilation, at least 1.
+        limits: seconds and bytes that the compiler may take for each.
 
     Raises:
         ShardlibError: see `shardlib.verification.refine.refine`.

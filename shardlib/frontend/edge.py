@@ -29,14 +29,24 @@ def plan_edge(
     and on the devices with the highest throughput.
 
     Args:
-        init: see `plan`; so for all others that are not listed.
+        init: a model, see `shardlib.plan`; so all that says no more here.
         forward: (model, batch) -> any arrays: what inference computes.
-        batch: one batch as it goes through the devices.
-        devices: a TOML file, see `shardlib.hardware.cluster`, or devices.
+        batch: one batch as it goes through the devices, arrays or `jax.ShapeDtypeStruct`.
+        devices: path of a TOML file, see `shardlib.hardware.cluster`, or the devices themselves.
+        batch_axes: logical axes of the batch.
+        name: what to call the model.
+
+    Returns:
+        The plan: a stage for every device that is used, with its pieces of the model, seconds and
+        bytes.
 
     Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, devices, or
-            a model that the devices do not hold.
+        AnnotationError: `init` is nothing that can be read, or names do not fit its arrays.
+        TracingError: `forward` cannot be traced, or the model has no layers that repeat.
+        TopologyError: the file of devices is not usable.
+        MissingFileError: the file of devices is not there.
+        InfeasibleError: the devices do not hold the model; the message says how many bytes are
+            lacking.
     """
     listed = cluster(devices)
 

@@ -58,6 +58,19 @@ def read_and_trace(
 ) -> TracedModel:
     """Reads a model, and traces its loss; see `shardlib.compiler.plan` for the arguments.
 
+    Args:
+        init: a callable `nnx.Rngs -> nnx.Module`, or a description by `linen` or `tree`.
+        loss: (model, batch) -> scalar or (scalar, metrics).
+        optimizer: an optax transformation; its state is priced.
+        batch: the global batch, arrays or `jax.ShapeDtypeStruct`.
+        batch_axes: logical axes of the batch; None for the convention.
+        name: what to call the model; None for its own.
+        rows: "prove" or "mean".
+        wrt: what is trained; None for all parameters.
+
+    Returns:
+        The model and its traced loss, with findings about constraints that are ignored.
+
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch or tracing.
     """
@@ -89,6 +102,9 @@ def _state_stays(model: Model, traced: Traced) -> bool:
 def evaluated_as_trained(of: TracedModel) -> TracedModel:
     """The same, with a finding where evaluations are to use a loss that trains: it draws random
     numbers, or changes the state of a model that has no mode for evaluations.
+
+    Args:
+        of: the model, whose evaluations use the loss of its step.
     """
     model, traced = of.model, of.traced
     what = [
@@ -171,7 +187,24 @@ def problem(
     wrt: Any = None,
     rows: str = "prove",
 ) -> Problem:
-    """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments."""
+    """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments.
+
+    Args:
+        init: a model.
+        loss: (model, batch) -> scalar or (scalar, metrics).
+        optimizer: an optax transformation; its state is priced.
+        batch: the global batch, arrays or `jax.ShapeDtypeStruct`.
+        batch_axes: logical axes of the batch.
+        name: what to call the model.
+        wrt: what is trained; None for all parameters.
+        rows: "prove" or "mean".
+
+    Returns:
+        What the planner takes: graphs of the step, parameters and batch, free of JAX.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: argument, annotation, batch or tracing.
+    """
     require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
     with activations.no_mesh():
         return read_and_trace(

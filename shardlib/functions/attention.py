@@ -80,7 +80,7 @@ def attention(
         block: queries that attend at a time; 0 for all at once. Shorter sequences are one block.
 
     Returns:
-        [B, S, N, V].
+        [B, S, N, V], in the dtype of `value`.
 
     Raises:
         ModelError: shapes or options that do not fit each other.

@@ -137,6 +137,13 @@ class Topology:
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
         """Reads what `to_json` wrote, or the same structure from a TOML file.
 
+        Args:
+            data: "chip", a name of the catalogue or a table; "tiers", a list of tables; and what
+                may be left out: "name", "corrections", "efficiency".
+
+        Returns:
+            An equal topology; without "name" it is called "custom".
+
         Raises:
             TopologyError: keys are missing or unknown, all of them listed, or values do not fit.
         """
@@ -165,6 +172,13 @@ def _plain(value: Any) -> Any:
 
 def topology(spec: str | Topology) -> Topology:
     """Returns the topology of a spelling or of a TOML file; a `Topology` is returned as it is.
+
+    Args:
+        spec: a spelling such as "16*h100:8" or "v5e:16x16", upper or lower case, or a path that
+            ends in ".toml"; the module's text has all forms.
+
+    Returns:
+        The topology; its rates are bytes a second and FLOP/s of one device.
 
     Raises:
         TopologyError: the spelling does not parse, the catalogue does not know the chip, or the

@@ -85,17 +85,23 @@ def fit(
             devices hold; or a function from the step, counted from 0, to the whole global batch on
             the host, which must give the same batch whenever it is asked for a step; with a folder,
             it is asked for the first one whenever the run goes on.
-        steps: in all; a run that has done them is given back as it is.
+        steps: in all, those of earlier processes of the run included; a run that has done them is
+            given back as it is.
         seed: of `program.init`, where nothing is restored.
-        settings: see there.
+        settings: folder, checkpoints, what follows a bad loss; by default those of `Settings()`,
+            which keep nothing.
         console: where to show progress; nowhere by default.
         identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
-        tokens: of a batch, for tokens a second.
+        tokens: of a batch, for the tokens a second that `console` shows; 0 shows none.
         advice: what to try when the loss is no longer finite.
         later: (steps before it, program) of programs that take over, in that order: for batches
             that grow (`shardlib.training.measures.rates.Ramp`). States must be laid out alike, as
             they are where `mesh`, `rules` and `zero` are pinned to those of the first plan. A
             function of the step gives batches of the size of its step.
+
+    Returns:
+        The last state, with the loss and the seconds of every step; also where the run was stopped
+        before its end (`Fitted.stopped`).
 
     Raises:
         ArgumentError: the seed is no integer from 0 to 2**31 - 1.

@@ -112,6 +112,13 @@ class Verification:
 def verification_to_data(found: Verification) -> dict[str, Any]:
     """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where
     the compiler failed.
+
+    Args:
+        found: the verification.
+
+    Returns:
+        "format", "ok", "plan", "predicted", "compiled", "compile_seconds", "versions" and
+        "findings".
     """
     return {
         "format": FORMAT,
@@ -179,9 +186,7 @@ def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
 
 
 def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
-    """What communicates more than it did: one error for each kind and axes with more bytes or more
-    executions.
-    """
+    """One error for each kind and axes with more bytes or executions in `after` than in `before`."""
     old_bytes, old_counts, new_counts = totals(before), counts(before), counts(after)
     findings: list[Finding] = []
     for key, size in totals(after).items():
