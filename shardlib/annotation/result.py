@@ -20,7 +20,16 @@ def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def scalar_and_metrics(value: Any, metrics: Any, result: Any) -> tuple[Any, dict[str, Any]]:
-    """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
+    """The two parts of what a loss returned, checked; see `loss_and_metrics`.
+
+    Args:
+        value: the first part.
+        metrics: the second.
+        result: the whole, for messages.
+
+    Raises:
+        TracingError: the first is no scalar, the second no mapping, or a metric is called "loss".
+    """
     if not _is_number(value) or not isinstance(metrics, Mapping):
         raise TracingError(
             f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of"

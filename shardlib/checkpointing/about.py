@@ -130,7 +130,16 @@ def described(
     extra: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> About:
-    """The document of a state that is being saved; waits for its metrics."""
+    """The document of a state that is being saved; waits for its metrics.
+
+    Args:
+        step: steps done.
+        sums: checksums of every array, by path.
+        specs: shape, dtype and sharding of every array, by path.
+        plan: what it is trained under; None where there is none.
+        extra: plain data of the user.
+        metrics: numbers by name, on devices or not.
+    """
     numbers = {name: float(value) for name, value in metrics.items()}
     return About(
         step=step,
@@ -178,6 +187,10 @@ def from_json(data: Any) -> About:
 
 def of_step(about: About, step: int) -> About:
     """The document, if it is that of the step that the folder is called by.
+
+    Args:
+        about: as it was read.
+        step: that the folder is called by.
 
     Raises:
         DamagedError: it is another's: somebody has copied or renamed the folder.

@@ -239,6 +239,9 @@ class Checkpoints:
             parameters_only: start the optimizer anew, with the parameters and the state of the
                 model from the checkpoint; the target must be a program.
 
+        Returns:
+            The state, its step, the `extra` and metrics that were saved with it, and findings.
+
         Raises:
             CheckpointError: there is none, none is good, or the checkpoint is of another model or
                 optimizer; every difference is listed.

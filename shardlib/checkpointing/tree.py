@@ -126,7 +126,12 @@ def raw_arrays(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fitted(target: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Stored arrays cast to the target's dtypes, each where the target says."""
+    """Stored arrays cast to the target's dtypes, each where the target says.
+
+    Args:
+        target: abstract arrays with shardings, by path.
+        arrays: stored arrays, by path; at least those of `target`.
+    """
     return {path: _fitted(arrays[path], leaf) for path, leaf in target.items()}
 
 

@@ -32,6 +32,10 @@ Allowed = tuple[tuple[str, tuple[str, ...]], ...]
 def read_dtype(word: str, value: object) -> str:
     """A dtype of floating-point numbers.
 
+    Args:
+        word: of the decision, for messages.
+        value: as it was given.
+
     Raises:
         PinError: it is none.
     """
@@ -49,6 +53,10 @@ def ordered(words: Mapping[str, str]) -> Dtypes:
 def read_dtypes(word: str, value: Any) -> Dtypes:
     """Dtypes from a mapping.
 
+    Args:
+        word: of the decision, for messages.
+        value: {"moment_dtype": "bfloat16", ...}.
+
     Raises:
         PinError: it is none, or what it names has no dtype.
     """
@@ -57,6 +65,10 @@ def read_dtypes(word: str, value: Any) -> Dtypes:
 
 def read_allowed(word: str, value: Any) -> Allowed:
     """Dtypes that the planner may choose, from a mapping to one or several.
+
+    Args:
+        word: of the decision, for messages.
+        value: {"moment_dtype": ["bfloat16", ...], ...}.
 
     Raises:
         PinError: it is none, or what it names has no dtype.

@@ -55,6 +55,10 @@ def integer(least: int) -> Callable[[str, Any], int]:
 def read_mesh(word: str, value: Any) -> MeshShape:
     """Sizes of all mesh axes.
 
+    Args:
+        word: of the decision, for messages.
+        value: sizes by name or alias; others are 1.
+
     Raises:
         PinError: it is no mapping, or names something that is no mesh axis.
     """
@@ -66,12 +70,24 @@ def read_mesh(word: str, value: Any) -> MeshShape:
 
 
 def read_rules(word: str, value: Any) -> Rules:
-    """Rules in Flax's or MaxText's spelling, see `Rules.parse`."""
+    """Rules in Flax's or MaxText's spelling, see `Rules.parse`.
+
+    Args:
+        word: of the decision, for messages.
+        value: as it was given.
+
+    Raises:
+        RuleError: see `Rules.parse`.
+    """
     return Rules.parse(value)
 
 
 def read_group_policies(word: str, value: Any) -> GroupPolicies:
     """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
+
+    Args:
+        word: of the decision, for messages.
+        value: {"layers": "full", "dense_layers": ["dots", 4]}, or "any".
 
     Raises:
         PinError: it is none.
@@ -107,6 +123,10 @@ def read_group_policies(word: str, value: Any) -> GroupPolicies:
 def read_offload(word: str, value: Any) -> tuple[str, ...]:
     """What is offloaded, in the order of `OFFLOAD`; "none" for nothing.
 
+    Args:
+        word: of the decision, for messages.
+        value: one word or several.
+
     Raises:
         PinError: something else is named, or optimizer state twice.
     """
@@ -132,6 +152,10 @@ def read_offload(word: str, value: Any) -> tuple[str, ...]:
 
 def read_axis_order(word: str, value: Any) -> tuple[str, ...]:
     """Mesh axes, the one on the outermost links first.
+
+    Args:
+        word: of the decision, for messages.
+        value: as it was given.
 
     Raises:
         PinError: it is no list of mesh axes, each once.

@@ -147,7 +147,15 @@ def _all_reduce(mesh: Mesh, axis: str, size: int) -> float:
 
 
 def predicted(machine: Topology, tier: int) -> LinearCost:
-    """The cost of an all-reduce along a tier, as the topology says."""
+    """The cost of an all-reduce along a tier, as the topology says.
+
+    Args:
+        machine: with the tier.
+        tier: number of the tier, 0 for the outermost.
+
+    Returns:
+        Latency in seconds, and seconds per byte.
+    """
     return collective_cost(
         "all-reduce",
         tuple(

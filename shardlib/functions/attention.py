@@ -125,7 +125,12 @@ class Operands:
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[jax.Array]) -> Operands:
-        """Sorts the arrays of a custom call."""
+        """Sorts the arrays of a custom call.
+
+        Args:
+            form: of the call.
+            arrays: its operands, in the order in which `attention` gives them.
+        """
         parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
         return Operands(
             queries=tuple(arrays[:parts]),

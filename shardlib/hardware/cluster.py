@@ -90,7 +90,13 @@ class Device:
 
 
 def message_seconds(size: float, source: Device, target: Device) -> float:
-    """Seconds of a message of `size` bytes from one device to another."""
+    """Seconds of a message of `size` bytes from one device to another.
+
+    Args:
+        size: bytes.
+        source: the device that sends.
+        target: the device that receives.
+    """
     return (
         source.link_latency_s
         + target.link_latency_s

@@ -67,7 +67,16 @@ def read(path: str | Path) -> TransformerConfig:
 
 
 def parse(text: str | bytes, *, name: str, where: str = "the model card") -> TransformerConfig:
-    """Reads the text of a model card; see `read`."""
+    """Reads the text of a model card; see `read`.
+
+    Args:
+        text: TOML.
+        name: of the model, where the card says none.
+        where: what to call the card in messages.
+
+    Raises:
+        ModelError: see `read`.
+    """
     data = {"name": name, **parse_toml(text, where, ModelError)}
     failures = _check(TransformerConfig, data, "")
     for table, kind in _TABLES.items():

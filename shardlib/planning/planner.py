@@ -52,6 +52,10 @@ class Prepared:
     def search(self, topology: Topology, pins: Pins) -> Plan:
         """The best plan for the same problem; all questions end here or in `ranked`.
 
+        Args:
+            topology: the machine.
+            pins: decisions fixed by hand.
+
         Raises:
             PinError: the pins allow no plan.
             InfeasibleError: nothing fits.
@@ -63,6 +67,11 @@ class Prepared:
     ) -> Iterator[Ranked]:
         """Plans for the same problem under the same pins, the fastest first; all up to `slack`
         times the fastest.
+
+        Args:
+            topology: the machine.
+            slack: up to how many times the seconds of the fastest.
+            front: only plans that need less memory than every faster one.
         """
         return ranked(
             self.load.problem,

@@ -41,7 +41,12 @@ TOKENS = "batch+context"
 
 @lru_cache(maxsize=1 << 14)
 def has(cut: Cut, kind: str) -> bool:
-    """Whether some dim is cut by a kind of axis."""
+    """Whether some dim is sharded over a kind of axis.
+
+    Args:
+        cut: what shards each dim.
+        kind: "batch", "tensor", "context" or "expert".
+    """
     return any(part is not None and kind in part for part in cut)
 
 

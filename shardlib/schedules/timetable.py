@@ -147,11 +147,20 @@ class Timetable:
     def forward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """(microbatch, chunk, whether there is work) of a stage at a tick; numbers or arrays of
         them. Without work the first two are within bounds and mean nothing.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
         """
         return self._of(tick - stage)
 
     def backward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """The same for backward work."""
+        """The same for backward work.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
+        """
         micro, mirrored, works = self._of(tick - self.turn - (self.stages - 1 - stage))
         return micro, self.last_chunk - mirrored, works
 
@@ -161,13 +170,22 @@ class Timetable:
         return micro, self.last_chunk - mirrored, works
 
     def forward_slot(self, tick: Any, stage: Any) -> Any:
-        """Where the forward work of a tick is remembered; without work, a place that nothing is
-        waiting in.
+        """Place of the activation stash for the forward work of a tick; without work, a place that
+        nothing is waiting in.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
         """
         return (tick - stage) % self.slots
 
     def backward_slot(self, tick: Any, stage: Any) -> Any:
-        """Where the forward work is that goes back in a tick."""
+        """Place of the activation stash with the forward work that goes back in a tick.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
+        """
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
 
     def weights_slot(self, tick: Any) -> Any:
@@ -177,6 +195,10 @@ class Timetable:
     def passing_slot(self, tick: Any, stage: Any) -> Any:
         """Which of S places keeps what the backward work of a tick passes on to the making of
         gradients of weights.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
         """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 

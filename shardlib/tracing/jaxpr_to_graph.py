@@ -36,7 +36,15 @@ def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Gr
 
 
 def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> Graph:
-    """The graph of a program; see `graph_from_jaxpr`."""
+    """The graph of a program; see `graph_from_jaxpr`.
+
+    Args:
+        program: what to translate.
+        inputs: (path, role) of each of its inputs.
+
+    Returns:
+        The graph, checked; what could not be translated is among its findings.
+    """
     builder = _Builder()
     arguments = [
         builder.value(program.avals[number], path=path, role=role)

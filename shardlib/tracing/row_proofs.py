@@ -26,6 +26,21 @@ def proven_rows(
 ) -> Callable[[int], Rows]:
     """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
     one of them, and for 1, by that of another batch.
+
+    Args:
+        model: the model.
+        loss: as the model binds it.
+        shapes: abstract params, model state and batch.
+        closed: jaxpr of the loss for the whole batch.
+        out_shape: abstract results of the loss.
+        described: arrays of the batch with their logical axes.
+        how: "prove", or "mean" to take the user's word.
+
+    Returns:
+        A function of the number of microbatches, 1 or more.
+
+    Raises:
+        TracingError: `how` is another word.
     """
     if how not in ("prove", "mean"):
         raise TracingError(
@@ -89,7 +104,13 @@ def result_names(out_shape: Any) -> Names:
 
 
 def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
-    """A batch with another number of rows."""
+    """A batch with another number of rows.
+
+    Args:
+        batch: tree of abstract arrays.
+        dims: dim of the rows in each leaf; None where it has none.
+        number: rows of the new batch.
+    """
     leaves, structure = jax.tree.flatten(batch)
 
     def sized(leaf: Any, dim: int | None) -> Any:

@@ -186,7 +186,7 @@ def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
 
 
 def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
-    """One error for each kind and axes with more bytes or executions in `after` than in `before`."""
+    """One error for each kind and axes with more bytes or executions in `after` than `before`."""
     old_bytes, old_counts, new_counts = totals(before), counts(before), counts(after)
     findings: list[Finding] = []
     for key, size in totals(after).items():

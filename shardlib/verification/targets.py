@@ -104,6 +104,10 @@ TPU_FLOPS_PER_CYCLE: Mapping[str, float] = {
 def target(topology: Topology, mesh: MeshShape) -> Target:
     """Says a topology in the words of its compiler.
 
+    Args:
+        topology: the machine.
+        mesh: sizes of the mesh axes.
+
     Raises:
         TopologyError: the mesh does not fit the topology, or no compiler knows it.
     """
@@ -207,7 +211,12 @@ def require_compiler(platform: str) -> None:
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:
-    """Environment variables that a compiling process needs before JAX is imported."""
+    """Environment variables that a compiling process needs before JAX is imported.
+
+    Args:
+        platform: "tpu", "cuda" or "cpu".
+        devices: number of devices to compile for.
+    """
     common = {
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "1",

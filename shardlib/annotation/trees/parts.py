@@ -82,7 +82,12 @@ class Parts:
         return trained, {self.paths[at]: leaves[at] for at in self.fixed}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The whole tree around what is trained and the other arrays."""
+        """The whole tree around what is trained and the other arrays.
+
+        Args:
+            params: what is trained.
+            state: the other arrays, by path.
+        """
         arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
             at: state[self.paths[at]] for at in self.fixed
         }

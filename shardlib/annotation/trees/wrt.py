@@ -47,6 +47,10 @@ def nnx_predicate(wrt: Filter) -> Predicate:
 def path_predicate(wrt: Filter, front: str) -> Predicate:
     """A predicate over paths of a model whose arrays have no types.
 
+    Args:
+        wrt: what the user said.
+        front: what to call the kind of model in messages, "pytree".
+
     Raises:
         AnnotationError: it is no function, or a type of variables.
     """
@@ -108,6 +112,11 @@ def selected(
 def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
     """Dotted paths of the leaves of params that `wrt` does not choose; where there is no `wrt`, of
     those that have no gradient.
+
+    Args:
+        wrt: what is trained; None for all that has a gradient.
+        params: abstract parameters.
+        front: what to call the kind of model in messages, "pytree".
 
     Raises:
         AnnotationError: see `path_predicate` and `selected`.

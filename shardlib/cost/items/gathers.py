@@ -26,6 +26,13 @@ from shardlib.propagation.assignment import Choice, has, kinds
 def value_gather_item(facts: Facts, value: int) -> Item | None:
     """A value sharded over tensor (along the sequence) that some readers need whole or sharded
     otherwise: gathered once.
+
+    Args:
+        facts: of the step.
+        value: number of the value.
+
+    Returns:
+        None where nothing reads it, or nothing could shard it.
     """
     readers = _readers(facts, value)
     if not readers or not any(facts.names[value]):
@@ -130,7 +137,12 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
 
 
 def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
-    """The gathers of values under a choice, with the ops that need each."""
+    """The gathers of values under a choice, with the ops that need each.
+
+    Args:
+        facts: of the step.
+        choice: what shards colours.
+    """
     return [
         one
         for value in facts.consumers

@@ -29,7 +29,13 @@ _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
 def lives(facts: Facts, step: StepGraph, stack: FrameworkProfile = XLA) -> list[Life]:
-    """Every value that takes memory beside the arguments of a step, under a stack."""
+    """Every value that takes memory beside the arguments of a step, under a stack.
+
+    Args:
+        facts: of the step.
+        step: its graph, with what its inputs and results are.
+        stack: the framework profile, which says what is kept for how long.
+    """
     graph = facts.graph
     producers = graph.producers()
     when = intervals(graph, facts.fusion, frozenset())

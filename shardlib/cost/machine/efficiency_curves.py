@@ -18,6 +18,10 @@ from shardlib.untrusted import construct
 def linked(topology: Topology, constants: Efficiency) -> Topology:
     """The topology with the links as fast as a stack's collectives reach; the same object where the
     figures are 1.
+
+    Args:
+        topology: the machine.
+        constants: shares of the links' rates that collectives reach.
     """
     if constants.fast == constants.slow == 1:
         return topology

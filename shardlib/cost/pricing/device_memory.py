@@ -27,6 +27,17 @@ def stored_bytes(
 ) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state as they are
     stored; whole ones beside the shards where a stage gathers and reduces once a step.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        scale: part of each segment that the fullest stage has, [segments, candidates].
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        stack: framework profile.
+        c: candidates.
+
+    Returns:
+        Bytes per device, four arrays [candidates].
     """
     frozen = on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
     parameters, gradients = (
@@ -54,6 +65,13 @@ def least_bytes(
 ) -> tuple[Array, Array, Array]:
     """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
     the optimizer's state, of that state, and of each class's saved layers.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
 
     Returns:
         Arrays [candidates], [candidates] and [classes, candidates].

@@ -35,6 +35,17 @@ def exposed(
     XLA hides all of them behind all of compute. A stack that says what it hides has its gathers in
     the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
     backward pass (two thirds), of the last microbatch where it reduces once a step.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        scale: part of each segment that the fullest stage has, [segments, candidates].
+        how: ZeRO stage, schedule and the like.
+        c: candidates.
+        pricer: machine and framework profile.
+        compute: seconds of compute of a microbatch, [candidates].
+
+    Returns:
+        Array [candidates].
     """
     stack, micro, constants = pricer.stack, c.micro, pricer.constants
     reduced, gathered = _reduced(s, scale, how, c, stack), np.zeros(len(c))
@@ -78,6 +89,16 @@ def saved_by_gathering_once(
 ) -> Array:
     """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
     gradients once for all microbatches, and not at every use.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Array [candidates]; negative where it costs.
     """
     scale, compute = shares_of(how, model, c, pricer.stack), s.compute.sum(0) / c.stage
     use, once = (
@@ -102,6 +123,13 @@ def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: FrameworkP
 
 
 def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
+    """How often a stage reads its weights and reduces its gradients in a step; see
+    `passes_over_weights`.
+
+    Args:
+        how: schedule, and when weights are gathered.
+        c: candidates.
+    """
     return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
 
 

@@ -18,11 +18,26 @@ Array = np.ndarray
 
 
 def chunks_of(how: Knobs, c: Candidates) -> Array:
+    """Chunks of layers on a stage; 1 where there are no stages.
+
+    Args:
+        how: with the virtual stages.
+        c: candidates.
+
+    Returns:
+        Int array [candidates].
+    """
     return np.where(c.stage > 1, how.virtual, 1)
 
 
 def pipelines_of(how: Knobs, c: Candidates, stack: FrameworkProfile) -> Pipelines:
-    """The pipelines of candidates, each with the microbatches of one group."""
+    """The pipelines of candidates, each with the microbatches of one group.
+
+    Args:
+        how: schedule, virtual stages and groups of microbatches.
+        c: candidates.
+        stack: framework profile, which says whether stages move in lockstep.
+    """
     return Pipelines(
         stages=c.stage,
         chunks=chunks_of(how, c),
@@ -34,6 +49,12 @@ def pipelines_of(how: Knobs, c: Candidates, stack: FrameworkProfile) -> Pipeline
 def shares_of(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every group, and of
     embedding and head an equal part or an array; array [segments, candidates].
+
+    Args:
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+        stack: framework profile, which says where embedding and head are.
     """
     virtual = chunks_of(how, c)
     layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
@@ -73,5 +94,13 @@ def _most(
 
 
 def on_stage(quantity: Array, scale: Array) -> Array:
-    """What the fullest stage has of a quantity by segment."""
+    """What the fullest stage has of a quantity by segment.
+
+    Args:
+        quantity: of one microbatch or step, [segments, candidates].
+        scale: part of each segment that the stage has, [segments, candidates].
+
+    Returns:
+        Array [candidates].
+    """
     return (quantity * scale).sum(0)

@@ -33,6 +33,16 @@ Array = np.ndarray
 def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no
     ZeRO stage changes.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: schedule and the like; its ZeRO stage makes no difference.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Array [candidates].
     """
     stages = c.stage
     tick = tick_seconds(s, how, model, pricer, c)
@@ -48,7 +58,18 @@ def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
 
 
 def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of one microbatch on the slowest stage, forward and backward."""
+    """Seconds of one microbatch on the slowest stage, forward and backward.
+
+    Args:
+        s: sums of the terms, by segment and candidate; it keeps the result.
+        how: context strategy and virtual stages.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Array [candidates].
+    """
     key = how.context, how.virtual
     if key not in s.ticks:
         stages, virtual = c.stage, chunks_of(how, c)
@@ -74,7 +95,20 @@ def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
 def seconds_by_part(
     s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> tuple[dict[str, Array], Array]:
-    """Seconds of compute, exposed communication and bubble; and FLOPs."""
+    """Seconds of compute, exposed communication and bubble; and FLOPs.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        scale: part of each segment that the fullest stage has, [segments, candidates].
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Arrays [candidates] by the names of `shardlib.cost.estimate.Seconds`, and FLOPs of a device
+        in a step, [candidates].
+    """
     stages, micro = c.stage, c.micro
     block = s.block + s.along(how)
     compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + _passes(s, how, pricer, c)

@@ -84,7 +84,12 @@ class Keeping:
                     self._gathered.add(op.results[0])
 
     def cut(self, value: int, choice: Choice) -> Cut:
-        """Cut of the dims of a value as it is kept."""
+        """How the dims of a value are sharded as it is kept.
+
+        Args:
+            value: its number.
+            choice: what shards colours.
+        """
         return self._facts.value_cut(
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
@@ -92,6 +97,10 @@ class Keeping:
     def room(self, value: int, choice: Choice) -> float:
         """Memory of a value over its bytes: rows that were dispatched to their experts lie where
         messages have room for them.
+
+        Args:
+            value: its number.
+            choice: what shards colours.
         """
         return (
             self._facts.room * self._arrived[value]

@@ -38,7 +38,16 @@ Array = np.ndarray
 
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
-    """A measure that is no kernel, by shape."""
+    """A measure that is no kernel, by shape.
+
+    Args:
+        measure: what is divided by which axes.
+        shapes: sizes of mesh axes and microbatches.
+        constants: with how uneven the loads of experts are.
+
+    Returns:
+        Array [shapes].
+    """
     found = local(
         Amount(
             total=1.0,
@@ -155,7 +164,12 @@ class Values:
         self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
 
     def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
-        """Some measures on some shapes, array [measures, shapes]."""
+        """Some measures on some shapes, array [measures, shapes].
+
+        Args:
+            numbers: of measures.
+            at: numbers of shapes.
+        """
         if numbers not in self._rows:
             self._rows[numbers] = self._found(numbers)
         found = np.empty((len(numbers), len(at)))

@@ -60,6 +60,10 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 def moved(term: Transfer, stack: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
     and over `term.trips`.
+
+    Args:
+        term: the transfer.
+        stack: framework profile.
     """
     size, once = part(term.bytes), Part()
     if term.group in _ROLES:
@@ -92,7 +96,13 @@ Charge = tuple[int, Measure, float]
 
 
 def charges(segment: int, term: Term, stack: FrameworkProfile) -> Iterator[Charge]:
-    """What a term of a segment adds to which row of a tally."""
+    """What a term of a segment adds to which row of a tally.
+
+    Args:
+        segment: a layer group, or what is outside of layers.
+        term: compute, a transfer, or memory.
+        stack: framework profile.
+    """
     match term:
         case Compute():
             return _compute(segment, term)

@@ -35,6 +35,14 @@ Array = np.ndarray
 def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Array, Array]]:
     """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
     is 0 where its role has none.
+
+    Args:
+        term: the transfer.
+        shapes: sizes of mesh axes and microbatches.
+        pricer: machine and framework profile.
+
+    Returns:
+        Arrays [shapes].
     """
     return [
         (
@@ -103,7 +111,12 @@ class Pricer:
         return quantities * factors[: quantities.shape[-2]]
 
     def values(self, book: Book, shapes: Shapes) -> Values:
-        """Measures on shapes."""
+        """Measures on shapes.
+
+        Args:
+            book: the measures.
+            shapes: sizes of mesh axes and microbatches.
+        """
         return Values(
             book=book,
             chip=self.topology.chip,
@@ -127,7 +140,13 @@ class Pricer:
         )
 
     def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
-        """Quantities of terms with their segments, see `tally`."""
+        """Quantities of terms with their segments, see `tally`.
+
+        Args:
+            terms: (segment, term).
+            shapes: sizes of mesh axes and microbatches.
+            classes: number of layer groups.
+        """
         book, segments = Book(), classes + 2
         found = tallied(
             (segment % segments * ROWS + row, book.number(measure), amount)

@@ -193,7 +193,12 @@ ENDS, INSIDE = -1, -2
 
 
 def amount(total: float, cut: Cut) -> Amount:
-    """An amount of an array with a cut."""
+    """An amount of an array that is sharded in some way.
+
+    Args:
+        total: of the whole array, in any unit.
+        cut: what shards each dim.
+    """
     batch, tensor, context, expert = divisors(cut)
     return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 

@@ -72,6 +72,10 @@ def token_dtype(vocabulary: int) -> np.dtype:
 def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
     """The documents of every part of a source, in order; some parts are read ahead by threads.
 
+    Args:
+        source: of the documents.
+        tokenizer: what makes tokens of them.
+
     Raises:
         DataError: a document that cannot be encoded, with its name.
     """

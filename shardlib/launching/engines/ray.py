@@ -63,6 +63,10 @@ class RaySettings:
 def ray(job: Job, settings: RaySettings | None = None) -> Submission:
     """The command that submits a job to Ray.
 
+    Args:
+        job: what to run.
+        settings: of the cluster; by default those of `RaySettings()`.
+
     Raises:
         LaunchError: Ray cannot run this job.
     """
@@ -142,7 +146,12 @@ class Ray:
 
 
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:
-    """What the driver is told."""
+    """What the driver is told.
+
+    Args:
+        job: what to run.
+        settings: of the cluster.
+    """
     gpus = {} if job.machine.chip.vendor == "cpu" else {"GPU": job.devices_per_host}
     return RayHosts(
         words=job.words,

@@ -96,6 +96,10 @@ class SkyPilotSettings:
 def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
     """A task and the command that launches it.
 
+    Args:
+        job: what to run.
+        settings: of the clouds; by default those of `SkyPilotSettings()`.
+
     Raises:
         LaunchError: SkyPilot cannot run this job.
     """
@@ -179,7 +183,12 @@ def _failures(job: Job) -> list[str]:
 
 
 def task(job: Job, settings: SkyPilotSettings) -> dict[str, Any]:
-    """The task as plain data."""
+    """The task as plain data.
+
+    Args:
+        job: what to run.
+        settings: of the clouds.
+    """
     resources = {
         "infra": settings.infra,
         "use_spot": True if settings.spot else None,

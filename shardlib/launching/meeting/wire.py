@@ -75,6 +75,12 @@ def sealed(secret: str, asked: str, who: str, said: Mapping[str, Any]) -> bytes:
 def opened(secret: str, asked: str, who: str, line: bytes) -> dict[str, Any]:
     """What a line says.
 
+    Args:
+        secret: the word of the job.
+        asked: the number that this end has said.
+        who: "member" or "first", who must have sealed it.
+        line: as it came.
+
     Raises:
         StrangerError: it is no line, or of somebody who does not know the secret.
     """

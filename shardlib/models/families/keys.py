@@ -23,6 +23,10 @@ class Keys:
     def need(self, key: str, least: int = 1) -> int:
         """The size that a key has, at least `least`; what is missing or no size is remembered, and
         1 stands in for it.
+
+        Args:
+            key: of the configuration.
+            least: smallest size.
         """
         value = self.data.get(key)
         if value is None:
@@ -38,6 +42,10 @@ class Keys:
     def get(self, key: str, default: Any) -> Any:
         """The value of a key, or the default where it is absent or null; one of another type than
         the default is remembered.
+
+        Args:
+            key: of the configuration.
+            default: where it is absent; its type is asked for.
         """
         value = self.data.get(key)
         if value is None:
@@ -56,7 +64,12 @@ class Keys:
         return found
 
     def refuse(self, wrong: object, message: str) -> None:
-        """Remembers a setting that the reference model does not have."""
+        """Remembers a setting that the reference model does not have.
+
+        Args:
+            wrong: whether it is one.
+            message: what to say.
+        """
         if wrong:
             self.refused.append(message)
 

@@ -51,7 +51,13 @@ class OnMachine:
 
     @classmethod
     def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
-        """A candidate of a model on a topology."""
+        """A candidate of a model on a topology.
+
+        Args:
+            load: the prepared problem.
+            topology: the machine; the mesh of the candidate must fit it.
+            candidate: all of its decisions.
+        """
         one = candidate.decisions
         load = load.under(one.dtypes, one.fused)
         pricer = Pricer(topology, load.stack)
@@ -160,5 +166,14 @@ class OnMachine:
 
 
 def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
-    """Prices one candidate on its own."""
+    """Prices one candidate on its own.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        candidate: all of its decisions.
+
+    Returns:
+        Seconds and bytes, arrays of one candidate.
+    """
     return OnMachine.of(load, topology, candidate).totals()

@@ -22,7 +22,14 @@ from shardlib.schedules.table import named
 def notes(
     load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...]
 ) -> tuple[Finding, ...]:
-    """Findings about a finished plan."""
+    """Findings about a finished plan.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        plan: the plan.
+        left_out: what the search did not look at, in words.
+    """
     found = [
         *load.problem.forward.findings,
         *load.colouring.findings,
@@ -194,7 +201,12 @@ def waiting(plan: PlanData) -> tuple[Finding, ...]:
 
 
 def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
-    """A finding where a plan puts state on disks whose rate is not known."""
+    """A finding where a plan puts state on disks whose rate is not known.
+
+    Args:
+        plan: the plan.
+        topology: the machine.
+    """
     if "disk" not in plan.offload or topology.chip.disk_bytes_per_s:
         return ()
     return (

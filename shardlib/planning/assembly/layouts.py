@@ -65,6 +65,10 @@ def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
 
     A rule that cuts a colour other than the batch over data or fsdp concerns stored parameters
     only; where there is no such rule, there is nothing to say about rest.
+
+    Args:
+        rules: as the user pinned them.
+        batch: colour of the batch.
     """
     storing = set(BATCH_AXES) - set(COMPUTE_AXES)
     compute = Rules(
@@ -165,6 +169,15 @@ def batch_layouts(
 ) -> tuple[tuple[str, Layout], ...]:
     """Layout of every batch array: cut along the batch and over the context axis; the tensor axis
     cuts the sequence inside the program.
+
+    Args:
+        problem: with the arrays of the batch.
+        colours: colour of every dim, by path.
+        mesh: sizes of the mesh axes.
+        rules: colour -> mesh axes.
+
+    Returns:
+        (path, layout) of each.
     """
     outer = Rules(
         tuple(
@@ -182,7 +195,14 @@ def batch_layouts(
 def layout_findings(
     layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
 ) -> tuple[Finding, ...]:
-    """What is worth saying about the layouts: large parameters that nothing cuts."""
+    """What is worth saying about the layouts: large parameters that nothing cuts.
+
+    Args:
+        layouts: of all parameters.
+        mesh: sizes of the mesh axes.
+        zero: ZeRO stage.
+        itemsize: bytes of an element, by dtype.
+    """
     found: list[Finding] = []
     for p in layouts:
         size = itemsize.get(p.dtype, 4)

@@ -108,7 +108,15 @@ class Footprints:
         return self._rest.least(), {policy: parts.least() for policy, parts in self._points.items()}
 
     def total(self, choice: Choice, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """What a choice takes on some of the shapes, by number; see `of`."""
+        """What a choice takes on some of the shapes, by number; see `of`.
+
+        Args:
+            choice: what shards colours.
+            shapes: numbers of shapes.
+
+        Returns:
+            Bytes of all moments of the step, and by remat policy.
+        """
         where = np.searchsorted(self._at, shapes)
         return self._rest.total(choice, where), {
             policy: parts.total(choice, where) for policy, parts in self._points.items()

@@ -87,7 +87,13 @@ class Bounds:
         )
 
     def tick(self, policy: str, choice: Choice, at: Array) -> Tick:
-        """What a microbatch takes under a choice, on some shapes by number."""
+        """What a microbatch takes under a choice, on some shapes by number.
+
+        Args:
+            policy: remat policy.
+            choice: what shards colours.
+            at: numbers of shapes.
+        """
         if policy != EACH:
             return Tick(self._parts[policy].total(choice, self._values.which[at]))
         return Tick(
@@ -105,6 +111,11 @@ class Bounds:
     def least(self, policy: str, at: Array, first: int | None = None) -> Tick:
         """The least of all choices on some shapes, by number; infinite where no choice fits. With
         `first`, as `Parts.least` takes it, a bound of it.
+
+        Args:
+            policy: remat policy.
+            at: numbers of shapes.
+            first: see `Parts.least`.
         """
         if policy != EACH:
             return Tick(self._parts[policy].least(first)[:, self._values.which[at]])
@@ -181,6 +192,11 @@ class Bounds:
 def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
     """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by
     candidate; see `step_seconds`.
+
+    Args:
+        tick: what a microbatch takes.
+        stages: number of stages, [candidates].
+        pricer: machine and framework profile.
     """
     latency, per_byte = least_hops(stages, pricer.topology)
     return np.where(

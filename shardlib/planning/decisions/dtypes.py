@@ -28,6 +28,10 @@ from shardlib.graph.problem import Parameter, Problem, StepGraph
 def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     """Every combination of dtypes, those nearest to the traced model first: of equally fast plans
     the one that changes the least is found first.
+
+    Args:
+        pinned: (word, dtype) pairs that are fixed.
+        allowed: (word, dtypes) that may be chosen.
     """
     fixed, others = dict(pinned), dict(allowed)
     options = [
@@ -52,6 +56,12 @@ def effective(
     Pinned dtypes of gradients stay: in communication most gradients of a model that computes in 16
     bits are in these, and those of tables in that of the parameters; programs add gradients up in
     float32 where nothing else is said.
+
+    Args:
+        dtypes: (word, dtype) pairs.
+        problem: as it was traced.
+        stack: framework profile.
+        pinned: those of the user.
     """
     own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
     has = {
@@ -85,6 +95,11 @@ def under(
     dtypes: Dtypes, problem: Problem, stack: FrameworkProfile
 ) -> tuple[Problem, FrameworkProfile]:
     """The problem and the stack with other dtypes.
+
+    Args:
+        dtypes: (word, dtype) pairs.
+        problem: as it was traced.
+        stack: framework profile.
 
     Raises:
         PinError: the stack says how many bytes of optimizer state there are, whatever their dtype.

@@ -111,7 +111,13 @@ class Seen:
         return self._settles
 
     def at_least(self, choices: Array, candidates: Array, seconds: Array) -> None:
-        """Takes in bounds of plans that fit, in the place of their prices."""
+        """Takes in bounds of plans that fit, in the place of their prices.
+
+        Args:
+            choices: number of the choice, one per row.
+            candidates: number of the candidate, one per row.
+            seconds: bound of a step, one per row.
+        """
         np.minimum.at(self._by_row, (choices, candidates), seconds)
 
     def skip(self, count: int) -> None:
@@ -121,6 +127,11 @@ class Seen:
     def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
         """Takes in prices of plans; `candidates` are positions in the block, of which one may have
         many rows.
+
+        Args:
+            offer: the decisions of the rows.
+            totals: their prices, arrays [rows].
+            candidates: one per row.
         """
         seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._best.counts
         fits = peak <= self._capacity

@@ -53,6 +53,11 @@ def with_loops(
 def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and
     where links work beside compute, which those of simulated devices do not.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        mesh: sizes of the mesh axes.
     """
     return (
         load.stack.name == XLA.name

@@ -51,7 +51,15 @@ class PricedSpace:
         return entry.what.on(*self.rows[entry.index])
 
     def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
-        """Sorts equally fast entries of the ranking."""
+        """Sorts equally fast entries of the ranking.
+
+        Args:
+            what: the decisions.
+            index: of the mesh and microbatches.
+
+        Returns:
+            A key; the smallest is the simplest.
+        """
         return what.on(*self.rows[index]).simplicity()
 
 

@@ -96,6 +96,13 @@ def prepared(
 ) -> Workload:
     """The problem prepared for a machine and a stack of software, or `load` itself where that is
     it.
+
+    Args:
+        problem: the traced step.
+        topology: the machine.
+        load: prepared before; None for nothing.
+        stack: framework profile or its name; None for JAX and XLA.
+        pins: decisions fixed by hand.
     """
     wanted = (
         framework_profile(stack) if stack is not None else load.stack if load is not None else XLA

@@ -44,7 +44,17 @@ class Group:
     def entries(
         self, choice: Choice, book: Book, stack: FrameworkProfile, segments: int
     ) -> list[Entry]:
-        """What all items add under a choice."""
+        """What all items add under a choice.
+
+        Args:
+            choice: what shards colours.
+            book: numbers the measures.
+            stack: framework profile.
+            segments: number of segments.
+
+        Returns:
+            (row, number of the measure, amount).
+        """
         key = choice.restrict(self.colours)
         if key not in self._entries:
             self._entries[key] = [
@@ -135,6 +145,10 @@ class Account:
     ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
         """The tally of a component under a choice, and what it is known by: choices that cut the
         component alike have the same.
+
+        Args:
+            part: colours of the component.
+            choice: what shards colours.
         """
         asked = part, choice
         if asked not in self._asked:

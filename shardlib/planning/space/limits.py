@@ -49,6 +49,10 @@ def experts_form(problem: Problem) -> str:
 def batch_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
     named a batch.
+
+    Args:
+        problem: with the arrays of the batch.
+        colouring: which colour is the batch.
     """
     name = colouring.batch_colour
     sizes = [
@@ -63,6 +67,10 @@ def batch_size(problem: Problem, colouring: Colouring) -> int:
 def sequence_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
     none.
+
+    Args:
+        problem: with the arrays of the batch.
+        colouring: which colour is the sequence.
     """
     name = colouring.sequence_colour
     sizes = [
@@ -77,6 +85,10 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
 def divisors(number: int, most: int | None = None) -> list[int]:
     """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
     are of use, and to look for all takes the root of the number.
+
+    Args:
+        number: at least 1.
+        most: None for the number itself.
     """
     most = number if most is None else most
     small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]

@@ -76,7 +76,12 @@ class Parts:
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
 
     def total(self, choice: Choice, at: Array) -> Array:
-        """The quantities of a choice on some shapes, array [quantities, shapes]."""
+        """The quantities of a choice on some shapes, array [quantities, shapes].
+
+        Args:
+            choice: what shards colours.
+            at: numbers of shapes.
+        """
         return sum(
             (self._part(part, choice)[:, at] for part in ((), *self._account.parts)),
             np.zeros((self._count, len(at))),

@@ -25,7 +25,17 @@ from shardlib.schedules.table import named
 def explain_empty(
     problem: Problem, colouring: Colouring, pins: Pins, devices: int
 ) -> BatchError | PinError:
-    """Why no plan is legal under the pins, as the error to raise."""
+    """Why no plan is legal under the pins, as the error to raise.
+
+    Args:
+        problem: the traced step.
+        colouring: its colours.
+        pins: decisions fixed by hand.
+        devices: of the machine.
+
+    Returns:
+        The error, with all pins that are to blame.
+    """
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
@@ -163,7 +173,14 @@ def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length
 
 
 def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
-    """Why a pinned axis fits no plan of a model; empty where it may."""
+    """Why a pinned axis fits no plan of a model; empty where it may.
+
+    Args:
+        axis: name of the mesh axis.
+        size: as pinned.
+        problem: the traced step.
+        colouring: its colours.
+    """
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
         found = (

@@ -103,6 +103,14 @@ class Split:
     def run_second(self, inputs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
         """Late results, for the inputs that are at hand (anything in place of the others) and what
         the first part passed on.
+
+        Args:
+            inputs: one for each input of the program; those that the second part does not read may
+                be anything.
+            passed: values that `run_first` handed on.
+
+        Returns:
+            The late results, in their order.
         """
         env: Values = {
             **self.program.constants,

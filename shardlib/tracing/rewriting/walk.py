@@ -103,16 +103,35 @@ class Walk:
     inside: bool = False
 
     def policy(self, path: str, layers: int) -> tuple[str, int]:
-        """The policy of the repeated layers at a path, and how many of them follow it."""
+        """The policy of the repeated layers at a path, and how many of them follow it.
+
+        Args:
+            path: of the first equation of the first of these layers.
+            layers: how many there are.
+
+        Returns:
+            The remat policy, and a number of layers; "none" where it is 0.
+        """
         policy, count = self.apart.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
     def put(self, path: str, index: int, value: Any) -> Any:
-        """The value after `place`."""
+        """The value after `place`.
+
+        Args:
+            path: of the op of the graph that makes the value.
+            index: of the value among the results of the op.
+            value: array or tracer.
+        """
         return value if self.place is None else self.place(path, index, value)
 
     def placed(self, equation: Equation, results: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation that is no loop, branch or remat after `place`."""
+        """The results of an equation that is no loop, branch or remat after `place`.
+
+        Args:
+            equation: what made them.
+            results: arrays or tracers.
+        """
         if self.place is None:
             return results
         paths = [

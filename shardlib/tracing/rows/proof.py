@@ -111,6 +111,14 @@ def prove_parts(
 ) -> Rows:
     """How the results depend on the rows, by the trace for one of so many parts of the batch;
     arguments as those of `prove`.
+
+    Args:
+        first: jaxpr for all rows.
+        second: makes the jaxpr for a number of rows.
+        inputs: what the inputs are.
+        names: of the metrics and states among the results.
+        rows: of the batch.
+        parts: number of microbatches; divides `rows`.
     """
     number = rows // parts
     try:
@@ -135,6 +143,13 @@ def candidates(rows: int) -> tuple[int, ...]:
 
 def compare(first: Any, second: Any, inputs: Inputs, names: Names, sizes: tuple[int, int]) -> Proof:
     """What two traces say.
+
+    Args:
+        first: jaxpr for all rows.
+        second: jaxpr for another number of rows.
+        inputs: what the inputs are.
+        names: of the metrics and states among the results.
+        sizes: rows in the two.
 
     Raises:
         Unlike: they are different programs.

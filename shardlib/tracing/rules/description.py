@@ -77,7 +77,12 @@ class Factors:
         return dim
 
     def rule(self, operands: Sequence[Dims], results: Sequence[Dims]) -> FactorRule:
-        """The finished rule."""
+        """The finished rule.
+
+        Args:
+            operands: factors of every dim of every operand.
+            results: the same of the results.
+        """
         return FactorRule(
             sizes=tuple(self.sizes),
             operands=tuple(operands),

@@ -152,7 +152,12 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], name: str) -> float:
-    """A number of a record; 0 where it has none that is finite."""
+    """A number of a record; 0 where it has none that is finite.
+
+    Args:
+        record: a line of the metrics, as plain data.
+        name: of the number.
+    """
     value = record.get(name)
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

@@ -88,7 +88,13 @@ class Records:
         self.losses = {kept: value for kept, value in self.losses.items() if kept <= step}
 
     def event(self, event: str, step: int, **more: Any) -> None:
-        """Writes down what happened."""
+        """Writes down what happened.
+
+        Args:
+            event: "saved", "skipped" and the like.
+            step: steps done.
+            more: plain data of the event.
+        """
         self.write({"event": event, "step": step, "time": time.time(), **more})
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -83,6 +83,10 @@ class Saving:
 def loops(facts: Facts, choice: Choice) -> list[Loop]:
     """The collectives of a step that loops can take the place of: those that matmuls of weights
     need which tensor cuts, and nothing else.
+
+    Args:
+        facts: of the step.
+        choice: what shards colours.
     """
     found = [
         (transfer, ops)
@@ -255,7 +259,12 @@ class _Prices:
 
 
 def looped(totals: Totals, saved: Saving | None) -> Totals:
-    """The price with what loops save; None where there are none."""
+    """The price with what loops save; None where there are none.
+
+    Args:
+        totals: the price without loops.
+        saved: seconds of a step that loops save, by part.
+    """
     if saved is None:
         return totals
     seconds = {

@@ -82,7 +82,12 @@ def composed(
 
 
 def corners(policies: Sequence[str], classes: int) -> list[Corner]:
-    """Every corner."""
+    """Every corner: a remat policy for each layer group.
+
+    Args:
+        policies: to choose from.
+        classes: number of layer groups.
+    """
     return list(itertools.product(policies, repeat=classes))
 
 

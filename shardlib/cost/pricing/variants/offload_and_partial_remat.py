@@ -55,6 +55,11 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
 def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
     """The price when a part of the layers rematerialises (as in `lean`) and the others do not: in
     between, with the larger of the temporaries.
+
+    Args:
+        fast: the price with no layer rematerialised.
+        lean: the price with all of them.
+        share: part of the layers that are, 0 to 1, [candidates].
     """
 
     def between(a: Array, b: Array) -> Array:
@@ -78,11 +83,29 @@ def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
 
 
 def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
-    """Layers of the stage that has the most, of all classes."""
+    """Layers of the stage that has the most, of all classes.
+
+    Args:
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+
+    Returns:
+        Array [candidates].
+    """
     return sum(fullest_by_class(how, model, c), np.zeros(len(c)))
 
 
 def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
-    """Layers of the stage that has the most, of each class."""
+    """Layers of the stage that has the most, of each class.
+
+    Args:
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+
+    Returns:
+        Arrays [candidates], one per layer group.
+    """
     virtual = np.where(c.stage > 1, how.virtual, 1)
     return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

@@ -44,6 +44,13 @@ MANIFEST = "jobset.yaml"
 def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submission:
     """A JobSet and the command that creates it.
 
+    Args:
+        job: what to run.
+        settings: of the cluster; by default those of `KubernetesSettings()`.
+
+    Returns:
+        A JobSet as YAML, and the command that creates it.
+
     Raises:
         LaunchError: Kubernetes cannot run this job.
     """

@@ -35,7 +35,12 @@ UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
 def jobset(job: Job, settings: KubernetesSettings) -> dict[str, Any]:
-    """The JobSet as plain data."""
+    """The JobSet as plain data.
+
+    Args:
+        job: what to run.
+        settings: of the cluster.
+    """
     exclusive = settings.exclusive_topology or (NODE_POOL if is_tpu(job) else None)
     metadata = {
         "name": job.name,

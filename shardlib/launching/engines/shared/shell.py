@@ -113,6 +113,10 @@ def supervised(job: Job) -> tuple[str, ...]:
 def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     """Words with the time limit of the job, where no scheduler has one; the process is told, and
     has time to save.
+
+    Args:
+        job: with its seconds.
+        words: of the command.
     """
     return (
         ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words)
@@ -137,6 +141,10 @@ def inside(folder: str | None, path: str) -> str:
 def check_plain(settings: Any, names: Iterable[str]) -> list[str]:
     """What is wrong with fields that are text, or several texts, and stand in a script as they
     are.
+
+    Args:
+        settings: with the fields.
+        names: of the fields.
     """
     failures: list[str] = []
     for name in names:
@@ -169,6 +177,12 @@ def check_one_line(settings: Any) -> list[str]:
 
 def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") -> None:
     """Refuses a job that an engine cannot run.
+
+    Args:
+        job: what to run.
+        engine: what to call the engine in the message.
+        failures: what the engine finds wrong.
+        hint: what the user could try.
 
     Raises:
         LaunchError: there are failures.

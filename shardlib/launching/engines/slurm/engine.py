@@ -49,6 +49,10 @@ SCRIPT = "job.sbatch"
 def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
     """A batch script and the commands that submit it.
 
+    Args:
+        job: what to run.
+        settings: of the cluster; by default those of `SlurmSettings()`.
+
     Raises:
         LaunchError: Slurm cannot run this job.
     """

@@ -43,6 +43,10 @@ from shardlib.processes.place import AUTO
 def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
     """A script for every host, and the commands that bring it there.
 
+    Args:
+        job: what to run.
+        settings: of the TPU.
+
     Raises:
         LaunchError: Cloud TPU cannot run this job.
     """
@@ -205,7 +209,12 @@ def _stop(job: Job) -> str:
 
 
 def host_text(job: Job, settings: TpuVmSettings) -> str:
-    """The script of every host."""
+    """The script of every host.
+
+    Args:
+        job: what to run.
+        settings: of the TPU.
+    """
     environment = {**job.environment, **({"SHARDLIB_PROCESSES": AUTO} if job.processes > 1 else {})}
     words = timed(job, supervised(job))
     lines = [
