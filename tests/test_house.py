@@ -47,7 +47,7 @@ WORDS = {
 
 
 #: Least share of the public functions of two parameters or more whose docstring has Args.
-LEAST_DESCRIBED = 0.33
+LEAST_DESCRIBED = 0.8
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,11 @@ from shardlib.lowering.weights.reduction_plan import GradientReductions
 def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
     """The abstract batch of one part.
 
+    Args:
+        batch: tree of arrays or abstract arrays.
+        dims: dim of the rows of each array, by path; None where it has none.
+        parts: number of microbatches.
+
     Raises:
         BatchError: no array has a batch dim, or one does not divide; all of them are listed.
     """
@@ -158,6 +163,13 @@ def accumulated(
 def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Any:
     """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim,
     and of the last.
+
+    Args:
+        values: losses of all microbatches but the last, [parts - 1].
+        metrics: of these, along a leading dim.
+        value: loss of the last.
+        last: metrics of the last.
+        after: model state after the last.
     """
 
     def mean(some: jax.Array, one: jax.Array) -> jax.Array:

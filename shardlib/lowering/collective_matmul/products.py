@@ -71,6 +71,16 @@ def gathering_back(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
     device's examples.
+
+    Args:
+        products: the matmuls that share the activation.
+        ring: the devices of the tensor axis.
+        activation: this device's shard of it.
+        weights: one per product.
+        cotangents: one per product, of its result.
+
+    Returns:
+        (gradient of the shard of the activation, gradients of the weights).
     """
 
     def given(device: Any) -> list[Any]:
@@ -128,6 +138,16 @@ def scattering_back(
 ) -> tuple[Any, Any]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's
     examples.
+
+    Args:
+        product: the matmul.
+        ring: the devices of the tensor axis.
+        activation: its activation.
+        weight: its weight.
+        cotangent: of this device's shard of the result.
+
+    Returns:
+        (gradient of the activation, gradient of the weight).
     """
     piece_shape = jax.eval_shape(
         lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
@@ -154,13 +174,26 @@ def scattering_back(
 
 
 def added(total: Any, part: Any) -> Any:
-    """A sum of parts of a gradient, at least in float32."""
+    """A sum of parts of a gradient, at least in float32.
+
+    Args:
+        total: the sum so far; None for nothing.
+        part: what is added.
+    """
     part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
     return part if total is None else total + part
 
 
 def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
-    """The array with the piece of a device in its place; an array is begun where there is none."""
+    """The array with the shard of a device in its place; an array is begun where there is none.
+
+    Args:
+        whole: the array; None for none yet.
+        piece: the shard.
+        dim: that is sharded.
+        device: number of the device along the axis, int32 scalar.
+        ways: size of the axis.
+    """
     if whole is None:
         whole = jax.lax.empty(
             (*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
@@ -169,6 +202,13 @@ def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
 
 
 def piece_of(whole: Any, dim: int, device: Any, ways: int) -> Any:
-    """The piece of a device."""
+    """The shard of a device.
+
+    Args:
+        whole: the array.
+        dim: that is sharded.
+        device: number of the device along the axis, int32 scalar.
+        ways: size of the axis.
+    """
     size = whole.shape[dim] // ways
     return jax.lax.dynamic_slice_in_dim(whole, device * size, size, axis=dim)

@@ -102,6 +102,13 @@ class Ring:
         (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last
         message. That for TPUs joins none, and adds sums inside of matmuls where nothing stands
         between the two.
+
+        Args:
+            arrays: what waits, a tree.
+            made: what it waits for, a tree.
+
+        Returns:
+            (arrays, made).
         """
         return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
 

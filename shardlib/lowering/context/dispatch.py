@@ -41,7 +41,14 @@ class Heads:
 
     @staticmethod
     def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
-        """Heads sharded over axes where that is possible, and whole otherwise."""
+        """Heads sharded over axes where that is possible, and whole otherwise.
+
+        Args:
+            axes: names of mesh axes.
+            ways: devices along them.
+            heads: of queries.
+            groups: heads of keys.
+        """
         local = heads // ways
         if heads % ways == 0 and (groups % ways == 0 or (heads // groups) % local == 0):
             return Heads(axes=axes, ways=ways, together=groups % ways == 0)
@@ -50,6 +57,10 @@ class Heads:
     def own(self, array: Any, heads: int) -> Any:
         """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
         inside of the region.
+
+        Args:
+            array: keys or values, [B, T, K, H].
+            heads: of all queries.
         """
         if self.together:
             return array
@@ -64,6 +75,15 @@ def around_devices(
 ) -> Callable[..., Sequence[Any]] | None:
     """What takes the place of a call of attention; None where that is left to automatic
     partitioning, which gathers keys and values.
+
+    Args:
+        site: the call in the traced loss.
+        plan: the decisions.
+        placements: layouts of values, by op and result.
+        machine: the mesh and its collectives.
+
+    Returns:
+        Arrays of the call -> its results.
     """
     form, context = site.call.form, list(machine.parts(("context",)))
     aval = site.avals[0]

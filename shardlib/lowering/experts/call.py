@@ -83,6 +83,10 @@ class Matrices:
     def whole(self, array: Any, machine: Machine) -> Any:
         """The operand as it is used; inside of the region. Its gradient is scattered as other
         gradients are (`shardlib.lowering.weights.gradients`).
+
+        Args:
+            array: this device's shard of the operand.
+            machine: the mesh and its collectives.
         """
         back = Reduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
@@ -124,7 +128,18 @@ class Placed:
     def local(
         self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any
     ) -> tuple[Any, Any]:
-        """What one device does."""
+        """What one device does, inside of the manual region.
+
+        Args:
+            machine: the mesh and its collectives.
+            x: this device's tokens.
+            weights: of the experts that they chose.
+            chosen: numbers of these.
+            parameters: shards of the matrices of the experts.
+
+        Returns:
+            (results of these tokens, assignments that were dropped on all devices).
+        """
 
         def run(x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
             used = [

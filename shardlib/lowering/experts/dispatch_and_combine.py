@@ -42,7 +42,13 @@ class Round:
 
 
 def round_of(where: Where, queue: Queue, number: Any) -> Round:
-    """The round of a number, from 0."""
+    """The round of a number, from 0.
+
+    Args:
+        where: experts over devices, and how rows are exchanged.
+        queue: assignments in the order in which they are sent.
+        number: of the round, int32 scalar.
+    """
     if where.ways == 1:
         return _without_exchange(queue)
     return (_dense if where.exchange == "dense" else _ragged)(where, queue, number)

@@ -35,7 +35,16 @@ def _moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
 
 
 def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
-    """Rows by the numbers of their copies, zeros for -1."""
+    """Rows by the numbers of their copies, zeros for -1.
+
+    Args:
+        rows: [N, D].
+        numbers: of copies, int [M]; -1 for none.
+        copies: of each row that are numbered on.
+
+    Returns:
+        [M, D].
+    """
     return jnp.where(
         (numbers >= 0)[:, None],
         jnp.take(rows, jnp.maximum(numbers, 0) // copies, axis=0, mode="clip"),

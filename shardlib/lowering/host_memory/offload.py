@@ -79,7 +79,12 @@ def offloading(
 
 
 def fetched(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays on the device; those that rest there are passed on."""
+    """Arrays on the device; those that are stored there are passed on.
+
+    Args:
+        tree: arrays.
+        shardings: how they are stored, a tree like it.
+    """
     return _moved(
         tree,
         shardings,
@@ -88,7 +93,12 @@ def fetched(tree: Tree, shardings: Tree) -> Tree:
 
 
 def to_host(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays where they rest; those that rest on the device are passed on."""
+    """Arrays where they are stored; those that are stored on the device are passed on.
+
+    Args:
+        tree: arrays.
+        shardings: how they are stored, a tree like it.
+    """
     return _moved(tree, shardings, jax.device_put)
 
 

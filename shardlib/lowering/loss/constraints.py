@@ -20,6 +20,12 @@ from shardlib.planning.plan import Plan
 def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
     """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
     is needed whole.
+
+    Args:
+        value: the parameter as it is stored.
+        whole: whether it is needed gathered at once.
+        use: its sharding while it is used.
+        back: the sharding of its gradient.
     """
     same = returning(back)(value)
     return jax.lax.with_sharding_constraint(same, use) if whole else same
@@ -66,7 +72,12 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
 
 
 def whole(value: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A value that the automatic axes of a region do not cut."""
+    """A value that the automatic axes of a region do not shard.
+
+    Args:
+        value: array or scalar.
+        mesh: of the region.
+    """
     return (
         jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
         if jnp.ndim(value)
@@ -75,7 +86,12 @@ def whole(value: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
-    """A sharding in a region where some axes of the mesh are manual: there, they cut nothing."""
+    """A sharding in a region where some axes of the mesh are manual: there, they shard nothing.
+
+    Args:
+        mesh: of the region.
+        sharding: over the whole mesh.
+    """
     manual = manual_axes(mesh)
     if not manual:
         return sharding

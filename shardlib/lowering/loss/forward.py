@@ -42,6 +42,14 @@ def placed_loss(
 ) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of stored
     parameters; `change` has the last word on the walk.
+
+    Args:
+        traced: the loss as it was traced.
+        placing: the layouts of the plan.
+        change: walk -> walk, has the last word.
+
+    Returns:
+        (params, state, batch) -> (loss, (metrics, state)).
     """
     plan, program = (
         placing.plan,

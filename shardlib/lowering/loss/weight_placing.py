@@ -75,7 +75,12 @@ class WeightPlacing:
         return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
 
     def enter(self, parameter: int, leaf: Any) -> Any:
-        """One parameter as the loss takes it."""
+        """One parameter as the loss takes it.
+
+        Args:
+            parameter: its number in tree order.
+            leaf: as it is stored.
+        """
         if parameter in self.loss.slices.values():
             return leaf
         kernels, tables = self._whole(self._at_rest)
@@ -126,12 +131,21 @@ class WeightPlacing:
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
-        are manual: there, they cut nothing.
+        are manual: there, they shard nothing.
+
+        Args:
+            use: the operation.
+            mesh: of the region.
         """
         return self._parameter(use.view.parameter, mesh)
 
     def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
-        """The use of a parameter in the layouts that the plan has for the operation."""
+        """The use of a parameter in the layouts that the plan has for the operation.
+
+        Args:
+            use: the operation.
+            mesh: of the region.
+        """
         return replace(use, pins=Pins.of(use.equation, self.placements, mesh))
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:

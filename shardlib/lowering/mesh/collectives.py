@@ -48,7 +48,12 @@ class Machine:
         return ways
 
     def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
-        """Cuts as JAX says them."""
+        """How each dim is sharded, as JAX says it.
+
+        Args:
+            cuts: mesh axes by dim.
+            rank: number of dims.
+        """
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
     def manual(
@@ -59,6 +64,11 @@ class Machine:
     ) -> Callable[..., Any]:
         """A function of what one device holds as a function of whole arrays; axes that are manual
         around it stay so.
+
+        Args:
+            function: of shards.
+            arguments: one spec per argument.
+            result: one spec per result.
         """
         automatic = {
             name
@@ -75,8 +85,13 @@ class Machine:
         )
 
     def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
-        """A device's piece of an array as the whole, along a dim that is sharded over axes; inside
+        """A device's shard of an array as the whole, along a dim that is sharded over axes; inside
         of a manual region. See `gather`.
+
+        Args:
+            array: the shard.
+            dim: that is sharded.
+            axes: mesh axes, the major one first.
         """
         parts = self.parts(axes)
         if parts and dim and not self.torus:
@@ -136,7 +151,13 @@ def row_major(array: Any) -> Any:
 def machine_of(
     plan: Plan, mesh: Mesh | AbstractMesh, exchange: GradientExchange | None = None
 ) -> Machine:
-    """The machine that a plan's program runs on; by default gradients are sent in their dtype."""
+    """The machine that a plan's program runs on; by default gradients are sent in their dtype.
+
+    Args:
+        plan: with the links of its axes.
+        mesh: of the program.
+        exchange: how partial sums of gradients are exchanged.
+    """
     return Machine(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),

@@ -73,6 +73,14 @@ def gradient(
 ) -> Any:
     """The gradient of one operand of a product, float32, from the other one and the cotangent of
     the result.
+
+    Args:
+        numbers: contracted and batch dims, as `dot_general` has them.
+        ranks: of the two operands.
+        wanted: 0 or 1, the operand whose gradient it is.
+        other: the other operand.
+        cotangent: of the result.
+        dtype: of 8 bits, that the product is made in.
     """
     contracted, batch = numbers
     free = [

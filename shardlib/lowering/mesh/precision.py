@@ -117,7 +117,12 @@ def is_real(leaf: Any) -> bool:
 
 
 def like(tree: Tree, wanted: Tree) -> Tree:
-    """A tree with the dtypes of another; leaves that have them already are passed on."""
+    """A tree with the dtypes of another; leaves that have them already are passed on.
+
+    Args:
+        tree: arrays.
+        wanted: arrays or abstract arrays, a tree like it.
+    """
     return jax.tree.map(
         lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.astype(other.dtype),
         tree,

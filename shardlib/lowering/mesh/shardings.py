@@ -29,7 +29,12 @@ from shardlib.report import Finding
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
-    """The JAX sharding of a layout."""
+    """The JAX sharding of a layout.
+
+    Args:
+        mesh: of the program, whose axes may be physical parts of those of a plan.
+        layout: mesh axes per dim.
+    """
     cuts = (parts_of(mesh, dim) for dim in layout)
     return NamedSharding(
         mesh,
@@ -120,6 +125,11 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
 def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """The sharding of every array of model state: what the loss updates as the plan says,
     everything else replicated. Stages replicate all of it.
+
+    Args:
+        plan: with the layouts of what is updated.
+        state: tree of abstract model state.
+        mesh: of the program.
     """
     planned = (
         {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"}
@@ -228,6 +238,10 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> ParameterLayout:
     """The layouts of a parameter where some mesh axes shard nothing: in a region that is manual
     over them, or on the devices of one stage.
+
+    Args:
+        parameter: its layouts.
+        axes: names of mesh axes.
     """
 
     def left(layout: Layout) -> Layout:

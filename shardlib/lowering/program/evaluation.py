@@ -221,7 +221,12 @@ class Evaluation:
         )
 
     def of(self, loss: Any, batch_axes: Tree) -> Evaluation:
-        """The same of another loss of the user's."""
+        """The same of another loss of the user's.
+
+        Args:
+            loss: (model, batch) -> scalar or (scalar, metrics); None for this one.
+            batch_axes: logical axes of its batches; None for the convention.
+        """
         return replace(
             self,
             loss=self.loss if loss is None else self.model.evaluated(loss),

@@ -109,7 +109,12 @@ class Checked:
     wanted: Any
 
     def chosen(self, new: Tree, old: Tree) -> Tree:
-        """New arrays where the update is wanted, otherwise those before it."""
+        """New arrays where the update is wanted, otherwise those before it.
+
+        Args:
+            new: arrays after the update.
+            old: arrays before it, a tree like it.
+        """
         return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
 
     def metrics(self, state: GuardState) -> dict[str, Any]:

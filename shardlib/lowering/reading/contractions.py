@@ -70,7 +70,12 @@ class Pins:
         )
 
     def read(self, at: int, value: Any) -> Any:
-        """An operand as the contraction reads it; also the gradient of that operand."""
+        """An operand as the contraction reads it; also the gradient of that operand.
+
+        Args:
+            at: 0 or 1, which operand it is.
+            value: the operand, or its gradient.
+        """
         return jax.lax.with_sharding_constraint(value, self.operands[at])
 
     def made(self, value: Any) -> Any:
@@ -110,6 +115,12 @@ class Contraction(Protocol):
     ) -> Any:
         """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not
         looked at.
+
+        Args:
+            wanted: the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
         """
         ...
 
@@ -127,7 +138,14 @@ class AsWritten:
     def slope(
         self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /
     ) -> Any:
-        """The gradient of one operand."""
+        """The gradient of one operand.
+
+        Args:
+            wanted: the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
+        """
 
         def linear(one: Any) -> Any:
             return self.run(
@@ -138,7 +156,13 @@ class AsWritten:
 
 
 def pinned(contraction: Contraction, pins: Pins, operands: Sequence[Any]) -> Any:
-    """The result of a contraction that runs in its own layouts, and whose gradients do."""
+    """The result of a contraction that runs in its own layouts, and whose gradients do.
+
+    Args:
+        contraction: the operation.
+        pins: its layouts.
+        operands: both operands.
+    """
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
     @jax.custom_vjp

@@ -49,7 +49,14 @@ def interleaved(value: Any, dim: int, sizes: Sizes, ways: int) -> Any:
 
 
 def in_order(value: Any, dim: int, sizes: Sizes, ways: int) -> Any:
-    """The reverse of `interleaved`."""
+    """The reverse of `interleaved`.
+
+    Args:
+        value: in the interleaved order.
+        dim: the fused dim.
+        sizes: elements of its pieces.
+        ways: devices of the tensor axis.
+    """
     return jnp.concatenate(pieces(value, dim, sizes, ways), axis=dim)
 
 

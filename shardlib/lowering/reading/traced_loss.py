@@ -82,7 +82,12 @@ def trace_loss(
 
 
 def same_program(one: LossJaxpr, other: LossJaxpr) -> bool:
-    """Whether two traces have the same equations in the same places, whatever their shapes."""
+    """Whether two traces have the same equations in the same places, whatever their shapes.
+
+    Args:
+        one: a traced loss.
+        other: the same for another number of rows.
+    """
     return [(e.path, e.name) for e in one.program.equations] == [
         (e.path, e.name) for e in other.program.equations
     ]

@@ -95,6 +95,12 @@ class Use:
     def gradient(self, wanted: int, other: Any, cotangent: Any, like: jax.ShapeDtypeStruct) -> Any:
         """The gradient of one operand of a contraction, from the other one and the cotangent of the
         result; in the dtype of `like`.
+
+        Args:
+            wanted: 0 or 1, the operand whose gradient it is.
+            other: the other operand.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
         """
         if is_eight_bit(self.product):
             return eightbit.gradient(*self._dims, wanted, other, cotangent, self.product).astype(
@@ -109,6 +115,12 @@ class Use:
     ) -> Any:
         """The gradient of one operand, see `gradient`; among `operands`, that one is not looked
         at.
+
+        Args:
+            wanted: 0 or 1, the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
         """
         return self.gradient(wanted, operands[1 - wanted], cotangent, like)
 
@@ -124,7 +136,13 @@ class Use:
         )
 
     def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
-        """The gradient of the other operand, in the operation's own layouts."""
+        """The gradient of the other operand, in the operation's own layouts.
+
+        Args:
+            activation: the other operand.
+            weight: as it is used.
+            cotangent: of the result.
+        """
         pins, at = self.pins, 1 - self.operand
         if pins is None:
             return self.gradient(at, weight, cotangent, activation)
@@ -166,5 +184,10 @@ class Use:
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:
-    """A value in a dtype; itself where it is in that one."""
+    """A value in a dtype; itself where it is in that one.
+
+    Args:
+        value: array or tracer.
+        dtype: wanted.
+    """
     return value if value.dtype == dtype else value.astype(dtype)

@@ -122,7 +122,12 @@ def _scrambled(index: jax.Array) -> jax.Array:
 
 
 def by_path(arrays: Mapping[str, jax.Array], found: np.ndarray) -> dict[str, tuple[int, int]]:
-    """The result of `sums` on the host by path."""
+    """The result of `sums` on the host by path.
+
+    Args:
+        arrays: those that were summed, by path.
+        found: uint32 [arrays, 2], in the order of the sorted paths.
+    """
     return {
         path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), found, strict=True)
     }

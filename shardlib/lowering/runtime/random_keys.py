@@ -68,7 +68,12 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def placed_keys(keys: Any, sharding: NamedSharding) -> jax.Array:
-    """Typed keys as they are to be sharded; several processes each take what their devices hold."""
+    """Typed keys as they are to be sharded; several processes each take what their devices hold.
+
+    Args:
+        keys: the same on every process.
+        sharding: of the keys, without the dims of their words.
+    """
     if jax.process_count() == 1:
         return jax.device_put(keys, sharding)
     words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
@@ -95,6 +100,10 @@ class Fold:
     def stacked(self, leaf: Any, parts: int) -> Any:
         """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
         itself.
+
+        Args:
+            leaf: the key of the whole batch.
+            parts: number of microbatches.
         """
         if parts == 1:
             return leaf[None]
@@ -170,8 +179,11 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
 
 
 def key_inputs(dims: Mapping[str, Any], jaxpr: Any) -> frozenset[int]:
-    """Positions of the keys of the whole batch among the inputs of a loss; `dims` as `with_keys`
-    has them.
+    """Positions of the keys of the whole batch among the inputs of a loss.
+
+    Args:
+        dims: dim of the rows of each array of the batch, by path; a `Fold` for a key.
+        jaxpr: of the loss; the batch is its last inputs.
     """
     first = len(jaxpr.in_avals) - len(dims)
     return frozenset(first + at for at, dim in enumerate(dims.values()) if isinstance(dim, Fold))

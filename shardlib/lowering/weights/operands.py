@@ -60,6 +60,10 @@ class OperandCuts:
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
     """How a weight in use is cut; None where the batch is sharded along one of its dims, or a dim
     of the parameter is none of the operand's.
+
+    Args:
+        use: the operation.
+        parameter: layouts of its weight.
     """
     held: Cuts = {
         dim: parameter.compute[source]
@@ -73,6 +77,11 @@ def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
 def operand_cuts(use: Use, result: Layout, held: Cuts) -> OperandCuts | None:
     """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the
     result has them; None where the batch is not cut.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        held: mesh axes by dim of the weight in use.
     """
     dims = dims_of(use.equation, use.operand)
     taken = {axis for cut in held.values() for axis in cut}
@@ -112,7 +121,12 @@ class Dims:
 
 
 def dims_of(equation: Equation, weight: int) -> Dims:
-    """The dims that a matmul or convolution matches, for the operand that is the weight."""
+    """The dims that a matmul or convolution matches, for the operand that is the weight.
+
+    Args:
+        equation: a matmul or convolution.
+        weight: 0 or 1, the operand that is the weight.
+    """
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
         whole = (

@@ -56,7 +56,13 @@ class Reduction:
     def exchanged(
         self, partial: jax.Array, machine: Machine, *, stacked: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The same, and what the device keeps for the next step; None where it keeps nothing."""
+        """The same, and what the device keeps for the next step; None where it keeps nothing.
+
+        Args:
+            partial: this device's sums.
+            machine: the mesh and its collectives.
+            stacked: see `apply`.
+        """
         return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
 
     def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:

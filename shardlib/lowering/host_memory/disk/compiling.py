@@ -108,7 +108,12 @@ class Where:
 
 
 def total(array: jax.Array, whole: NamedSharding) -> jax.Array:
-    """The sums of an array, see `shardlib.lowering.runtime.checksums`."""
+    """The sums of an array, see `shardlib.lowering.runtime.checksums`.
+
+    Args:
+        array: on devices.
+        whole: sharding of the result.
+    """
     return _total(array.sharding, whole)(array)
 
 
@@ -215,6 +220,10 @@ def init_calls(where: Where, init: Callable[[Any], TrainState]) -> Calls:
 
     Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,
     while it compiles.
+
+    Args:
+        where: shardings of the state, and which of its leaves are on disk.
+        init: seed -> state.
     """
     seed = jax.ShapeDtypeStruct((), np.int32)
     program, results = where.traced(no_mesh(), init, seed, summed=False)

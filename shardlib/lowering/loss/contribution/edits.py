@@ -60,6 +60,13 @@ class Edits:
 
     @staticmethod
     def of(proof: Proof, parts: int, whole: Whole) -> Edits:
+        """What must be changed in a loss whose terms are sums over rows.
+
+        Args:
+            proof: how the results depend on the rows.
+            parts: number of microbatches.
+            whole: the loss of the whole batch.
+        """
         analysis = proof.analysis
         assert analysis is not None
         states = len(whole.names.states)
@@ -97,7 +104,14 @@ class Edits:
         share: Share,
         mesh: Mesh | AbstractMesh,
     ) -> Contribution:
-        """The changed loss, and what belongs to it."""
+        """The changed loss, and what belongs to it.
+
+        Args:
+            plan: the decisions.
+            whole: the loss of the whole batch.
+            share: the loss of one microbatch.
+            mesh: of the program.
+        """
         part, dims, shardings, under = share.traced, share.dims, share.shardings, share.under
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
@@ -168,6 +182,13 @@ class Edits:
     def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
         """Divides weighted means, and gives counts and truth values back in their dtypes, which
         means over microbatches are not.
+
+        Args:
+            part: the loss of one microbatch.
+            vouched: number of weighted means among the results.
+
+        Returns:
+            (results, gradients) of all microbatches -> the same.
         """
         avals = list(part.closed_jaxpr.out_avals)
 

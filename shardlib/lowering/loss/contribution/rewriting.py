@@ -39,7 +39,14 @@ class Rewriting:
     sums: list[tuple[Any, Any, Any]]
 
     def run(self, jaxpr: Any, arguments: Sequence[Any], prefix: str, scope: str) -> list[Any]:
-        """Results of a jaxpr."""
+        """Results of a jaxpr.
+
+        Args:
+            jaxpr: closed or open.
+            arguments: one for each of its inputs.
+            prefix: goes before the paths of its equations.
+            scope: name scopes around it.
+        """
         inner, constants = open_jaxpr(jaxpr)
         env = dict(zip(inner.constvars, constants, strict=True))
         env.update(zip(inner.invars, arguments, strict=True))
@@ -106,11 +113,23 @@ def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def times(leaf: Any, factor: float) -> Any:
+    """A value times a number, in its own dtype; itself for 1.
+
+    Args:
+        leaf: array or scalar.
+        factor: the number.
+    """
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
 def part_of_value(aval: Any, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
-    """What a microbatch gets of a value."""
+    """What a microbatch gets of a value.
+
+    Args:
+        aval: abstract value for the whole batch.
+        handed: which dim of it has the rows.
+        parts: number of microbatches.
+    """
     shape = tuple(aval.shape)
     if handed.dim is not None:
         shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
@@ -120,6 +139,11 @@ def part_of_value(aval: Any, handed: Handed, parts: int) -> jax.ShapeDtypeStruct
 def dealt_by_rows(leaf: Any, handed: Handed, parts: int) -> Any:
     """A value in an order of which every part-th element of the dim of rows makes a part: whole
     rows of several elements each.
+
+    Args:
+        leaf: the value for the whole batch.
+        handed: which dim of it has the rows.
+        parts: number of microbatches.
     """
     if handed.dim is None or handed.inner == 1:
         return leaf
@@ -129,7 +153,12 @@ def dealt_by_rows(leaf: Any, handed: Handed, parts: int) -> Any:
 
 
 def numbers_of(program: Program, values: Sequence[Handed]) -> list[int]:
-    """The numbers of values in the whole batch's program."""
+    """The numbers of values in the whole batch's program.
+
+    Args:
+        program: of the whole batch.
+        values: with the equations that make them.
+    """
     made = {
         (equation.path, at): number
         for equation in program.equations

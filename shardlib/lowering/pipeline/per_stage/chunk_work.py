@@ -239,7 +239,12 @@ class Work(ChunkValues):
 
 
 def flat(function: Callable[..., Any], arguments: Any) -> Callable[..., Arrays]:
-    """A function of trees as one of lists of leaves, for trees like the given ones."""
+    """A function of trees as one of lists of leaves, for trees like the given ones.
+
+    Args:
+        function: of trees.
+        arguments: tuple of trees, arrays or abstract.
+    """
     structure = jax.tree.structure(arguments)
     return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 
