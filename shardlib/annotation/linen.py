@@ -173,9 +173,9 @@ def _fitted(boxes: Tree) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
     )
 
 
-def _binder(stateful: bool) -> Callable[[Callable[..., Any]], PureLoss]:
-    def bind(loss: Callable[..., Any]) -> PureLoss:
-        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+def _binder(stateful: bool) -> Callable[[Callable[..., Tree]], PureLoss]:
+    def bind(loss: Callable[..., Tree]) -> PureLoss:
+        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             result = loss({"params": params, **state} if stateful else params, batch)
             value, metrics, updates = loss_metrics_and_updates(result, state, _unboxed)
             return value, (metrics, {**state, **updates})

@@ -30,13 +30,14 @@ from shardlib.annotation.trees.wrt import (
 )
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
+from shardlib.jax_types import KeyPath
 from shardlib.report import Finding
 
 #: Keys of variable metadata under which Flax keeps names, the current one first.
 _NAME_KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
 
 
-def _trained(path: tuple[Any, ...], value: Any) -> bool:
+def _trained(path: KeyPath, value: Any) -> bool:
     return isinstance(value, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 

@@ -229,9 +229,9 @@ def _unknown(axes: Mapping[Any, Any], paths: list[str]) -> NoReturn:
     )
 
 
-def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Any]], PureLoss]:
-    def bind(loss: Callable[..., Any]) -> PureLoss:
-        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Tree]], PureLoss]:
+    def bind(loss: Callable[..., Tree]) -> PureLoss:
+        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             value, metrics = loss_and_metrics(loss(rebuild(params, state), batch))
             return value, (metrics, state)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from shardlib.graph import Op, Region, Value
+from shardlib.jax_types import Aval
 from shardlib.report import Finding
 from shardlib.tracing.program import Equation
 from shardlib.tracing.trip_counts import counted_trips, dtype_name
@@ -20,7 +20,7 @@ class GraphParts:
         self.regions: list[Region] = [Region(parent=-1, kind="root")]
         self.findings: dict[tuple[str, str, str], Finding] = {}
 
-    def value(self, aval: Any, path: str = "", role: str = "internal") -> int:
+    def value(self, aval: Aval, path: str = "", role: str = "internal") -> int:
         """Adds a value to the graph.
 
         Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree, path_text
@@ -20,13 +21,15 @@ from shardlib.tracing.trip_counts import dtype_name
 from shardlib.tracing.unchanged import unchanged
 
 
-def described_parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
+def described_parameters(
+    model: Model, optimizer: optax.GradientTransformation | None
+) -> tuple[Parameter, ...]:
     """The parameters of a model for the planner, in tree order, and then the model state that a
     step updates.
 
     Args:
         model: as it was read.
-        optimizer: optax transformation; its state is counted for each parameter.
+        optimizer: optax transformation, whose state is counted for each parameter; None for none.
 
     Returns:
         Each with path, shape, dtype, logical axes, role and bytes of optimizer state.
@@ -79,7 +82,9 @@ def described_parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
 
 
 def _state_bytes(
-    model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]
+    model: Model,
+    optimizer: optax.GradientTransformation | None,
+    leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]],
 ) -> tuple[Counter[str], Counter[str]]:
     """Bytes and number of arrays of optimizer state of a parameter's shape, per parameter: state
     leaves whose path ends with the parameter's.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
@@ -17,10 +18,10 @@ from shardlib.tracing.rows.proof import Inputs, Names, prove, prove_parts
 
 def proven_rows(
     model: Model,
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     shapes: tuple[Tree, Tree, Tree],
-    closed: Any,
-    out_shape: Any,
+    closed: jex.ClosedJaxpr,
+    out_shape: Tree,
     described: tuple[Any, ...],
     how: str,
 ) -> Callable[[int], Rows]:
@@ -94,7 +95,7 @@ def rows_of(described: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[i
     )
 
 
-def result_names(out_shape: Any) -> Names:
+def result_names(out_shape: Tree) -> Names:
     """What the results of a loss are called, for (loss, (metrics, state))."""
     _, (metrics, state) = out_shape
     return Names(

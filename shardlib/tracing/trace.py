@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.extend import core as jex
 
 from shardlib.annotation.frozen import freeze
 from shardlib.annotation.model import Model, PureLoss
@@ -63,10 +65,10 @@ class Traced:
             of them. Traces.
     """
 
-    closed_jaxpr: Any
+    closed_jaxpr: jex.ClosedJaxpr
     program: Program
-    in_tree: Any
-    out_tree: Any
+    in_tree: jax.tree_util.PyTreeDef
+    out_tree: jax.tree_util.PyTreeDef
     problem: Problem
     model: Model
     rows_in: Callable[[int], Rows]
@@ -118,11 +120,11 @@ class Traced:
 
 def trace(
     model: Model,
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     batch: Tree,
     *,
     batch_axes: Tree = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
     policies: Sequence[str] = ("none", "full", "dots"),
     rows: str = "prove",
 ) -> Traced:
@@ -205,7 +207,7 @@ def trace(
 
 
 def _trace_loss(
-    model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree, Tree]
+    model: Model, loss: Callable[..., Tree], shapes: tuple[Tree, Tree, Tree]
 ) -> tuple[Any, Any]:
     try:
         closed, out_shape = jax.make_jaxpr(model.bind(loss), return_shape=True)(*shapes)
@@ -230,7 +232,7 @@ def _trace_loss(
     return closed, out_shape
 
 
-def _without_kernel(closed: Any) -> tuple[tuple[str, str], ...]:
+def _without_kernel(closed: jex.ClosedJaxpr) -> tuple[tuple[str, str], ...]:
     """Kernels of attention that cannot compute some call of it, and why not."""
     wanted = [
         Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)

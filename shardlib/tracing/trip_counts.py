@@ -9,6 +9,7 @@ import numpy as np
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.graph.factors import Dims
+from shardlib.jax_types import Aval
 from shardlib.tracing.program import Equation
 
 
@@ -57,7 +58,7 @@ def counted_trips(equation: Equation, first: int) -> int | None:
     return max(0, int(end) - int(begin)) if one and fixed else None
 
 
-def dtype_name(aval: Any) -> str:
+def dtype_name(aval: Aval) -> str:
     """JAX's name of a dtype; "key" for PRNG keys, "token" for values with no dtype."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:

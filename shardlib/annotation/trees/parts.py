@@ -46,7 +46,7 @@ class Parts:
         fixed: positions of other arrays.
     """
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     paths: tuple[str, ...]
     kept: dict[int, Any]
     trained: tuple[int, ...]

@@ -17,6 +17,7 @@ from flax import nnx
 
 from shardlib.annotation.trees.paths import Tree, path_parts, path_text
 from shardlib.errors import AnnotationError, raise_all
+from shardlib.jax_types import KeyPath
 from shardlib.report import Finding
 
 #: What a user may give as `wrt`.
@@ -175,5 +176,5 @@ def _short(paths: Sequence[str]) -> str:
     )
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path)) or "params"

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
+from shardlib.jax_types import KeyPath
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.runtime.random_keys import Fold
 from shardlib.lowering.weights.reduction_plan import GradientReductions
@@ -43,7 +44,7 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
         else ["no array has a dim called 'batch'"]
     )
 
-    def part(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    def part(path: KeyPath, leaf: Any) -> jax.ShapeDtypeStruct:
         dim = dims[batch_path(path)]
         shape = list(leaf.shape)
         if dim is not None:
@@ -77,7 +78,7 @@ class Microbatches:
     dims: Mapping[str, int | None]
     count: int
 
-    def split(self, batch: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
         """Stacks the parts along a new leading dim.
 
         Returns:
@@ -96,7 +97,7 @@ class Microbatches:
             if dim is not None
         ]
 
-        def join(slices: list[Any]) -> Tree:
+        def join(slices: list[jax.Array]) -> Tree:
             rest = iter(slices)
             return structure.unflatten(
                 [
@@ -122,7 +123,7 @@ def accumulated(
     microbatches: Microbatches,
     cut: Callable[[Tree], Tree],
     reductions: GradientReductions,
-) -> Callable[[Tree, Tree], Any]:
+) -> Callable[[Tree, Tree], Tree]:
     """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
 
     Args:
@@ -160,7 +161,7 @@ def accumulated(
     return run
 
 
-def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Any:
+def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Tree:
     """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim,
     and of the last.
 

@@ -94,7 +94,7 @@ class Member:
 
     product: Product
     weight: int
-    gather: Callable[[Any], Any]
+    gather: Callable[[jax.Array], jax.Array]
     held: jax.sharding.PartitionSpec
     result: jax.sharding.PartitionSpec
 
@@ -117,7 +117,7 @@ class Loop:
     gathers: bool
     activation: jax.sharding.PartitionSpec
 
-    def run(self, operands: Sequence[Sequence[Any]]) -> list[Any]:
+    def run(self, operands: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The results of all matmuls, from the operands of each."""
         activation = operands[0][1 - self.members[0].weight]
         found = self._differentiable(
@@ -132,7 +132,7 @@ class Loop:
         run.defvjp(lambda *operands: (self._forward(*operands), operands), self._backward)
         return run
 
-    def _gathered(self, weights: Sequence[Any]) -> list[Any]:
+    def _gathered(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
         return [one.gather(weight) for one, weight in zip(self.members, weights, strict=True)]
 
     def _forward(self, activation: Any, *weights: Any) -> tuple[Any, ...]:

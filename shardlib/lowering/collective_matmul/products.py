@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Index
 from shardlib.lowering.collective_matmul.ring import Ring
 from shardlib.lowering.weights.contraction import Contraction
 
@@ -37,8 +38,8 @@ class Product:
 
 
 def gathering(
-    products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any]
-) -> tuple[Any, ...]:
+    products: Sequence[Product], ring: Ring, activation: jax.Array, weights: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
     """Products of an activation of which every device has a piece.
 
     Args:
@@ -65,10 +66,10 @@ def gathering(
 def gathering_back(
     products: Sequence[Product],
     ring: Ring,
-    activation: Any,
-    weights: Sequence[Any],
-    cotangents: Sequence[Any],
-) -> tuple[Any, tuple[Any, ...]]:
+    activation: jax.Array,
+    weights: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
     device's examples.
 
@@ -83,13 +84,13 @@ def gathering_back(
         (gradient of the shard of the activation, gradients of the weights).
     """
 
-    def given(device: Any) -> list[Any]:
+    def given(device: Index) -> list[jax.Array]:
         return [
             piece_of(cotangent, product.result, device, ring.ways)
             for product, cotangent in zip(products, cotangents, strict=True)
         ]
 
-    def back(pieces: list[Any]) -> Any:
+    def back(pieces: list[jax.Array]) -> jax.Array:
         total: Any = None
         for product, weight, piece in zip(products, weights, pieces, strict=True):
             own = product.parts.to_activation(activation, weight, piece)
@@ -115,7 +116,7 @@ def gathering_back(
     )
 
 
-def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
+def scattering(product: Product, ring: Ring, activation: jax.Array, weight: jax.Array) -> jax.Array:
     """A product that is a sum over devices, each of which is to have a piece.
 
     Args:
@@ -134,8 +135,8 @@ def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> An
 
 
 def scattering_back(
-    product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any
-) -> tuple[Any, Any]:
+    product: Product, ring: Ring, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's
     examples.
 
@@ -173,7 +174,7 @@ def scattering_back(
     return to_activation, total.astype(weight.dtype)
 
 
-def added(total: Any, part: Any) -> Any:
+def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
     """A sum of parts of a gradient, at least in float32.
 
     Args:
@@ -184,7 +185,7 @@ def added(total: Any, part: Any) -> Any:
     return part if total is None else total + part
 
 
-def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
+def put(whole: Any, piece: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
     """The array with the shard of a device in its place; an array is begun where there is none.
 
     Args:
@@ -201,7 +202,7 @@ def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
 
 
-def piece_of(whole: Any, dim: int, device: Any, ways: int) -> Any:
+def piece_of(whole: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
     """The shard of a device.
 
     Args:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -80,7 +79,7 @@ class Matrices:
             gathered={dim: axes[len(wanted.get(dim, ())) :] for dim, axes in rest.items()},
         )
 
-    def whole(self, array: Any, machine: Machine) -> Any:
+    def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
         """The operand as it is used; inside of the region. Its gradient is scattered as other
         gradients are (`shardlib.lowering.weights.gradients`).
 
@@ -92,7 +91,7 @@ class Matrices:
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
         )
 
-        def forward(array: Any) -> Any:
+        def forward(array: jax.Array) -> jax.Array:
             for dim, axes in self.gathered.items():
                 array = machine.gathered(array, dim, axes)
             return array
@@ -126,8 +125,13 @@ class Placed:
     matrices: tuple[Matrices, ...]
 
     def local(
-        self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any
-    ) -> tuple[Any, Any]:
+        self,
+        machine: Machine,
+        x: jax.Array,
+        weights: jax.Array,
+        chosen: jax.Array,
+        *parameters: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """What one device does, inside of the manual region.
 
         Args:
@@ -141,7 +145,9 @@ class Placed:
             (results of these tokens, assignments that were dropped on all devices).
         """
 
-        def run(x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
+        def run(
+            x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             used = [
                 checkpoint_name(one.whole(array, machine), GATHERED)
                 for one, array in zip(self.matrices, parameters, strict=True)
@@ -168,7 +174,7 @@ def on_their_devices(
     parameters: Sequence[ParameterLayout | None],
     placements: Mapping[tuple[str, int], Layout],
     machine: Machine,
-) -> Callable[..., Sequence[Any]] | None:
+) -> Callable[..., Sequence[jax.Array]] | None:
     """What takes the place of a call of experts; None where that is left to automatic partitioning,
     which gathers all tokens.
 
@@ -253,7 +259,7 @@ def on_their_devices(
         lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec())
     )
 
-    def call(*arrays: Any) -> list[Any]:
+    def call(*arrays: jax.Array) -> list[jax.Array]:
         # In the dtype of use matrices are gathered, and their gradients added up, as those of other
         # weights are.
         return list(run(*arrays[:3], *(array.astype(arrays[0].dtype) for array in arrays[3:])))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 
-def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
+def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     """Copies of rows in their places.
 
     Args:
@@ -30,11 +30,11 @@ def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
+def _moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     return taken(rows, there, copies)
 
 
-def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
+def taken(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
     """Rows by the numbers of their copies, zeros for -1.
 
     Args:
@@ -52,11 +52,11 @@ def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
     )
 
 
-def _forward(copies: int, rows: Any, there: Any, back: Any) -> tuple[Any, Any]:
+def _forward(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> tuple[Any, Any]:
     return taken(rows, there, copies), back
 
 
-def _backward(copies: int, back: Any, cotangent: Any) -> tuple[Any, None, None]:
+def _backward(copies: int, back: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
     home = taken(cotangent, back)
     if copies > 1:
         home = (

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import KeyPath
 from shardlib.lowering.mesh.owners import owned, shapes_of
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
@@ -72,7 +73,7 @@ def offloading(
         )
     shapes = shapes_of(params)
 
-    def place(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    def place(path: KeyPath, leaf: Any, sharding: NamedSharding) -> NamedSharding:
         return sharding if owned(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
 
     return jax.tree_util.tree_map_with_path(place, opt_state, cut), ()

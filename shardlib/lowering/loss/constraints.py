@@ -17,7 +17,7 @@ from shardlib.lowering.mesh.shardings import (
 from shardlib.planning.plan import Plan
 
 
-def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
+def laid_out(value: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding) -> jax.Array:
     """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
     is needed whole.
 
@@ -32,14 +32,14 @@ def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -
 
 
 def constrained(
-    value: Any,
+    value: jax.Array,
     layout: Layout,
     plan: Plan,
     mesh: Mesh | AbstractMesh,
     path: str,
     *,
     loose: bool = False,
-) -> Any:
+) -> jax.Array:
     """A value pinned to a layout; loosely, only along the dims that it cuts.
 
     Raises:
@@ -71,7 +71,7 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     )
 
 
-def whole(value: Any, mesh: Mesh | AbstractMesh) -> Any:
+def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
     """A value that the automatic axes of a region do not shard.
 
     Args:

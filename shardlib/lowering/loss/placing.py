@@ -125,7 +125,7 @@ class Placing(WeightPlacing):
         kernels = self._whole(functions)[0]
         narrow = {path for path, use in self.uses.items() if use.product is not None}
 
-        def place(path: str, index: int, value: Any) -> Any:
+        def place(path: str, index: int, value: jax.Array) -> jax.Array:
             if path in self.loss.slices:
                 i = self.loss.slices[path]
                 used = self._used(
@@ -145,7 +145,7 @@ class Placing(WeightPlacing):
                 else constrained(value, layout, self.plan, mesh, path, loose=loose)
             )
 
-        def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+        def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
             asked = equation.params.get("sharding")
             if (
                 equation.name == "sharding_constraint"
@@ -215,7 +215,7 @@ class Placing(WeightPlacing):
             self.machine(mesh),
         )
 
-    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[Any]]]:
+    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
         """What runs in place of custom calls, by path."""
         machine = self.machine(mesh)
         found = {

@@ -84,7 +84,7 @@ class Machine:
             check_vma=False,
         )
 
-    def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
+    def gathered(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
         """A device's shard of an array as the whole, along a dim that is sharded over axes; inside
         of a manual region. See `gather`.
 
@@ -108,7 +108,7 @@ class Machine:
 
     def gather(
         self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts
-    ) -> Callable[[Any], Any]:
+    ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
         One all-gather over all parts of an axis; on a torus of three dims, where the TPU compiler
@@ -130,7 +130,7 @@ class Machine:
             return lambda array: jax.lax.with_sharding_constraint(array, sharding)
         missing = {dim: axes[len(whole.get(dim, ())) :] for dim, axes in pieces.items()}
 
-        def local(array: Any) -> Any:
+        def local(array: jax.Array) -> jax.Array:
             for dim, axes in missing.items():
                 array = self.gathered(array, dim, axes)
             return array
@@ -138,7 +138,7 @@ class Machine:
         return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))
 
 
-def row_major(array: Any) -> Any:
+def row_major(array: jax.Array) -> jax.Array:
     """An array with its last dim innermost in memory.
 
     Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole

@@ -193,7 +193,7 @@ def _ordered(shape: MeshShape, devices: list[jax.Device], topology: str | None) 
     return _grid(tuple(shape[axis] for axis in MESH_AXES), devices).reshape(-1)
 
 
-def tpu_place(device: Any) -> tuple[int, ...]:
+def tpu_place(device: jax.Device) -> tuple[int, ...]:
     """(slice, coordinates, core on chip) of a TPU device."""
     return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shardlib.annotation.trees.paths import Tree
@@ -36,18 +37,18 @@ class Precision:
         moments: of optimizer state with a parameter's shape.
     """
 
-    rest: Any = None
-    products: Any = None
-    kept: Any = None
-    wire: Any = None
-    moments: Any = None
+    rest: np.dtype | None = None
+    products: np.dtype | None = None
+    kept: np.dtype | None = None
+    wire: np.dtype | None = None
+    moments: np.dtype | None = None
 
     @staticmethod
     def of(plan: Plan) -> Precision:
         """The dtypes of a plan."""
         words: Mapping[str, str] = dict(plan.dtypes)
 
-        def dtype(word: str) -> Any:
+        def dtype(word: str) -> np.dtype | None:
             return jnp.dtype(words[word]) if word in words else None
 
         return Precision(
@@ -80,7 +81,7 @@ class Precision:
             params,
         )
 
-    def sums(self, dtype: Any) -> Any:
+    def sums(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a dtype are added up: as the plan says, otherwise float32
         at least.
         """

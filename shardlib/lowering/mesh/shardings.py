@@ -20,6 +20,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, raise_all
 from shardlib.graph.problem import STATE
+from shardlib.jax_types import KeyPath
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.owners import owned, shapes_of
@@ -137,7 +138,7 @@ def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
         else {}
     )
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Any) -> NamedSharding:
         found = planned.get(f"{STATE}.{path_text(path)}")
         return named_sharding(
             mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest
@@ -179,7 +180,7 @@ def optimizer_shardings(
     whole = named_sharding(mesh, Layout())
     unowned: list[str] = []
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Any) -> NamedSharding:
         owner = owned(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
@@ -198,7 +199,7 @@ def optimizer_shardings(
     return tree, (finding,) if unowned else ()
 
 
-def batch_path(path: tuple[Any, ...]) -> str:
+def batch_path(path: KeyPath) -> str:
     """How plans and errors call an array of the batch: "batch.tokens", or "batch" where it is one
     array.
     """
@@ -215,7 +216,7 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     layouts = dict(plan.batch_layouts)
     failures: list[str] = []
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Any) -> NamedSharding:
         text = batch_path(path)
         layout = layouts.get(text)
         if layout is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
+from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib._jax_compat import in_mesh
@@ -31,8 +31,8 @@ class LossJaxpr:
         out_tree: structure of (loss, (metrics, state)).
     """
 
-    closed_jaxpr: Any
-    out_tree: Any
+    closed_jaxpr: jex.ClosedJaxpr
+    out_tree: jax.tree_util.PyTreeDef
 
     @cached_property
     def program(self) -> Program:

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
+from shardlib.jax_types import Jaxpr
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 
@@ -48,7 +50,7 @@ _DRAWS: frozenset[str] = frozenset(
 )
 
 
-def draws(jaxpr: Any) -> bool:
+def draws(jaxpr: Jaxpr) -> bool:
     """Whether a program, or anything it calls, draws random numbers."""
     return any(
         eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn)))
@@ -67,7 +69,7 @@ def dtype_of(leaf: Any) -> Any:
     return dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def placed_keys(keys: Any, sharding: NamedSharding) -> jax.Array:
+def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Typed keys as they are to be sharded; several processes each take what their devices hold.
 
     Args:
@@ -97,7 +99,7 @@ class Fold:
 
     dtype: Any = None
 
-    def stacked(self, leaf: Any, parts: int) -> Any:
+    def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
         """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
         itself.
 
@@ -178,7 +180,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     }
 
 
-def key_inputs(dims: Mapping[str, Any], jaxpr: Any) -> frozenset[int]:
+def key_inputs(dims: Mapping[str, Any], jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
     """Positions of the keys of the whole batch among the inputs of a loss.
 
     Args:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Value
 from shardlib.tracing.program import Equation, Program, has_matmul
 from shardlib.tracing.rewriting.binding import strong
 from shardlib.tracing.rewriting.dependence import dependence
@@ -87,7 +88,7 @@ class Split:
     late: tuple[int, ...]
     passed: tuple[int, ...]
 
-    def run_first(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def run_first(self, inputs: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         """(early results, what is passed on) for all inputs."""
         env: Values = {
             **self.program.constants,
@@ -100,7 +101,7 @@ class Split:
                 evaluate_equations([step], env, _PLAIN)
         return [env[number] for number in self.early], [env[number] for number in self.passed]
 
-    def run_second(self, inputs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+    def run_second(self, inputs: Sequence[Value], passed: Sequence[Value]) -> list[Value]:
         """Late results, for the inputs that are at hand (anything in place of the others) and what
         the first part passed on.
 

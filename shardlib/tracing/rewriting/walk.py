@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.errors import TracingError
+from shardlib.jax_types import Value
 from shardlib.tracing.program import (
     CUSTOM,
     Equation,
@@ -38,7 +39,7 @@ class Together:
     """
 
     paths: tuple[str, ...]
-    run: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
+    run: Callable[[Sequence[Sequence[Value]]], Sequence[Value]]
 
     def members(
         self, equations: Sequence[Equation], known: Collection[int]
@@ -93,10 +94,10 @@ class Walk:
 
     place: Place | None = None
     run: Run | None = None
-    calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
+    calls: Mapping[str, Callable[..., Sequence[Value]]] = field(default_factory=dict)
     together: Mapping[str, Together] = field(default_factory=dict)
-    beside: Mapping[str, Callable[[Sequence[Any], Any], Any]] = field(default_factory=dict)
-    arrays: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
+    arrays: Mapping[str, Value] = field(default_factory=dict)
     remat: str = "none"
     apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     offloaded: bool = False
@@ -115,7 +116,7 @@ class Walk:
         policy, count = self.apart.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
-    def put(self, path: str, index: int, value: Any) -> Any:
+    def put(self, path: str, index: int, value: Value) -> Value:
         """The value after `place`.
 
         Args:
@@ -125,7 +126,7 @@ class Walk:
         """
         return value if self.place is None else self.place(path, index, value)
 
-    def placed(self, equation: Equation, results: Sequence[Any]) -> Sequence[Any]:
+    def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
         """The results of an equation that is no loop, branch or remat after `place`.
 
         Args:

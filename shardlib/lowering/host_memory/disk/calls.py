@@ -57,7 +57,7 @@ class Calls:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    results: Any
+    results: jax.tree_util.PyTreeDef
     calls: tuple[Call, ...]
     sums: Mapping[int, int | None]
 

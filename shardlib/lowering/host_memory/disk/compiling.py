@@ -122,7 +122,7 @@ def _total(sharding: NamedSharding, whole: NamedSharding) -> Callable[[jax.Array
     return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=whole)
 
 
-def step_calls(where: Where, step: Callable[[TrainState, Tree], Any], batch: Tree) -> Calls:
+def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
     """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
     pieces of the update.
 
@@ -215,7 +215,7 @@ def _taken_over(
     return found
 
 
-def init_calls(where: Where, init: Callable[[Any], TrainState]) -> Calls:
+def init_calls(where: Where, init: Callable[[jax.Array], TrainState]) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
     Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,

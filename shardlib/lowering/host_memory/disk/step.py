@@ -74,8 +74,8 @@ class DiskStep:
 
     where: Where
     batch: Tree
-    function: Callable[[TrainState, Tree], Any]
-    first: Callable[[Any], TrainState]
+    function: Callable[[TrainState, Tree], Tree]
+    first: Callable[[jax.Array], TrainState]
     writer: Writer
     _reader: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk")
