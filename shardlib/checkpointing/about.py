@@ -21,6 +21,7 @@ from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan, plan_from_data
 from shardlib.report import Finding
 from shardlib.untrusted import construct, shown
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -48,11 +49,11 @@ class About:
     time: float
     arrays: Mapping[str, Spec]
     sums: Mapping[str, tuple[int, int]]
-    plan: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
+    plan: JsonMapping | None
+    extra: JsonMapping
     metrics: Mapping[str, float]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The document as plain data, with its digest."""
         content = {
             "format": FORMAT,
@@ -110,9 +111,9 @@ class _Written:
     step: int
     time: float
     arrays: Mapping[str, _Array]
-    plan: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
-    metrics: Mapping[str, Any]
+    plan: JsonMapping | None
+    extra: JsonMapping
+    metrics: JsonMapping
 
 
 def digest(content: Any) -> str:
@@ -127,8 +128,8 @@ def described(
     sums: Mapping[str, tuple[int, int]],
     specs: Mapping[str, Spec],
     plan: Plan | None,
-    extra: Mapping[str, Any],
-    metrics: Mapping[str, Any],
+    extra: JsonMapping,
+    metrics: JsonMapping,
 ) -> About:
     """The document of a state that is being saved; waits for its metrics.
 
@@ -203,7 +204,7 @@ def of_step(about: About, step: int) -> About:
     return about
 
 
-def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+def checked_extra(extra: JsonMapping) -> JsonObject:
     """What JSON makes of `extra`, so that later changes to it change nothing.
 
     Raises:

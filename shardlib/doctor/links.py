@@ -23,6 +23,7 @@ from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.hardware.placement import Span
 from shardlib.hardware.topology import Topology
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonObject
 
 RUNS = 5
 #: Rows and columns of the matmul, and bytes that a device gives to a collective: enough for the
@@ -66,7 +67,7 @@ class Measured:
         """
         return 2 * (self.ways - 1) / self.ways * self.bytes / self.seconds
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The measurement as plain data."""
         return {**asdict(self), "bytes_per_s": self.bytes_per_s}
 

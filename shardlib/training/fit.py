@@ -16,9 +16,8 @@ The steps themselves are in `shardlib.training.stepping`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 
@@ -32,6 +31,7 @@ from shardlib.training.stepping.batches import BatchOf
 from shardlib.training.stepping.records import in_order
 from shardlib.training.stepping.steps import Loop
 from shardlib.training.stepping.task import Task
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ def fit(
     seed: int = 0,
     settings: Settings | None = None,
     console: Console | None = None,
-    identity: Mapping[str, Any] | None = None,
+    identity: JsonMapping | None = None,
     tokens: int = 0,
     advice: str = "a smaller learning rate, or another seed",
     later: Sequence[tuple[int, Program]] = (),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardlib.errors import MissingFileError, ShardlibError
+from shardlib.untrusted.json_types import JsonObject
 from shardlib.untrusted.shown import fit, printable, shown
 
 
@@ -139,7 +140,7 @@ def read_toml(
     *,
     limits: Limits = TOML_LIMITS,
     hint: str = "",
-) -> dict[str, Any]:
+) -> JsonObject:
     """The plain data of a TOML file; see `read_bytes` and `parse_toml`.
 
     Args:
@@ -181,7 +182,7 @@ def parse_json(
 
 def parse_toml(
     text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = TOML_LIMITS
-) -> dict[str, Any]:
+) -> JsonObject:
     """The plain data of a TOML text; see `parse_json`. Dates and times are not plain.
 
     Args:
@@ -193,7 +194,7 @@ def parse_toml(
     return _parsed(text, f"{what} is no TOML", error, limits, _toml)
 
 
-def _toml(text: str) -> dict[str, Any]:
+def _toml(text: str) -> JsonObject:
     if any(line.count(".") > TOML_DOTS for line in text.split("\n")):
         raise _Refused(f"a line has more than {TOML_DOTS} dots")
     return tomllib.loads(text)
@@ -226,7 +227,7 @@ def _json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

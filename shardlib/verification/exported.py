@@ -17,6 +17,7 @@ from shardlib import _jax_compat
 from shardlib.errors import VerificationError
 from shardlib.lowering.host_memory.offload import HOST
 from shardlib.lowering.program.program import Program
+from shardlib.untrusted.json_types import JsonObject
 
 #: A partition spec as plain data: for every dim the mesh axes that shard it.
 Spec = list[list[str]]
@@ -46,7 +47,7 @@ class ExportedStep:
     out_kinds: tuple[str, ...]
     donated: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """All but the program, as plain data."""
         return {name: value for name, value in self.__dict__.items() if name != "program"}
 

@@ -19,6 +19,7 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
 from shardlib.untrusted import construct, parse_json, shown
+from shardlib.untrusted.json_types import JsonObject
 from shardlib.verification.hlo.overlap import Scheduled
 
 FORMAT = 1
@@ -54,7 +55,7 @@ class CompiledStep:
     reductions: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
     scheduled: tuple[Scheduled, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The step as plain data."""
         return {
             "device_bytes": dict(self.device_bytes),
@@ -109,7 +110,7 @@ class Verification:
         return verification_text(self)
 
 
-def verification_to_data(found: Verification) -> dict[str, Any]:
+def verification_to_data(found: Verification) -> JsonObject:
     """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where
     the compiler failed.
 

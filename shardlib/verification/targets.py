@@ -26,6 +26,7 @@ from shardlib.axes import MeshShape
 from shardlib.errors import MissingPackageError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import Topology
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import jax
@@ -79,12 +80,12 @@ class Target:
         used = sorted({place[0] for place in self.order})
         return [[i for i, place in enumerate(self.order) if place[0] == number] for number in used]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The target as plain data."""
         return {**self.__dict__, "order": [list(place) for place in self.order]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Target:
+    def from_json(cls, data: JsonMapping) -> Target:
         """Reads what `to_json` wrote."""
         return cls(**{**data, "order": tuple(tuple(place) for place in data["order"])})
 

@@ -13,6 +13,7 @@ from shardlib.cost.machine.efficiency import Efficiency, efficiency
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology
 from shardlib.untrusted import construct
+from shardlib.untrusted.json_types import JsonMapping
 
 
 def linked(topology: Topology, constants: Efficiency) -> Topology:
@@ -57,7 +58,7 @@ class Curve:
     evidence: str = ""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Curve:
+    def from_json(cls, data: JsonMapping) -> Curve:
         """Reads a file of `framework_profiles/curves`."""
         return construct(
             cls,
@@ -82,7 +83,7 @@ def curves() -> Mapping[tuple[str, str], Curve]:
 
 
 def efficiency_of(
-    chip: str, vendor: str, stack: str, measured: Mapping[str, Any] | None = None
+    chip: str, vendor: str, stack: str, measured: JsonMapping | None = None
 ) -> Efficiency:
     """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
     the user's own.

@@ -10,9 +10,7 @@ Ray 2.60).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.engines.ray_hosts import RayHosts
@@ -20,6 +18,7 @@ from shardlib.launching.engines.shared.shell import check_job, check_one_line, c
 from shardlib.launching.engines.shared.submission import Submission
 from shardlib.launching.engines.shared.tpus import is_tpu
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ class Ray:
     help = "Submit to a Ray cluster."
     settings = RaySettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 

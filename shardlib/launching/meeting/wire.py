@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.untrusted import Limits, parse_json
+from shardlib.untrusted.json_types import JsonObject
 
 #: Bytes of a line, at most.
 LINE_BYTES = 1 << 16
@@ -72,7 +73,7 @@ def sealed(secret: str, asked: str, who: str, said: Mapping[str, Any]) -> bytes:
     return json.dumps({"said": text, "seal": _seal(secret, asked, who, text)}).encode() + b"\n"
 
 
-def opened(secret: str, asked: str, who: str, line: bytes) -> dict[str, Any]:
+def opened(secret: str, asked: str, who: str, line: bytes) -> JsonObject:
     """What a line says.
 
     Args:
@@ -106,7 +107,7 @@ def opened(secret: str, asked: str, who: str, line: bytes) -> dict[str, Any]:
         raise StrangerError(str(error)) from error
 
 
-def _object(found: Any) -> dict[str, Any]:
+def _object(found: Any) -> JsonObject:
     if not isinstance(found, dict):
         raise StrangerError("its line is no object")
     return cast("dict[str, Any]", found)

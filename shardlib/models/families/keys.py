@@ -9,12 +9,13 @@ from typing import Any
 
 from shardlib.models.config_parts import SIZE
 from shardlib.untrusted import shown
+from shardlib.untrusted.json_types import Json, JsonMapping
 
 
 class Keys:
     """Reads keys of a configuration and remembers what is wrong with them."""
 
-    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
+    def __init__(self, data: JsonMapping, defaults: JsonMapping | None = None):
         self.data = {**(defaults or {}), **data}
         self.missing: list[str] = []
         self.wrong: list[str] = []
@@ -39,7 +40,7 @@ class Keys:
             return value
         return 1
 
-    def get(self, key: str, default: Any) -> Any:
+    def get(self, key: str, default: Json) -> Any:
         """The value of a key, or the default where it is absent or null; one of another type than
         the default is remembered.
 
@@ -74,7 +75,7 @@ class Keys:
             self.refused.append(message)
 
 
-def _unlike(value: Any, default: Any) -> str:
+def _unlike(value: Json, default: Json) -> str:
     """Of what type a value should be like a default; empty where it is."""
     if isinstance(default, bool) or isinstance(value, bool):
         return (

@@ -25,6 +25,7 @@ from shardlib.planning.decisions.plan_data import FORMAT, ParameterLayout, PlanD
 from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.untrusted import Form, construct, shown
+from shardlib.untrusted.json_types import JsonMapping
 from shardlib.untrusted.shown import bounded
 
 P = TypeVar("P", bound=PlanData)
@@ -88,7 +89,7 @@ def _usual(plan: P) -> P:
     return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
 
 
-def _judged(plan: PlanData, data: Mapping[str, Any], changed: bool) -> list[Finding]:
+def _judged(plan: PlanData, data: JsonMapping, changed: bool) -> list[Finding]:
     """What there is to say about who wrote the plan.
 
     Raises:

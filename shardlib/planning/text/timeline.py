@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
 from shardlib.schedules.timetable import Timetable
+from shardlib.untrusted.json_types import JsonObject
 
 #: Kinds of slices: three kinds of work, forward and backward work in one, and ticks of a program in
 #: lockstep in which a stage computes what nobody asks for.
@@ -85,7 +85,7 @@ class Timeline:
         """The slices of one stage."""
         return tuple(one for one in self.slices if one.stage == stage)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The timeline as plain data."""
         return {
             "name": self.name,

@@ -27,6 +27,7 @@ from shardlib.training.measures.metrics import (
     read_lines,
 )
 from shardlib.training.run.folder import RunFolder
+from shardlib.untrusted.json_types import JsonMapping
 
 
 class Records:
@@ -97,7 +98,7 @@ class Records:
         """
         self.write({"event": event, "step": step, "time": time.time(), **more})
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         """Writes a record down; that there is no room for it is said once, and training goes on.
         Only whoever owns the folder writes.
 

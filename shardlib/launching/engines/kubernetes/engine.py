@@ -21,9 +21,6 @@ kueue.sigs.k8s.io/docs/tasks/run/jobsets (read 2026-11).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from shardlib.launching.engines.kubernetes.jobset import jobset
 from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
 from shardlib.launching.engines.shared.shell import (
@@ -37,6 +34,7 @@ from shardlib.launching.engines.shared.tpus import (
     shape_of,
 )
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 MANIFEST = "jobset.yaml"
 
@@ -91,7 +89,7 @@ class Kubernetes:
     help = "Create a JobSet."
     settings = KubernetesSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 #: Exit code of a run that was stopped and has saved (`shardlib.training.supervisor`), which starts
 #: again without counting as a failure.
@@ -197,7 +198,7 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
         raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
 
 
-def yaml_text(fields: Mapping[str, Any]) -> str:
+def yaml_text(fields: JsonMapping) -> str:
     """Plain data as YAML, in the order given; scripts as blocks, line by line, so that people can
     read them.
     """

@@ -23,9 +23,7 @@ and scontrol.html; containers: github.com/NVIDIA/pyxis, README (read 2026-11).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shardlib.launching.engines.shared.shell import (
     check_job,
@@ -42,6 +40,7 @@ from shardlib.launching.engines.slurm.script import (
 )
 from shardlib.launching.engines.slurm.settings import SlurmSettings
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 SCRIPT = "job.sbatch"
 
@@ -112,7 +111,7 @@ class Slurm:
     help = "Submit to Slurm."
     settings = SlurmSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`; nodes share folders with the machine that submits, so that relative
         paths are those of the user.
         """

@@ -18,8 +18,6 @@ queued-resources create`, `tpu-vm ssh` and `tpu-vm scp` of the Google Cloud SDK 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import Any
 
 from shardlib.launching.engines.shared.shell import (
     check_job,
@@ -38,6 +36,7 @@ from shardlib.launching.engines.shared.tpus import (
 from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
 from shardlib.launching.job import Job
 from shardlib.processes.place import AUTO
+from shardlib.untrusted.json_types import JsonMapping
 
 
 def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
@@ -119,7 +118,7 @@ class TpuVm:
     help = "Run on Cloud TPU VMs."
     settings = TpuVmSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 
