@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import optax
 
 from shardlib.annotation import activations
+from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter
+from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
 from shardlib.frontend.choice import refined_by_compiler, runnable, searched
 from shardlib.frontend.lowered import lower
@@ -39,13 +41,13 @@ from shardlib.verification.verify import verify_program
 
 
 def plan(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
     topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
     refine: int | None = None,
@@ -53,7 +55,7 @@ def plan(
     lowered: bool = False,
     allow: Mapping[str, Sequence[str]] | None = None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
@@ -130,13 +132,13 @@ def plan(
 
 
 def compile(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
     topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
     plan: Plan | None = None,
@@ -145,7 +147,7 @@ def compile(
     disk: str | Path | None = None,
     evaluation: Loss | None = None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
@@ -223,20 +225,20 @@ def compile(
 
 
 def verify(
-    init: Any,
+    init: Init | Program,
     loss: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
     batch: Tree = None,
     *,
     topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
     plan: Plan | None = None,
     limits: Limits | None = None,
     options: Mapping[str, str | bool | int] | None = None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> Verification:
     """Compiles the training step with the real compiler of the machine it is planned for, which
     need not be here, and compares.

@@ -17,7 +17,7 @@ import jax
 
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree, path_parts, path_text
-from shardlib.jax_types import KeyPath
+from shardlib.jax_types import Index, KeyPath
 
 
 def freeze(model: Model, paths: Collection[str]) -> Model:
@@ -36,13 +36,13 @@ def freeze(model: Model, paths: Collection[str]) -> Model:
         return model
     moving = _Moving(params=model.params, state=model.state, moved=moved)
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         return moving.there(*model.init(seed))
 
     def bind(loss: Callable[..., Tree]) -> PureLoss:
         pure = model.bind(loss)
 
-        def run(params: Tree, state: Tree, batch: Tree) -> Any:
+        def run(params: Tree, state: Tree, batch: Tree) -> Tree:
             value, (metrics, after) = pure(*moving.back(params, state), batch)
             return value, (metrics, moving.left(after))
 

@@ -26,6 +26,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
+from shardlib.jax_types import Index
 from shardlib.report import Finding
 
 
@@ -119,14 +120,14 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
     """
     name = described.module.name or type(described.module).__name__
 
-    def boxed(seed: Any) -> dict[str, Any]:
+    def boxed(seed: Index) -> dict[str, Any]:
         inputs = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
             described.inputs,
         )
         return unfreeze(described.module.init(jax.random.key(seed), *inputs, **described.options))
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         variables = _unboxed(boxed(seed))
         return variables.pop("params"), variables
 

@@ -62,7 +62,7 @@ class Model:
     bind: Callable[[Callable[..., Tree]], PureLoss]
     rebuild: Callable[[Tree, Tree], Tree]
     findings: tuple[Finding, ...] = ()
-    evaluating: Callable[[Any], Any] = _as_it_is
+    evaluating: Callable[[Tree], Tree] = _as_it_is
 
     @property
     def has_modes(self) -> bool:

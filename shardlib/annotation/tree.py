@@ -19,6 +19,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.annotation.trees.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
+from shardlib.jax_types import Index
 from shardlib.report import Finding
 
 #: Arrays that an error names.
@@ -86,7 +87,7 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
     if not is_plain(jax.tree.leaves(made)):
         return _module(described, made, name, wrt)
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         return described.initialise(jax.random.key(seed)), {}
 
     params = (
@@ -116,7 +117,7 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
             f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves"
         )
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         return parts.split(described.initialise(jax.random.key(seed)))
 
     axes, findings = _named(params, _of_module(parts, params, described.axes))

@@ -4,10 +4,9 @@ compiler made programs of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from shardlib.decisions.pins import PinMapping
 from shardlib.errors import PlanError
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of
@@ -25,7 +24,7 @@ from shardlib.verification.verify import verify_program
 def searched(
     model: TracedModel,
     topology: str | Topology | None,
-    pin: Mapping[str, Any] | None,
+    pin: PinMapping | None,
     *,
     lowered: bool = True,
 ) -> tuple[TracedModel, Plan]:
@@ -73,7 +72,7 @@ def runnable(plan: Plan) -> Plan:
 def refined_by_compiler(
     model: TracedModel,
     machine: Topology,
-    pin: Mapping[str, Any] | None,
+    pin: PinMapping | None,
     wanted: int,
     limits: Limits | None,
 ) -> Plan:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import optax
 
+from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
 from shardlib.frontend.traced_model import problem
 from shardlib.hardware.cluster import Device, cluster
@@ -17,8 +17,8 @@ from shardlib.planning.edge.edge_plan import EdgePlan
 
 
 def plan_edge(
-    init: Any,
-    forward: Callable[[Any, Any], Any],
+    init: Init,
+    forward: Callable[[Tree, Tree], Tree],
     batch: Tree,
     *,
     devices: str | Path | Sequence[Device],
@@ -50,7 +50,7 @@ def plan_edge(
     """
     listed = cluster(devices)
 
-    def run(model: Any, batch: Any) -> Any:
+    def run(model: Tree, batch: Tree) -> Tree:
         return jnp.zeros(()), {"results": forward(model, batch)}
 
     return spread(

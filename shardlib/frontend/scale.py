@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import optax
 
+from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter
+from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.traced_model import Loss, problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware.family import of_size
@@ -21,17 +23,17 @@ from shardlib.planning.questions.scaling import Curve, curve
 
 
 def scale(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree | Callable[[int], Tree],
     *,
     topology: str | Topology,
     devices: Sequence[int],
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
-    wrt: Any = None,
+    wrt: Filter = None,
     rows: str = "prove",
 ) -> Curve:
     """The best plan for every number of devices of a family of machines.

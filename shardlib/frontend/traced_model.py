@@ -12,8 +12,9 @@ import optax
 from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
 from shardlib.annotation.model import Model
-from shardlib.annotation.read import read
+from shardlib.annotation.read import Init, read
 from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter
 from shardlib.errors import TracingError
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
@@ -47,14 +48,14 @@ class TracedModel:
 
 
 def read_and_trace(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     batch_axes: Tree,
     name: str | None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> TracedModel:
     """Reads a model, and traces its loss; see `shardlib.compiler.plan` for the arguments.
 
@@ -177,14 +178,14 @@ def _traced(
 
 
 def problem(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
     batch_axes: Tree = None,
     name: str | None = None,
-    wrt: Any = None,
+    wrt: Filter = None,
     rows: str = "prove",
 ) -> Problem:
     """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments.

@@ -8,11 +8,11 @@ program's identity.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardlib.decisions.pins import Pins, alias
+from shardlib.decisions.pins import PinMapping, Pins, alias
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.alternative import Alternative
@@ -82,7 +82,7 @@ class Source(Protocol):
         """
         ...
 
-    def why_not(self, pin: Mapping[str, Any]) -> Plan:
+    def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under other pins."""
         ...
 

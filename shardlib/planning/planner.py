@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.decisions.pins import Pins
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -83,7 +82,7 @@ class Prepared:
             front=front,
         )
 
-    def why_not(self, pin: Mapping[str, Any]) -> Plan:
+    def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under different pins, for the same model and topology.
 
         Raises:
@@ -114,7 +113,7 @@ class Prepared:
 def search(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
@@ -134,7 +133,7 @@ def search(
 def ranked(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
@@ -174,7 +173,7 @@ def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
 def _source(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None,
+    pin: PinMapping | Pins | None,
     load: Workload | None,
     lowered: bool,
     stack: FrameworkProfile | str | None,

@@ -29,6 +29,7 @@ from shardlib.graph.kernels import KINDS
 from shardlib.graph.problem import InputDim, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.graph.rows import Rows
+from shardlib.jax_types import Aval
 from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr, graph_from_program
@@ -96,7 +97,7 @@ class Traced:
 
         return rewritten
 
-    def _check(self, leaves: Sequence[Any], tree: Any) -> None:
+    def _check(self, leaves: Sequence[Aval], tree: jax.tree_util.PyTreeDef) -> None:
         if tree != self.in_tree:
             raise TracingError(
                 "the loss was traced for (params, state, batch) of structure\n "

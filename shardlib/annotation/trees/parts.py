@@ -24,12 +24,12 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.report import Finding
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Tree) -> bool:
     """Whether a leaf is an array, or stands for one."""
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
 
 
-def is_plain(leaves: Sequence[Any]) -> bool:
+def is_plain(leaves: Sequence[Tree]) -> bool:
     """Whether all leaves are arrays or floats: then all of them are trained."""
     return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
 

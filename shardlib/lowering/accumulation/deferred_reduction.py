@@ -111,7 +111,7 @@ class Once:
 
     def _loss(
         self, params: Tree, state: Tree, batch: Tree, sums: Sums, beside: Mapping[str, Any]
-    ) -> Any:
+    ) -> Tree:
         def change(walk: Walk) -> Walk:
             return replace(walk, beside=beside, arrays=sums)
 

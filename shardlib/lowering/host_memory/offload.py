@@ -73,7 +73,7 @@ def offloading(
         )
     shapes = shapes_of(params)
 
-    def place(path: KeyPath, leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    def place(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
         return sharding if owned(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
 
     return jax.tree_util.tree_map_with_path(place, opt_state, cut), ()

@@ -112,7 +112,7 @@ def require_products(plan: Plan) -> None:
     require_qwix()
 
 
-def is_real(leaf: Any) -> bool:
+def is_real(leaf: Tree) -> bool:
     """Whether an array holds real floating-point numbers."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -131,7 +131,7 @@ def like(tree: Tree, wanted: Tree) -> Tree:
     )
 
 
-def _cast(leaf: Any, dtype: Any) -> Any:
+def _cast(leaf: Tree, dtype: Any) -> Any:
     if leaf.dtype == dtype:
         return leaf
     return (

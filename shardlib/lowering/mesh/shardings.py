@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -138,7 +137,7 @@ def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
         else {}
     )
 
-    def cut(path: KeyPath, leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         found = planned.get(f"{STATE}.{path_text(path)}")
         return named_sharding(
             mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest
@@ -180,7 +179,7 @@ def optimizer_shardings(
     whole = named_sharding(mesh, Layout())
     unowned: list[str] = []
 
-    def cut(path: KeyPath, leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         owner = owned(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
@@ -216,7 +215,7 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     layouts = dict(plan.batch_layouts)
     failures: list[str] = []
 
-    def cut(path: KeyPath, leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         text = batch_path(path)
         layout = layouts.get(text)
         if layout is None:

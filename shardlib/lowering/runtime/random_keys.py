@@ -58,12 +58,12 @@ def draws(jaxpr: Jaxpr) -> bool:
     )
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Tree) -> bool:
     """Whether an array, concrete or abstract, holds typed random keys."""
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Tree) -> Any:
     """The dtype that JAX gives an array; that of typed keys is one already."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(dtype)

@@ -8,17 +8,16 @@ how it is priced in `planning/search/branch_and_bound.py`. Ties go to the simple
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA, framework_profile
-from shardlib.decisions.pins import Pins
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
@@ -41,7 +40,7 @@ MOST_REJECTED = 200
 def search(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
@@ -125,7 +124,7 @@ def prepared(
 def ranked(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,

@@ -255,11 +255,11 @@ def _same_type(a: Aval, b: Aval) -> bool:
 
 
 def _scan(
-    loop: Loop, program: Program, env: dict[int, Value], stacks: dict[Column, Any], walk: Walk
+    loop: Loop, program: Program, env: dict[int, Value], stacks: dict[Column, Value], walk: Walk
 ) -> None:
     """Runs a loop; `env` gains what is read after it."""
 
-    def read(number: int) -> Any:
+    def read(number: int) -> Value:
         return strong(env[number], program.avals[number])
 
     arrays = {
@@ -269,7 +269,9 @@ def _scan(
     init = {slot: read(start) for slot, (start, _, _) in loop.carried.items()}
     inside = walk.layer() if walk.remat != "none" else walk
 
-    def body(carry: dict[int, Any], sliced: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
+    def body(
+        carry: dict[int, Value], sliced: dict[int, Value]
+    ) -> tuple[dict[int, Value], list[Value]]:
         inner = {**env, **carry, **sliced}
         evaluate_equations(loop.block, inner, inside)
         return {slot: inner[after] for slot, (_, after, _) in loop.carried.items()}, [

@@ -237,7 +237,7 @@ def _late_operands(loop: Loop) -> set[int]:
 def _early(loop: Loop, env: Values) -> None:
     """Runs the early part of a loop."""
 
-    def body(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(inputs: list[Value]) -> tuple[list[Value], list[Value]]:
         return loop.body.run_first(inputs)
 
     stacks = _scan(loop.equation, loop.early, env, body, ())
@@ -247,15 +247,15 @@ def _early(loop: Loop, env: Values) -> None:
 def _late(loop: Loop, env: Values) -> None:
     """Runs the late part of a loop."""
 
-    def body(inputs: list[Any], *passed: Any) -> tuple[list[Any], list[Any]]:
+    def body(inputs: list[Value], *passed: Value) -> tuple[list[Value], list[Value]]:
         return loop.body.run_second(inputs, passed), []
 
     _scan(loop.equation, loop.late, env, body, [env[number] for number in loop.stacks])
 
 
 def _scan(
-    equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Any]
-) -> Sequence[Any]:
+    equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Value]
+) -> Sequence[Value]:
     """Runs a scan with some of its results, and gives what the body returns beside them, stacked.
     Operands that `env` lacks are not read; None stands for them.
     """

@@ -73,7 +73,7 @@ class Where:
         function: Callable[..., Any],
         *inputs: Any,
         summed: bool,
-    ) -> tuple[Program, Any]:
+    ) -> tuple[Program, Tree]:
         """A function to a state, or to a tuple of which that is the first, over leaves of its
         inputs; and the structure of its results.
 

@@ -162,7 +162,9 @@ class Edits:
             finish=finish,
         )
 
-    def _results(self, outputs: list[Any], rewriting: Rewriting) -> tuple[list[Any], list[Any]]:
+    def _results(
+        self, outputs: list[jax.Array], rewriting: Rewriting
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         found, weights = list[Any](), list[Any]()
         for output, result in zip(outputs, self.results, strict=True):
@@ -179,7 +181,7 @@ class Edits:
                 found.append(times(output, result))
         return found, weights
 
-    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
+    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """Divides weighted means, and gives counts and truth values back in their dtypes, which
         means over microbatches are not.
 
@@ -192,7 +194,7 @@ class Edits:
         """
         avals = list(part.closed_jaxpr.out_avals)
 
-        def finish(results: Any, gradients: Tree) -> tuple[Any, Tree]:
+        def finish(results: Tree, gradients: Tree) -> tuple[Tree, Tree]:
             loss, (metrics, state) = results
             weights = list(metrics["weights"]) if vouched else []
             metrics = metrics["metrics"] if vouched else metrics
@@ -251,7 +253,7 @@ def _made(
     inputs: Inputs,
     batch: Tree,
     cut: Sequence[NamedSharding],
-) -> list[Any]:
+) -> list[jax.Array]:
     """What the whole batch says beforehand. It depends on neither parameters nor state, so that
     zeros stand for these where a loop makes other things too.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -32,7 +31,7 @@ class Contribution:
     prologue: Callable[[Tree], Tree]
     dims: Mapping[str, int | None]
     shardings: Tree
-    finish: Callable[[Any, Tree], tuple[Any, Tree]]
+    finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
