@@ -117,11 +117,11 @@ def search(
     *,
     load: Workload | None = None,
     lowered: bool = False,
-    stack: FrameworkProfile | str | None = None,
+    profile: FrameworkProfile | str | None = None,
 ) -> Plan:
     """The fastest plan that fits, see `shardlib.planning.search.search.search`, with its source."""
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, lowered, stack)
+    source = _source(problem, topology, pin, load, lowered, profile)
     preparing = time.perf_counter() - started
     return _sourced(
         searching.search(problem, source.topology, source.pins, load=source.load, lowered=lowered),
@@ -138,14 +138,14 @@ def ranked(
     load: Workload | None = None,
     lowered: bool = False,
     slack: float = math.inf,
-    stack: FrameworkProfile | str | None = None,
+    profile: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, the fastest first, see `shardlib.planning.search.search.ranked`, each
     with its source.
     """
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, lowered, stack)
+    source = _source(problem, topology, pin, load, lowered, profile)
     preparing = time.perf_counter() - started
     found = searching.ranked(
         problem,
@@ -176,11 +176,11 @@ def _source(
     pin: PinMapping | Pins | None,
     load: Workload | None,
     lowered: bool,
-    stack: FrameworkProfile | str | None,
+    profile: FrameworkProfile | str | None,
 ) -> Prepared:
     machine, pins = parse_topology(topology), Pins.parse(pin)
     return Prepared(
-        load=searching.prepared(problem, machine, load, stack, pins),
+        load=searching.prepared(problem, machine, load, profile, pins),
         topology=machine,
         pins=pins,
         lowered=lowered,

@@ -12,7 +12,7 @@ from shardlib.cost.step.capacity_experts import slots_of
 from shardlib.cost.step.routed_experts import GROUPED, routed_values
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
-    ENDS,
+    OUTSIDE_LAYERS,
     Amount,
     Item,
     Routed,
@@ -154,6 +154,6 @@ def boundary_items(facts: Facts) -> list[Item]:
                 ),
             )
 
-        return Item(colours=named(facts.names[value]), terms=terms, segment=ENDS)
+        return Item(colours=named(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)
 
     return [item(value) for value in carried]

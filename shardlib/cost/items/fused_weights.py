@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from shardlib.cost.items.parameter_gathers import gathered
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.terms import ENDS, Item, Term, Transfer, amount, named
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Item, Term, Transfer, amount, named
 from shardlib.graph.problem import Problem
 from shardlib.propagation.assignment import Choice, has
 
@@ -89,7 +89,7 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
         return Item(
             colours=named(facts.names[value]),
             terms=terms,
-            segment=facts.layers.segment(region) if stack else ENDS,
+            segment=facts.layers.segment(region) if stack else OUTSIDE_LAYERS,
         )
 
     return [item(region) for region in (*places, *back)]

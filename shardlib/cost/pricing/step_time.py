@@ -24,7 +24,7 @@ from shardlib.cost.pricing.stage_shares import chunks_of, pipelines_of
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.knobs import Knobs
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.schedules.table import named
 
 Array = np.ndarray
@@ -46,14 +46,16 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
     """
     stages = c.stage
     tick = tick_seconds(s, how, model, pricer, c)
-    each = named(how.schedule).waiting(pipelines_of(how, c, pricer.stack), tick, s.weights / stages)
+    each = named(how.schedule).waiting(
+        pipelines_of(how, c, pricer.profile), tick, s.weights / stages
+    )
     return c.micro * tick + np.where(stages > 1, how.accumulation * each, 0.0)
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
     return np.where(c.stage > 1, s.passes * chunks_of(how, c), 0.0) * (
-        1 - pricer.stack.send_overlap
+        1 - pricer.profile.send_overlap
     )
 
 
@@ -75,11 +77,12 @@ def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidate
         stages, virtual = c.stage, chunks_of(how, c)
         busy = s.compute + s.block + s.along(how)
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
-        if pricer.stack.embedding_and_head == "owners":
-            tick = slowest(layers, model.counts, busy[ENDS], stages, virtual)
+        if pricer.profile.embedding_and_head == "owners":
+            tick = slowest(layers, model.counts, busy[OUTSIDE_LAYERS], stages, virtual)
         else:
             tick = (
-                virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages
+                virtual * bottleneck(layers, model.counts, stages * virtual)
+                + busy[OUTSIDE_LAYERS] / stages
             )
         s.ticks[key] = tick + _passes(s, how, pricer, c) + _starved(s, busy, c)
     return s.ticks[key]

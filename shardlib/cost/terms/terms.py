@@ -178,7 +178,7 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: layer group that it belongs to; `ENDS` outside of all layers, `INSIDE` for
+        segment: layer group that it belongs to; `OUTSIDE_LAYERS`, or `INSIDE` for
             values inside one layer.
     """
 
@@ -189,7 +189,7 @@ class Item:
 
 #: Segments of items that belong to no stack of layers: embedding, head and loss,
 #: and what lives within one layer.
-ENDS, INSIDE = -1, -2
+OUTSIDE_LAYERS, INSIDE = -1, -2
 
 
 def amount(total: float, cut: Cut) -> Amount:

@@ -60,7 +60,7 @@ class OnMachine:
         """
         one = candidate.decisions
         load = load.under(one.dtypes, one.fused)
-        pricer = Pricer(topology, load.stack)
+        pricer = Pricer(topology, load.profile)
         placed = place(one.mesh, topology, one.axis_order)
         assert placed is not None, f"{one.mesh} does not fit {topology.name}"
         c = candidates([(one.mesh, placed)], [one.microbatches], pricer.topology)
@@ -159,10 +159,12 @@ class OnMachine:
 
         if one.groups:
             return between(one.groups, fullest_by_class(how, load.model, c), corner)
-        lean = corner((how.remat,))
+        rematerialised = corner((how.remat,))
         if not how.remat_layers:
-            return lean
-        return mix(corner(("none",)), lean, how.remat_layers / fullest(how, load.model, c))
+            return rematerialised
+        return mix(
+            corner(("none",)), rematerialised, how.remat_layers / fullest(how, load.model, c)
+        )
 
 
 def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:

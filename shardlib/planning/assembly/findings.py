@@ -101,7 +101,7 @@ def _kept(load: Workload, plan: PlanData) -> list[Finding]:
     if (
         not named(plan.schedule).backward_in_two
         or plan.remat == "none"
-        or load.stack.pipeline != "lockstep"
+        or load.profile.pipeline != "lockstep"
     ):
         return []
     return [
@@ -155,7 +155,7 @@ def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
 
 def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Finding]:
     """What experts with a capacity are expected to drop; the price does not depend on it."""
-    known = Pricer(topology, load.stack).constants.skew
+    known = Pricer(topology, load.profile).constants.skew
     skew = BALANCED if known is None else known
 
     def dropped(layer: capped.Capped) -> float:

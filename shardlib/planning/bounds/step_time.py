@@ -45,7 +45,7 @@ class Bounds:
         self._along = ALONG[scope.room.strategy.decisions.context]
         self._layers, self._put_off = (
             len(scope.load.counts),
-            most_put_off(lockstep=pricer.stack.pipeline == "lockstep"),
+            most_put_off(lockstep=pricer.profile.pipeline == "lockstep"),
         )
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
@@ -203,7 +203,7 @@ def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
         np.isfinite(tick.messages),
         np.nan_to_num(tick.messages) * latency + np.nan_to_num(tick.message_bytes) * per_byte,
         0.0,
-    ) * (1 - pricer.stack.send_overlap)
+    ) * (1 - pricer.profile.send_overlap)
 
 
 def step_seconds(

@@ -208,7 +208,7 @@ class GroupBounds:
                 stages=c.stage,
                 chunks=np.where(c.stage > 1, how.virtual_stages, 1),
                 microbatches=c.micro,
-                lockstep=self.pricer.stack.pipeline == "lockstep",
+                lockstep=self.pricer.profile.pipeline == "lockstep",
             )
         )
         slow = (

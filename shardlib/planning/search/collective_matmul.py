@@ -60,7 +60,7 @@ def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
         mesh: sizes of the mesh axes.
     """
     return (
-        load.stack.name == XLA.name
+        load.profile.name == XLA.name
         and mesh["tensor"] > 1
         and mesh["stage"] == 1
         and all(tier.kind != "memory" for tier in topology.tiers)
@@ -87,7 +87,7 @@ def with_any_loops(
             with_loops(load, topology, one.best.fastest, pins, one.best.seconds),
             key=lambda pair: pair[1],
         )
-    hidden = prepare(load.problem, topology.chip.vendor, replace(load.stack, tensor_overlap=1.0))
+    hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
     fastest = priced_space(hidden, topology, pins, lowered=lowered).best.seconds
     ranking, priced = Ranking[Candidate](), 0
     everywhere = priced_space(

@@ -42,14 +42,14 @@ class Group:
         self._entries: dict[Choice, list[Entry]] = {}
 
     def entries(
-        self, choice: Choice, book: Book, stack: FrameworkProfile, segments: int
+        self, choice: Choice, book: Book, profile: FrameworkProfile, segments: int
     ) -> list[Entry]:
         """What all items add under a choice.
 
         Args:
             choice: what shards colours.
             book: numbers the measures.
-            stack: framework profile.
+            profile: framework profile.
             segments: number of segments.
 
         Returns:
@@ -61,7 +61,7 @@ class Group:
                 ((offset + item.segment % segments) * ROWS + row, book.number(measure), amount)
                 for offset, item in self.items
                 for term in item.terms(key)
-                for row, measure, amount in charges(item.segment, term, stack)
+                for row, measure, amount in charges(item.segment, term, profile)
             ]
         return self._entries[key]
 
@@ -118,7 +118,7 @@ class Account:
         groups: of all items.
         parts: components of the colours; `()` stands for what depends on no colour that could be
             sharded over tensor.
-        book, stack: measures, and the software.
+        book, profile: measures, and the software.
     """
 
     lists: int
@@ -126,7 +126,7 @@ class Account:
     groups: tuple[Group, ...]
     parts: tuple[tuple[str, ...], ...]
     book: Book
-    stack: FrameworkProfile
+    profile: FrameworkProfile
     _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
         default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
     )
@@ -166,7 +166,7 @@ class Account:
                 self._known[key] = tallied(
                     entry
                     for group in groups
-                    for entry in group.entries(choice, self.book, self.stack, self.segments)
+                    for entry in group.entries(choice, self.book, self.profile, self.segments)
                 )
             self._asked[asked] = key, self._known[key]
         return self._asked[asked]
@@ -233,7 +233,7 @@ class Ledger:
         points: the memory items of each point, likewise.
         rest: items of stored parameters.
         classes: of layers.
-        stack: the software.
+        profile: the software.
         fixed: colours beside those of a choice's tensor axis that items may depend on.
         book: takes the measures; a new one by default.
     """
@@ -244,12 +244,12 @@ class Ledger:
         points: dict[tuple[str, bool], tuple[list[Item], ...]],
         rest: list[Item],
         classes: int,
-        stack: FrameworkProfile,
+        profile: FrameworkProfile,
         fixed: frozenset[str],
         book: Book | None = None,
     ) -> None:
         self._work, self._points, self._rest = work, points, rest
-        self._segments, self._stack, self._fixed = classes + 2, stack, fixed
+        self._segments, self._profile, self._fixed = classes + 2, profile, fixed
         self.book = Book() if book is None else book
         self._known: dict[tuple[str, ...], Accounts] = {}
 
@@ -271,7 +271,7 @@ class Ledger:
                     groups=some,
                     parts=parts,
                     book=self.book,
-                    stack=self._stack,
+                    profile=self._profile,
                 )
                 for listed, some in zip(lists, groups, strict=True)
             ]

@@ -143,7 +143,7 @@ def build(
         limits=limits,
         lowered=lowered,
         by_class=load.by_class,
-        gathers=_gathers(pins, gathers(load.stack)),
+        gathers=_gathers(pins, gathers(load.profile)),
         each=each,
         strategy=strategy,
     )

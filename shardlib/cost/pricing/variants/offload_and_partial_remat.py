@@ -52,13 +52,13 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
     return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
 
 
-def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
-    """The price when a part of the layers rematerialises (as in `lean`) and the others do not: in
-    between, with the larger of the temporaries.
+def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
+    """The price when a part of the layers rematerialises, as in `rematerialised`, and the others
+    do not: in between, with the larger of the temporaries.
 
     Args:
         fast: the price with no layer rematerialised.
-        lean: the price with all of them.
+        rematerialised: the price with all of them.
         share: part of the layers that are, 0 to 1, [candidates].
     """
 
@@ -67,17 +67,20 @@ def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
 
     memory = {
         name: (
-            between(value, lean.device_bytes[name])
+            between(value, rematerialised.device_bytes[name])
             if name == "activations"
-            else np.maximum(value, lean.device_bytes[name])
+            else np.maximum(value, rematerialised.device_bytes[name])
         )
         for name, value in fast.device_bytes.items()
     }
     return Totals(
-        seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()},
+        seconds={
+            name: between(value, rematerialised.seconds[name])
+            for name, value in fast.seconds.items()
+        },
         device_bytes=memory,
-        flops=between(fast.flops, lean.flops),
-        stacks=between(fast.stacks, lean.stacks),
+        flops=between(fast.flops, rematerialised.flops),
+        stacks=between(fast.stacks, rematerialised.stacks),
         held=fast.held,
     )
 
