@@ -1,8 +1,8 @@
 """How is a value sharded over the mesh?
 
-A layout says, for each dim of an array, which mesh axes cut it, the major one first. Printed as the
-scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I and
-whole along J.
+A layout says, for each dim of an array, which mesh axes shard it, the major one first. Printed as
+the scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I
+and whole along J.
 
 >>> layout = Layout(("data", "fsdp"), (), "tensor")
 >>> layout.local_shape((16, 5, 8), MeshShape(data=2, fsdp=2, tensor=4))

@@ -2,8 +2,8 @@
 
 Rules are a priority list. They are tried from the first to the last; a rule takes effect on the
 first dim of that name which is still undecided, if none of its mesh axes is used in the value yet.
-A rule to None decides "not cut" and closes the name for later rules. This is the semantics of Flax
-Linen (`flax.linen.logical_to_mesh_axes`), applied to every model; the spelling of Flax and of
+A rule to None decides "not sharded" and closes the name for later rules. This is the semantics of
+Flax Linen (`flax.linen.logical_to_mesh_axes`), applied to every model; the spelling of Flax and of
 MaxText is accepted.
 
 >>> rules = Rules.parse([("batch", ["data", "fsdp"]), ("mlp", "tensor"), ("seq", "tensor")])

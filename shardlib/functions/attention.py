@@ -63,7 +63,7 @@ def attention(
     block: int = 0,
 ) -> jax.Array:
     """Mixes values by how much queries look at keys. A plan with a context axis makes a ring of it,
-    or another form for sequences that are cut.
+    or another form for sequences that are sharded.
 
     Args:
         query: [B, S, N, H]; or several such arrays, whose products with as many keys are added up

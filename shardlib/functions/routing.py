@@ -1,7 +1,7 @@
 """Routing: which experts a token visits, and how their load is balanced.
 
 All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered,
-neither forward nor backward, so that a partitioner can cut tokens along any of them.
+neither forward nor backward, so that a partitioner can shard tokens along any of them.
 """
 
 from __future__ import annotations

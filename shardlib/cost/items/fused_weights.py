@@ -1,6 +1,6 @@
 """The cost of taking a fused weight with its parts side by side.
 
-A weight is stored in the model's order. Where the tensor axis cuts a fused dim of it, the program
+A weight is stored in the model's order. Where the tensor axis shards a fused dim of it, the program
 takes it in another order (`shardlib.lowering.reading.fused_dims`): devices deal out their columns
 by rows, change the order, and deal them back, two all-to-alls of a device's part of the weight, and
 as many for its gradient. A vector is gathered instead. Weights of a loop over layers are taken in

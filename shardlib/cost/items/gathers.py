@@ -48,7 +48,7 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
 
 
 def _readers(facts: Facts, value: int) -> list[int]:
-    """The ops that may need a value otherwise than it is cut."""
+    """The ops that may need a value otherwise than it is sharded."""
     return [
         i
         for i in facts.consumers.get(value, ())
@@ -122,8 +122,8 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
 
 
 def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
-    """The collective by which an op gets an operand that an axis cuts; None where it takes it as it
-    is.
+    """The collective by which an op gets an operand that an axis shards; None where it takes it as
+    it is.
     """
     op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
     dims = op.rule.operands[op.operands.index(value)]

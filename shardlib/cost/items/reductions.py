@@ -121,7 +121,7 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                     )
                 )
             elif axis in partial and not (axis == "context" and "batch" in partial):
-                # Results of experts come home before they are added up, and there they are cut
+                # Results of experts come home before they are added up, and there they are sharded
                 # along the sequence.
                 scattered = has(where, axis) or (
                     axis == "tensor"

@@ -32,8 +32,8 @@ def exposed(
     """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
     compute does not hide, in a step.
 
-    XLA hides all of them behind all of compute. A profile that says what it hides has its gathers in
-    the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
+    XLA hides all of them behind all of compute. A profile that says what it hides has its gathers
+    in the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
     backward pass (two thirds), of the last microbatch where it reduces once a step.
 
     Args:

@@ -64,9 +64,9 @@ def localised(
 def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
     """An op that each device does for its own tokens.
 
-    What must be whole along the batch may be cut; where that contracts the batch, the cut leaves
-    partial results. Rows that are picked from tokens, or added to tokens, are those of the same
-    device, so that nothing is partial.
+    What must be whole along the batch may be sharded; where that contracts the batch, the cut
+    leaves partial results. Rows that are picked from tokens, or added to tokens, are those of the
+    same device, so that nothing is partial.
     """
     tokens = {
         factor

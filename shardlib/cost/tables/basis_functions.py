@@ -1,11 +1,11 @@
 """Measures evaluated once for all shapes, of which tallies are products.
 
 Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
-alone, such as the seconds of one kernel, or "one over the ways that the batch is cut". A program
-has hundreds of items under hundreds of choices, but few distinct measures, because programs repeat
-themselves: the layers of a stack, a forward pass that is rematerialised, an op that a choice does
-not touch. So each measure is evaluated once for all shapes, and a tally is a product of a small
-matrix with them.
+alone, such as the seconds of one kernel, or "one over the ways that the batch is sharded". A
+program has hundreds of items under hundreds of choices, but few distinct measures, because programs
+repeat themselves: the layers of a stack, a forward pass that is rematerialised, an op that a choice
+does not touch. So each measure is evaluated once for all shapes, and a tally is a product of a
+small matrix with them.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Compute, Resident, Stored, Term, Transfer
 from shardlib.propagation.assignment import Cut, has
 
-#: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
+#: Part of a resident value -> where it is counted; those that ZeRO shards are counted whole and
+#: cut.
 _PARTS: dict[str, Q] = {
     "cast": Q.CAST,
     "saved": Q.SAVED,

@@ -131,7 +131,7 @@ class Pricer:
 
         Args:
             items: to be added up.
-            choice: what is cut.
+            choice: what is sharded.
             shapes: into how many parts.
             classes: number of layer groups.
         """

@@ -119,7 +119,7 @@ class FrameworkProfile:
             of the parameter.
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one
             microbatch too.
-        flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices
+        flat: whether what ZeRO shards is one flat buffer, or padded, so that any number of devices
             divides it; otherwise a dim of every array must be divisible.
         state_bytes: bytes of optimizer state and master weights for every parameter; None as the
             optimizer of the problem says.

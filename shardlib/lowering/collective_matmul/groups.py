@@ -88,8 +88,8 @@ class Member:
         product: what one device does.
         weight: which operand the weight is.
         gather: the weight as it rests -> in use.
-        held: how the weight is cut in use.
-        result: how the result is cut.
+        held: how the weight is sharded in use.
+        result: how the result is sharded.
     """
 
     product: Product
@@ -108,7 +108,7 @@ class Loop:
         machine: where it runs.
         members: the matmuls; one where it scatters.
         gathers: whether it gathers the activation; otherwise it scatters the result.
-        activation: how the activation is cut.
+        activation: how the activation is sharded.
     """
 
     ring: Ring

@@ -26,13 +26,13 @@ from shardlib.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How heads are cut.
+    """How heads are sharded.
 
     Attributes:
-        axes: mesh axes that cut the heads of queries.
+        axes: mesh axes that shard the heads of queries.
         ways: their number of devices.
-        together: whether they cut the heads of keys and values too; those are whole on every device
-            otherwise, which picks the ones of its queries.
+        together: whether they shard the heads of keys and values too; those are whole on every
+            device otherwise, which picks the ones of its queries.
     """
 
     axes: tuple[str, ...]
@@ -149,8 +149,8 @@ class Local:
     Attributes:
         form: what is computed.
         ring: whether keys and values go around.
-        along: how the sequence is cut; None where it is whole.
-        heads: how heads are cut.
+        along: how the sequence is sharded; None where it is whole.
+        heads: how heads are sharded.
         count: heads of queries, of all devices.
         kernels: what computes attention of what a device has; a ring has its own.
     """

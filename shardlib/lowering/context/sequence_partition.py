@@ -63,7 +63,7 @@ class Cut:
         )
 
     def check(self, length: int) -> None:
-        """Checks that a sequence can be cut.
+        """Checks that a sequence can be sharded.
 
         Raises:
             LayoutError: the runs do not divide it.

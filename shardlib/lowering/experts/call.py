@@ -38,7 +38,7 @@ class Matrices:
     """How one operand of experts comes, and how it is used.
 
     Attributes:
-        rest: how it is cut as it comes.
+        rest: how it is sharded as it comes.
         gathered: mesh axes by dim that it is gathered over before use, the minor ones.
     """
 
@@ -106,14 +106,14 @@ class Matrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """How a call is cut.
+    """How a call is sharded.
 
     Attributes:
         form: what experts compute.
         where: on which axes.
-        tokens: mesh axes that cut batch and sequence of the tokens.
-        over: mesh axes that cut the hidden width, over which results are added up.
-        scattered: whether they cut the sequence of the results.
+        tokens: mesh axes that shard batch and sequence of the tokens.
+        over: mesh axes that shard the hidden width, over which results are added up.
+        scattered: whether they shard the sequence of the results.
         matrices: up, down, and gate where there is one.
     """
 

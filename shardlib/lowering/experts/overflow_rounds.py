@@ -50,7 +50,7 @@ class Work:
         self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
     ) -> jax.Array:
         """Weighted results [N, D] of the assignments of all rounds; partial sums where the hidden
-        width is cut.
+        width is sharded.
 
         Args:
             queue: the assignments.

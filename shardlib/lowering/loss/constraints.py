@@ -40,7 +40,7 @@ def constrained(
     *,
     loose: bool = False,
 ) -> jax.Array:
-    """A value pinned to a layout; loosely, only along the dims that it cuts.
+    """A value pinned to a layout; loosely, only along the dims that it shards.
 
     Raises:
         LayoutError: the layout does not fit the value.

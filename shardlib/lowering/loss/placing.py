@@ -49,7 +49,7 @@ from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.walk import Together, Walk
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
-#: aborts the process on those of arrays that two automatic axes cut (seen on CPU with JAX 0.12:
+#: aborts the process on those of arrays that two automatic axes shard (seen on CPU with JAX 0.12:
 #: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole
 #: arrays.
 INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
@@ -116,8 +116,8 @@ class Placing(WeightPlacing):
 
         Args:
             mesh: the mesh around the walk; inside of a manual region, that of the region, whose
-                manual axes cut nothing there.
-            loose: leave dims that the plan does not cut to the compiler, and every gradient.
+                manual axes shard nothing there.
+            loose: leave dims that the plan does not shard to the compiler, and every gradient.
         """
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)

@@ -18,7 +18,7 @@ from shardlib.planning.plan import Plan
 #: Partial sums are sent as they are.
 PLAIN = InDtype()
 
-#: Mesh axes per dim; dims that are not cut may be left out.
+#: Mesh axes per dim; dims that are not sharded may be left out.
 Cuts = dict[int, tuple[str, ...]]
 
 

@@ -161,14 +161,14 @@ def optimizer_shardings(
 ) -> tuple[Tree, tuple[Finding, ...]]:
     """The sharding of every leaf of an optimizer's state.
 
-    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is cut
-    like that parameter's state. Every other leaf (counts, factored moments) is whole on every
-    device.
+    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is
+    sharded like that parameter's state. Every other leaf (counts, factored moments) is whole on
+    every device.
 
     Args:
         opt_state: abstract state, as `optimizer.init` makes it.
         params: abstract params.
-        shardings: tree like `params`: how each parameter's optimizer state is cut.
+        shardings: tree like `params`: how each parameter's optimizer state is sharded.
         mesh: the mesh.
 
     Returns:

@@ -1,7 +1,7 @@
 """Which custom calls does a loss have, and how are their operands laid out?
 
 A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
-place of the equations of its call. For that, it must be known how the plan cuts the operands, and
+place of the equations of its call. For that, it must be known how the plan shards the operands, and
 which of them are parameters, that come as they rest.
 """
 

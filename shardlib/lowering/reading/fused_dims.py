@@ -1,6 +1,6 @@
 """How is a fused dim sharded so that each of its pieces is?
 
-Where the tensor axis cuts a fused dim (`shardlib.propagation.pieces`), the program works on it in
+Where the tensor axis shards a fused dim (`shardlib.propagation.pieces`), the program works on it in
 another order: device t of T has part t of the first piece, then part t of the second, and so on.
 That is the order of Megatron-LM's fused weights, here for any pieces:
 
@@ -280,8 +280,8 @@ def taken(
 
 
 def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape) -> Layout:
-    """The layout in which a parameter changes the order of its fused dims: nothing cuts them; what
-    did cuts another dim, where one divides.
+    """The layout in which a parameter changes the order of its fused dims: nothing shards them;
+    what did cuts another dim, where one divides.
 
     >>> str(dealt(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'

@@ -27,8 +27,8 @@ def sums(arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any] | None = 
 
     Args:
         arrays: by path.
-        shardings: how arrays are cut, where that is known: every device then adds up its own piece
-            in one pass, and only the sums travel.
+        shardings: how arrays are sharded, where that is known: every device then adds up its own
+            piece in one pass, and only the sums travel.
     """
     rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)

@@ -65,8 +65,8 @@ class Contraction(Apart):
 def contraction_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Contraction | None:
-    """A contraction taken apart; None where the batch is not cut, or the gradient cannot be taken
-    one device at a time.
+    """A contraction taken apart; None where the batch is not sharded, or the gradient cannot be
+    taken one device at a time.
 
     Args:
         use: the operation.

@@ -38,7 +38,7 @@ class Deferred:
         gathers: whether the weight is stored sharded.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].
-        cuts: how they are cut.
+        cuts: how they are sharded.
         reduce: partial sums -> the gradient of the operand, as it rests.
     """
 

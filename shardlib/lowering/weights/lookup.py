@@ -157,7 +157,7 @@ class Lookup(Apart):
 def lookup_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Lookup | None:
-    """A lookup taken apart; None where the batch is not cut, or it is no lookup of whole rows.
+    """A lookup taken apart; None where the batch is not sharded, or it is no lookup of whole rows.
 
     Args:
         use: the operation.

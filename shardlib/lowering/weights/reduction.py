@@ -34,9 +34,9 @@ class Reduction:
     """How the partial sums of one gradient become the gradient that the optimizer reads.
 
     Attributes:
-        scattered: dims of the operand that the stored gradient is sharded along, beyond what cuts
+        scattered: dims of the operand that the stored gradient is sharded along, beyond what shards
             them already.
-        summed: mesh axes that hold partial sums and cut no dim.
+        summed: mesh axes that hold partial sums and shard no dim.
     """
 
     scattered: Cuts
@@ -111,10 +111,10 @@ def reduction(
 
     Args:
         use: how the operand relates to the parameter.
-        gradient: how the optimizer wants the parameter's gradient cut.
+        gradient: how the optimizer wants the parameter's gradient sharded.
         partial: mesh axes that hold partial sums.
         machine: where it runs.
-        held: what cuts the operand already, inside the region.
+        held: what shards the operand already, inside the region.
     """
     scattered: Cuts = {}
     for dim, source in enumerate(use.view.dims):

@@ -224,7 +224,7 @@ def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
 
 
 def _doubled(load: Workload, plan: PlanData) -> list[Finding]:
-    """Colours that the plan cuts and that occur twice in some value, such as the sequence in
+    """Colours that the plan shards and that occur twice in some value, such as the sequence in
     attention scores.
     """
     colouring, forward = load.colouring, load.problem.forward

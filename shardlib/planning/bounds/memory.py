@@ -1,8 +1,8 @@
 """How few bytes can a plan take? Lower bounds of memory, before anything is priced.
 
 Memory does not depend on links, and almost all of it is a sum over the components of the colours.
-With all that ZeRO may cut in shards, all stages equally full and the fewest microbatches in flight
-of any schedule, that sum is a bound of the peak under every ZeRO stage and schedule.
+With all that ZeRO may shard sharded, all stages equally full and the fewest microbatches in
+flight of any schedule, that sum is a bound of the peak under every ZeRO stage and schedule.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Bounds:
 
     @property
     def components(self) -> int:
-        """Number of components of colours that the tensor axis may cut."""
+        """Number of components of colours that the tensor axis may shard."""
         return max(parts.components for parts in self._parts.values())
 
     def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:

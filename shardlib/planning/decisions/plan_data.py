@@ -36,10 +36,10 @@ class ParameterLayout:
         shape: elements per dim.
         dtype: stored dtype.
         colours: colour per dim; None where the dim has none.
-        compute: how it is cut while it is used.
-        rest: how it is cut between uses (ZeRO 3 differs from `compute`).
-        gradient: how its gradient is cut when the optimizer reads it.
-        state: how its optimizer state is cut (ZeRO 1 and 2 differ from `rest`).
+        compute: how it is sharded while it is used.
+        rest: how it is sharded between uses (ZeRO 3 differs from `compute`).
+        gradient: how its gradient is sharded when the optimizer reads it.
+        state: how its optimizer state is sharded (ZeRO 1 and 2 differ from `rest`).
         role: see `shardlib.graph.problem.Parameter`; what is not trained has no gradient and no
             optimizer state, and their layouts are those of use and of rest.
     """

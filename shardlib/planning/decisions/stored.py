@@ -2,7 +2,7 @@
 
 What a plan may hold follows from the annotations of `PlanData` and of what it is made of
 (`shardlib.untrusted.typed`), so that a new field is checked like the others. Decisions are held to
-the words that pins have; layouts to the shapes and the mesh that they cut.
+the words that pins have; layouts to the shapes and the mesh that they shard.
 
 A plan carries a checksum of its content, which says that nobody has changed it since; it is no
 signature, and whoever changes a plan on purpose can write a new one. Of a plan without one nobody

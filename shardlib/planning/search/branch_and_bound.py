@@ -156,7 +156,7 @@ class Explorer:
             scopes = [
                 self._scope(self.load.colouring.sequence_colour, routes)
                 for routes in self.room.routes
-            ]  # over one device nothing is cut
+            ]  # over one device nothing is sharded
             totals = [
                 scope.accounts.work[policy, scope.routes]
                 .on(values, zero)

@@ -1,9 +1,10 @@
 """What does a program cost under every choice of colours, before shapes and links are known?
 
 Items that depend on the same colours form a group. Colours that no op ties together do not know of
-each other: what cutting one costs does not depend on whether another is cut. So the colours fall
-into *components*, every group belongs to one of them or to none, and the tally of a choice is a sum
-over components, each of which has few ways to be cut. Two things follow, and both are exact:
+each other: what cutting one costs does not depend on whether another is sharded. So the colours
+fall into *components*, every group belongs to one of them or to none, and the tally of a choice is
+a sum over components, each of which has few ways to be sharded. Two things follow, and both are
+exact:
 
 - the least that a choice can cost is the sum of the least that each component can cost;
 - the tallies of all choices are sums of the few tallies of components, which do not depend on
@@ -254,7 +255,7 @@ class Ledger:
         self._known: dict[tuple[str, ...], Accounts] = {}
 
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
-        """The accounts where the tensor axis may cut some colours."""
+        """The accounts where the tensor axis may shard some colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
             lists: list[Sequence[list[Item]]] = [

@@ -96,11 +96,11 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Colours that the tensor axis may cut, the most specific first, and those left out for being
+    """Colours that the tensor axis may shard, the most specific first, and those left out for being
     too many.
 
-    The colour of the residual stream is no candidate where the sequence can be cut instead: both
-    cost the same collectives, and along the sequence the normalisation needs none.
+    The colour of the residual stream is no candidate where the sequence can be sharded instead:
+    both cost the same collectives, and along the sequence the normalisation needs none.
     """
     barred = {colouring.batch_colour, colouring.sequence_colour}
     fit = [

@@ -135,7 +135,7 @@ def _in_order(pins: Pins, stages: int, together: int) -> bool:
 
 
 def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
-    """A batch is to be cut that has nothing to cut."""
+    """A batch is to be sharded that has nothing to cut."""
     arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
     asked = " and ".join(
         [
@@ -151,8 +151,8 @@ def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
 
 
 def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length: int) -> PinError:
-    """No colour that the tensor axis may cut divides into its parts; those that do, and why they
-    are not cut.
+    """No colour that the tensor axis may shard divides into its parts; those that do, and why they
+    are not sharded.
     """
     listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
     carried = [

@@ -58,7 +58,7 @@ class Factors:
         self.whole: set[int] = set()
 
     def parallel(self, size: int) -> Dim:
-        """A new factor that may be cut; `()` for a dim of size 1."""
+        """A new factor that may be sharded; `()` for a dim of size 1."""
         if size <= 1:
             return ()
         self.sizes.append(size)

@@ -121,7 +121,7 @@ def transpose(call: Call) -> Description:
 
 
 def slice_(call: Call) -> Description:
-    """Dims that are taken as a whole may be cut, sliced ones not."""
+    """Dims that are taken as a whole may be sharded, sliced ones not."""
     starts, strides = call.params["start_indices"], call.params["strides"]
     sliced = [
         i
