@@ -48,6 +48,8 @@ WORDS = {
 
 #: Least share of the public functions of two parameters or more whose docstring has Args.
 LEAST_DESCRIBED = 0.8
+#: Most uses of `Any` in signatures of public functions; fewer are better.
+MOST_ANY = 450
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,10 @@ def test_most_public_functions_describe_their_parameters(house: dict[str, Any]) 
         figures["of these with Args"],
     )
     assert described >= LEAST_DESCRIBED * most, f"{described} of {most}"
+
+
+def test_signatures_say_more_than_any(house: dict[str, Any]) -> None:
+    assert house["uses of Any"]["signatures of public functions"] <= MOST_ANY
 
 
 def test_names_of_sections_are_read() -> None:

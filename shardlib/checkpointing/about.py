@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -21,7 +20,7 @@ from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan, plan_from_data
 from shardlib.report import Finding
 from shardlib.untrusted import construct, shown
-from shardlib.untrusted.json_types import JsonMapping, JsonObject
+from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -116,7 +115,7 @@ class _Written:
     metrics: JsonMapping
 
 
-def digest(content: Any) -> str:
+def digest(content: Json) -> str:
     """SHA-256 of plain data, whatever the order of keys."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -153,7 +152,7 @@ def described(
     )
 
 
-def from_json(data: Any) -> About:
+def from_json(data: Json) -> About:
     """Reads a document.
 
     Raises:

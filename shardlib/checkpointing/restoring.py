@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.checkpointing import reading
 from shardlib.checkpointing.folder import Folder
@@ -15,6 +14,7 @@ from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.processes import together as processes
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Restored:
 
     step: int
     state: TrainState
-    extra: dict[str, Any]
+    extra: JsonObject
     metrics: dict[str, float]
     plan: Plan | None
     findings: tuple[Finding, ...] = ()

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from shardlib.errors import PinError
 from shardlib.graph.graph import ITEMSIZE
+from shardlib.untrusted.json_types import Json
 
 #: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
 #: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
@@ -50,7 +51,7 @@ def ordered(words: Mapping[str, str]) -> Dtypes:
     return tuple((word, words[word]) for word in DTYPES if word in words)
 
 
-def read_dtypes(word: str, value: Any) -> Dtypes:
+def read_dtypes(word: str, value: Json) -> Dtypes:
     """Dtypes from a mapping.
 
     Args:
@@ -63,7 +64,7 @@ def read_dtypes(word: str, value: Any) -> Dtypes:
     return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
 
 
-def read_allowed(word: str, value: Any) -> Allowed:
+def read_allowed(word: str, value: Json) -> Allowed:
     """Dtypes that the planner may choose, from a mapping to one or several.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from shardlib.axes import MeshShape, mesh_axis
 from shardlib.errors import PinError
 from shardlib.rules import Rules
+from shardlib.untrusted.json_types import Json
 
 #: (layer group, remat policy, how many of its layers follow it; None: all).
 GroupPolicies = tuple[tuple[str, str, int | None], ...]
@@ -52,7 +53,7 @@ def integer(least: int) -> Callable[[str, Any], int]:
     return read
 
 
-def read_mesh(word: str, value: Any) -> MeshShape:
+def read_mesh(word: str, value: Json) -> MeshShape:
     """Sizes of all mesh axes.
 
     Args:
@@ -69,7 +70,7 @@ def read_mesh(word: str, value: Any) -> MeshShape:
     return MeshShape(cast("Mapping[str, int]", value))
 
 
-def read_rules(word: str, value: Any) -> Rules:
+def read_rules(word: str, value: Json) -> Rules:
     """Rules in Flax's or MaxText's spelling, see `Rules.parse`.
 
     Args:
@@ -82,7 +83,7 @@ def read_rules(word: str, value: Any) -> Rules:
     return Rules.parse(value)
 
 
-def read_group_policies(word: str, value: Any) -> GroupPolicies:
+def read_group_policies(word: str, value: Json) -> GroupPolicies:
     """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
 
     Args:
@@ -120,7 +121,7 @@ def read_group_policies(word: str, value: Any) -> GroupPolicies:
     return tuple(sorted(read))
 
 
-def read_offload(word: str, value: Any) -> tuple[str, ...]:
+def read_offload(word: str, value: Json) -> tuple[str, ...]:
     """What is offloaded, in the order of `OFFLOAD`; "none" for nothing.
 
     Args:
@@ -150,7 +151,7 @@ def read_offload(word: str, value: Any) -> tuple[str, ...]:
     return tuple(one for one in OFFLOAD if one in words)
 
 
-def read_axis_order(word: str, value: Any) -> tuple[str, ...]:
+def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
     """Mesh axes, the one on the outermost links first.
 
     Args:

@@ -28,6 +28,7 @@ from shardlib.planning.text.explain import explain
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.planning.text.timeline import Timeline
 from shardlib.untrusted import parse_json
+from shardlib.untrusted.json_types import Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +282,7 @@ class Plan(PlanData):
         return plan_from_data(parse_json(text, "the plan", PlanError), changed=changed)
 
 
-def plan_from_data(data: Any, *, changed: bool = False) -> Plan:
+def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
     """Reads what `plan_to_data` wrote; see `Plan.from_json`.
 
     Args:

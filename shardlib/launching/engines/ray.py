@@ -140,7 +140,12 @@ class Ray:
         return {}
 
     def submission(self, job: Job, settings: RaySettings) -> Submission:
-        """See `ray`."""
+        """See `ray`.
+
+        Args:
+            job: what to run.
+            settings: of the cluster.
+        """
         return ray(job, settings)
 
 

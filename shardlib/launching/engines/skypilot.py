@@ -151,7 +151,12 @@ class SkyPilot:
         return {}
 
     def submission(self, job: Job, settings: SkyPilotSettings) -> Submission:
-        """See `skypilot`."""
+        """See `skypilot`.
+
+        Args:
+            job: what to run.
+            settings: of the clouds.
+        """
         return skypilot(job, settings)
 
 

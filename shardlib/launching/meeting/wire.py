@@ -21,12 +21,11 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Mapping
 from typing import Any, cast
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.untrusted import Limits, parse_json
-from shardlib.untrusted.json_types import JsonObject
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Bytes of a line, at most.
 LINE_BYTES = 1 << 16
@@ -60,7 +59,7 @@ def greeted(line: bytes) -> str:
     return match[1].decode()
 
 
-def sealed(secret: str, asked: str, who: str, said: Mapping[str, Any]) -> bytes:
+def sealed(secret: str, asked: str, who: str, said: JsonMapping) -> bytes:
     """A line.
 
     Args:

@@ -55,6 +55,13 @@ class Matrices:
     ) -> Matrices:
         """An operand that is a parameter, or a layer of it, comes as that rests; another one as it
         is wanted.
+
+        Args:
+            parameter: layouts of it; None for an operand that is none.
+            dims: dim of the parameter that each dim of the operand is; None where it is none.
+            shape: elements per dim of the operand.
+            wanted: how it is to be sharded in use.
+            machine: the mesh and its collectives.
         """
         rest: Cuts = (
             {}

@@ -73,7 +73,15 @@ class Work:
         weights: jax.Array,
         parameters: tuple[jax.Array, ...],
     ) -> jax.Array:
-        """The same of the assignments of one round."""
+        """The same of the assignments of one round.
+
+        Args:
+            queue: assignments in the order in which they are sent.
+            number: of the round.
+            x: this device's tokens [N, D].
+            weights: of the chosen experts, [N, K].
+            parameters: matrices of the experts of this device.
+        """
         per_token = weights.shape[1]
         now = round_of(self.where, queue, number)
         there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))

@@ -42,8 +42,16 @@ def constrained(
 ) -> jax.Array:
     """A value pinned to a layout; loosely, only along the dims that it shards.
 
+    Args:
+        value: array or tracer.
+        layout: mesh axes per dim.
+        plan: with the sizes of these axes.
+        mesh: of the program.
+        path: of the op that makes the value, for messages.
+        loose: whether dims that the layout does not shard are left to the compiler.
+
     Raises:
-        LayoutError: the layout does not fit the value.
+        LayoutError: a dim does not divide.
     """
     try:
         layout.local_shape(value.shape, plan.mesh)

@@ -61,6 +61,14 @@ def trace_loss(
 ) -> LossJaxpr:
     """Traces a loss under a mesh, or under none; `what` says of what, for errors.
 
+    Args:
+        loss: as the model binds it.
+        params: abstract parameters.
+        state: abstract model state.
+        batch: abstract batch.
+        mesh: that it is traced under; None for none.
+        what: what is traced, for messages.
+
     Raises:
         TracingError: the loss does not trace for these shapes under this mesh.
     """

@@ -66,7 +66,13 @@ class Reduction:
         return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
 
     def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
-        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`."""
+        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`.
+
+        Args:
+            partial: this device's sums.
+            machine: the mesh and its collectives.
+            stacked: see `apply`.
+        """
         for dim, axes in self.scattered.items():
             partial = (
                 _scattered_rows(partial, dim, machine.parts(axes), stacked)

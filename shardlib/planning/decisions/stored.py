@@ -25,7 +25,7 @@ from shardlib.planning.decisions.plan_data import FORMAT, ParameterLayout, PlanD
 from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.untrusted import Form, construct, shown
-from shardlib.untrusted.json_types import JsonMapping
+from shardlib.untrusted.json_types import Json, JsonMapping
 from shardlib.untrusted.shown import bounded
 
 P = TypeVar("P", bound=PlanData)
@@ -44,7 +44,7 @@ class ChangedPlanError(PlanError):
     """A plan that is not what was written."""
 
 
-def read(form: type[P], data: Any, *, changed: bool = False) -> P:
+def read(form: type[P], data: Json, *, changed: bool = False) -> P:
     """A plan of plain data.
 
     Args:

@@ -94,7 +94,12 @@ class Kubernetes:
         return {}
 
     def submission(self, job: Job, settings: KubernetesSettings) -> Submission:
-        """See `kubernetes`."""
+        """See `kubernetes`.
+
+        Args:
+            job: what to run.
+            settings: of the cluster.
+        """
         return kubernetes(job, settings)
 
 

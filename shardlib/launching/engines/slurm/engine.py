@@ -118,5 +118,10 @@ class Slurm:
         return {"workdir": str(Path.cwd())}
 
     def submission(self, job: Job, settings: SlurmSettings) -> Submission:
-        """See `slurm`."""
+        """See `slurm`.
+
+        Args:
+            job: what to run.
+            settings: of the cluster.
+        """
         return slurm(job, settings)

@@ -123,7 +123,12 @@ class TpuVm:
         return {}
 
     def submission(self, job: Job, settings: TpuVmSettings) -> Submission:
-        """See `tpu_vm`."""
+        """See `tpu_vm`.
+
+        Args:
+            job: what to run.
+            settings: of the TPU.
+        """
         return tpu_vm(job, settings)
 
 

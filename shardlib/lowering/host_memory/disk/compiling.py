@@ -73,12 +73,21 @@ class Where:
         function: Callable[..., Any],
         *inputs: Any,
         summed: bool,
-    ) -> tuple[Program, Tree]:
+    ) -> tuple[Program, jax.tree_util.PyTreeDef]:
         """A function to a state, or to a tuple of which that is the first, over leaves of its
         inputs; and the structure of its results.
 
         What goes to disk is no other value of the function too. Behind the results are its sums,
         where they are asked for.
+
+        Args:
+            under: context in which it is traced.
+            function: of `inputs`.
+            inputs: abstract arrays, or trees of them.
+            summed: whether checksums of what goes to disk are made, too.
+
+        Returns:
+            The program, and the structure of its results.
         """
         leaves, structure = jax.tree.flatten(inputs)
         found: list[Any] = []

@@ -60,6 +60,11 @@ class Work(ChunkValues):
     def forward(self, held: Held, micro: Any, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember); what enters the first
         chunk is made here.
+
+        Args:
+            held: what the stage has for the whole step.
+            micro: number of the microbatch, int32 scalar.
+            entering: stage activations that enter the chunk.
         """
         return self.chunk.forward(
             self._operands(held, micro), self._entering(held, micro, entering)
@@ -130,6 +135,10 @@ class Work(ChunkValues):
     def reduced(self, held: Held, late: Late) -> Late:
         """Gradients of all stacked parameters, with what the partial sums make of them, once all
         microbatches are done.
+
+        Args:
+            held: what the stage has for the whole step.
+            late: sums over all microbatches.
         """
         known, positions = self.chunk.known, self.cut.weights
         assert known is not None
