@@ -56,6 +56,9 @@ class Layout(tuple[tuple[str, ...], ...]):
 
         Args:
             rank: number of dims.
+
+        Returns:
+            () for every dim.
         """
         return cls(*((),) * rank)
 

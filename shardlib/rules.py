@@ -127,6 +127,9 @@ class Rules:
 
         Args:
             logical: name of a logical axis.
+
+        Returns:
+            Names of mesh axes, the major one first.
         """
         return next((axes for name, axes in self.entries if name == logical), ())
 

@@ -239,7 +239,8 @@ class Checkpoints:
                 model from the checkpoint; the target must be a program.
 
         Returns:
-            The state, its step, the `extra` and metrics that were saved with it, and findings.
+            The state, its step, the `extra`, metrics and plan that were saved with it, and
+            findings.
 
         Raises:
             CheckpointError: there is none, none is good, or the checkpoint is of another model or

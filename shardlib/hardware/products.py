@@ -93,7 +93,7 @@ def gpu_memory(hbm_bytes: int, hbm_bytes_per_s: float, host_bytes_per_s: float) 
 
     Args:
         hbm_bytes: size of the memory.
-        hbm_bytes_per_s: its rate, reads and writes together.
+        hbm_bytes_per_s: its rate.
         host_bytes_per_s: rate of the link to the host, one direction.
     """
     return Memory(
@@ -204,7 +204,7 @@ def dcn(bytes_per_s: float, source: str) -> Link:
     """The data-centre network between TPU slices.
 
     Args:
-        bytes_per_s: of one chip, one direction.
+        bytes_per_s: of one device, one direction.
         source: where that figure is published.
     """
     return Link(
@@ -220,7 +220,7 @@ def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
     """NVLink through switches.
 
     Args:
-        bytes_per_s: of one GPU, one direction.
+        bytes_per_s: of one device, one direction.
         efficiency: share of it that collectives reach.
         source: where the figures are published.
     """
@@ -238,7 +238,7 @@ def infiniband(bytes_per_s: float, source: str) -> Link:
     """The network between nodes of GPUs.
 
     Args:
-        bytes_per_s: of one GPU, one direction.
+        bytes_per_s: of one device, one direction.
         source: where that figure is published.
     """
     return Link(

@@ -92,7 +92,8 @@ def fit(
             which keep nothing.
         console: where to show progress; nowhere by default.
         identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
-        tokens: of a batch, for the tokens a second that `console` shows; 0 shows none.
+        tokens: of a batch, for the tokens a second that `console` shows; 0 where they are not
+            known.
         advice: what to try when the loss is no longer finite.
         later: (steps before it, program) of programs that take over, in that order: for batches
             that grow (`shardlib.training.measures.rates.Ramp`). States must be laid out alike, as

@@ -202,8 +202,8 @@ def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> 
     Args:
         plan: with its estimate.
         compiled: with the aliased bytes.
-        donated: number of donated arrays.
-        aliased: number of those whose memory outputs take over.
+        donated: arrays whose memory was offered for reuse.
+        aliased: arrays whose memory is reused.
     """
     kept = plan.estimate.device_bytes
     state = kept.parameters + kept.frozen + kept.optimizer

@@ -207,7 +207,7 @@ def tpu_places(shape: MeshShape, topology: str) -> list[tuple[int, ...]]:
         topology: its spelling.
 
     Returns:
-        Coordinates of a chip and number of the core, one per device.
+        (slice, coordinates of the chip, core on the chip), one per device.
     """
     try:
         known = parse_topology(topology)
