@@ -1,5 +1,5 @@
-"""How does the house stand? Import circles, sizes of files and folders, lines, fields, parameters
-and words, read from the source.
+"""How does the house stand? Import circles, sizes of files and folders, lines, fields, parameters,
+words, docstrings and uses of `Any`, read from the source; the public names are imported.
 
     python benchmarks/house.py [--out benchmarks/results/house.json]
 
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import importlib
+import inspect
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +116,134 @@ def old_words(text: str) -> dict[str, int]:
     return {word: count for word, count in found.items() if count}
 
 
+def told(doc: str | None, *sections: str) -> set[str]:
+    """Names that sections of a Google-style docstring describe.
+
+    >>> sorted(told("A sum.\\n\\nArgs:\\n    a, b: numbers,\\n        any: too.\\n    *c: more.", "Args"))
+    ['a', 'b', 'c']
+    """
+    names: set[str] = set()
+    section = ""
+    for line in inspect.cleandoc(doc or "").splitlines():
+        if head := re.fullmatch(r"(\w+):", line):
+            section = head[1]
+        elif section in sections and (entry := re.match(r" {4}([*\w][\w, *]*):", line)):
+            names |= {name.strip(" *") for name in entry[1].split(",")}
+    return names
+
+
+def public(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods of a module without an underscore anywhere in their path."""
+    for inner in getattr(node, "body", ()):
+        if isinstance(inner, ast.ClassDef | ast.FunctionDef) and not inner.name.startswith("_"):
+            path = f"{name}.{inner.name}".strip(".")
+            if isinstance(inner, ast.FunctionDef):
+                yield path, inner
+            else:
+                yield from public(inner, path)
+
+
+def untold(of: Any, name: str) -> list[str]:
+    """Parameters of a public function, class or method that no docstring of it describes.
+
+    Those of a class may be described by any class that it inherits from, or by the table of
+    decisions.
+    """
+    try:
+        signature = inspect.signature(of)
+    except ValueError:
+        return []
+    if isinstance(of, type):
+        if issubclass(of, BaseException) and "__init__" not in vars(of):
+            return []
+        names = {one for kind in of.__mro__ for one in told(kind.__doc__, "Args", "Attributes")}
+        if dataclasses.is_dataclass(of):
+            names |= {one.name for one in dataclasses.fields(of) if "decision" in one.metadata}
+    else:
+        names = told(of.__doc__, "Args")
+    return [f"{name}({one})" for one in signature.parameters if one not in names | {"self", "cls"}]
+
+
+def front() -> dict[str, Any]:
+    """What users call: everything in `shardlib.__all__`, and public methods of its classes."""
+    import shardlib
+
+    found = {
+        name: getattr(importlib.import_module(shardlib._HOME[name]), name)
+        for name in shardlib.__all__
+        if name in shardlib._HOME
+    }
+    return found | {
+        f"{name}.{word}": getattr(kind, word)
+        for name, kind in found.items()
+        if isinstance(kind, type)
+        for word, of in vars(kind).items()
+        if not word.startswith("_") and isinstance(of, classmethod | staticmethod | Callable)
+    }
+
+
+def complete(of: Any, name: str) -> bool:
+    """Whether a docstring describes every parameter, and what is returned where that is no class
+    and not None.
+    """
+    if isinstance(of, type) or untold(of, name):
+        return not untold(of, name)
+    returned = inspect.signature(of).return_annotation
+    text = inspect.cleandoc(of.__doc__ or "")
+    short = not inspect.signature(of).parameters.keys() - {"self", "cls"}
+    return returned in (None, "None") or "\nReturns:\n" in text or short
+
+
+def docstrings(modules: dict[str, Path]) -> dict[str, Any]:
+    """How much of what is public is described."""
+    several = [
+        (f"{path.relative_to(ROOT)}:{node.lineno} {name}", node)
+        for path in modules.values()
+        for name, node in public(ast.parse(path.read_text()))
+        if parameters(node) > 1
+    ]
+    with_args = [where for where, node in several if told(ast.get_docstring(node), "Args")]
+    front_door = front()
+    whole = [name for name, of in front_door.items() if complete(of, name)]
+    return {
+        "public functions of two parameters or more": len(several),
+        "of these with Args": len(with_args),
+        "public names and their methods": len(front_door),
+        "of these with Args and Returns": len(whole),
+        "parameters of them that are not described": [
+            one for name, of in front_door.items() for one in untold(of, name)
+        ],
+    }
+
+
+def uses_of_any(modules: dict[str, Path]) -> dict[str, int]:
+    """How often `Any` stands in the source, and in signatures of public functions and fields."""
+
+    def count(*nodes: ast.AST | None) -> int:
+        return sum(
+            isinstance(one, ast.Name) and one.id == "Any"
+            for node in nodes
+            if node is not None
+            for one in ast.walk(node)
+        )
+
+    trees = [ast.parse(path.read_text()) for path in modules.values()]
+    signatures = sum(count(node.args, node.returns) for tree in trees for _, node in public(tree))
+    in_fields = sum(
+        count(one.annotation)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for one in node.body
+        if isinstance(one, ast.AnnAssign)
+    )
+    return {
+        "everywhere": sum(map(count, trees)),
+        "signatures of public functions": signatures,
+        "fields of public classes": in_fields,
+    }
+
+
 def house() -> dict[str, Any]:
     """All figures."""
     modules = sources()
@@ -148,6 +280,8 @@ def house() -> dict[str, Any]:
             if isinstance(node, ast.FunctionDef) and (count := parameters(node)) > PARAMETERS
         },
         "old words": old_words(texts),
+        "docstrings": docstrings(modules),
+        "uses of Any": uses_of_any(modules),
     }
 
 
@@ -159,10 +293,15 @@ def main() -> None:
     options = parser.parse_args()
     found = house()
     for name, value in found.items():
-        print(f"{name}: {len(value) if isinstance(value, list | dict) else value}")
+        if name in ("docstrings", "uses of Any"):
+            for what, figure in value.items():
+                print(f"{name}, {what}: {len(figure) if isinstance(figure, list) else figure}")
+        else:
+            print(f"{name}: {len(value) if isinstance(value, list | dict) else value}")
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # the public names of this tree, not of an installed one
     main()

@@ -20,6 +20,7 @@ is no JAX below floor 5:
     5  annotation, tracing                       read the user's names; jaxpr -> Graph
        functions                                 custom calls, lowered in other forms
        processes                                 processes that agree, are watched and end together
+       jax_types                                 JAX's values, by the names that signatures use
     6  lowering                                  Plan -> one `jax.jit` program
        calibration                               rates of this machine
     7  verification                              the real compilers as judges

@@ -177,6 +177,14 @@ class MeshShape(Mapping[str, int]):
     value.
 
     Iteration covers the axes larger than 1, outermost first; indexing knows all six.
+
+    Attributes:
+        sizes: sizes by name, or pairs of both; names may be aliases ("dp").
+        axes: the same as keywords, beside them.
+
+    Raises:
+        PinError: a name is no mesh axis, or names one twice, or a size is no positive integer; all
+            sizes that are wrong are listed.
     """
 
     __slots__ = ("_sizes",)
@@ -232,7 +240,14 @@ class MeshShape(Mapping[str, int]):
         return math.prod(self._sizes)
 
     def ways(self, axes: Iterable[str]) -> int:
-        """Number of shards of a dim that is sharded over `axes`."""
+        """Number of shards of a dim that is sharded over `axes`.
+
+        Args:
+            axes: names of mesh axes.
+
+        Returns:
+            The product of their sizes; 1 for none.
+        """
         return math.prod(self[axis] for axis in axes)
 
     def __str__(self) -> str:

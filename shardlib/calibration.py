@@ -90,7 +90,12 @@ def _figures(devices: int, local: Sequence[Any], refresh: bool) -> dict[str, flo
 
 
 def cache_path(devices: int, local: int) -> Path:
-    """The file that keeps the figures of `devices` devices measured on `local` ones."""
+    """The file that keeps the figures of `devices` devices measured on `local` ones.
+
+    Args:
+        devices: of the topology.
+        local: devices that were there to measure.
+    """
     folder = os.environ.get("SHARDLIB_CACHE_DIR") or platformdirs.user_cache_dir(
         "shardlib", appauthor=False
     )

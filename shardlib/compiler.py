@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import optax
 
 from shardlib.annotation import activations
+from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter
+from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
 from shardlib.frontend.choice import refined_by_compiler, runnable, searched
 from shardlib.frontend.lowered import lower
@@ -39,13 +41,13 @@ from shardlib.verification.verify import verify_program
 
 
 def plan(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
     topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
     refine: int | None = None,
@@ -53,7 +55,7 @@ def plan(
     lowered: bool = False,
     allow: Mapping[str, Sequence[str]] | None = None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
@@ -72,28 +74,45 @@ def plan(
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
         topology: "16*h100:8", "v5e:16x16", a topology file, ...; by default all devices of this
             machine.
-        pin: decisions fixed by hand, in the words of the plan's JSON.
+        pin: decisions fixed by hand, in the words of the plan's JSON (`docs/pins.md`); None fixes
+            none.
         batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is
             "batch".
-        name: what to call the model.
+        name: what to call the model in the plan; by default that of its constructor or class.
         refine: how many of the best plans to compile for the topology, ahead of time, before the
             best is chosen by what the compiler makes of them (`plan.refined`); none if left out.
-        limits: time and memory that the compiler may take for each.
+        limits: seconds and bytes of memory that the compiler may take for each; only used with
+            `refine`.
         lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile`
             does; implied by `refine`.
-        rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say
-            that the loss and all metrics are means over rows, and nothing is proven.
         allow: dtypes that the planner may choose beside those of the model, which change its
             numbers: {"moment_dtype": ["bfloat16"], ...}, see `docs/pins.md`.
+        rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say
+            that the loss and all metrics are means over rows, and nothing is proven.
         wrt: what is trained, in Flax's words: a filter of NNX such as `nnx.LoRAParam`, or for Linen
             and pytrees a predicate (path, leaf) -> bool; all parameters if left out. The rest is
             frozen: stored and used sharded, with no gradient and no optimizer state, see
             `docs/partial_training.md`.
 
+    Returns:
+        The plan, with its estimate (seconds, bytes per device), the certificate of the search and
+        findings; it can be asked on (`why_not`, `alternatives`, ...).
+
     Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology,
-            pin, or nothing fits; with `refine` also a compiler that is not installed, or that
-            refutes every plan.
+        ArgumentError: arguments of another kind than is asked for; all of them are listed.
+        AnnotationError: `init` is nothing that can be read, names do not fit its arrays, or `wrt`
+            fits none of its parameters.
+        BatchError: `batch_axes` do not fit `batch`, or it has no rows.
+        TracingError: the loss or the initialiser cannot be traced.
+        TopologyError: the topology does not parse; or none is given, and the devices here are
+            accelerators.
+        MissingFileError: the topology names a file that is not there.
+        PinError: a pin is misspelt, out of range or contradicts another, or the pins allow no plan.
+        InfeasibleError: nothing fits the memory of a device; the message names what to relax.
+        MissingPackageError: with `refine`, the compiler of the topology is not installed.
+        PlanError: `refine` is no integer of at least 0.
+        VerificationError: with `refine`, no plan that was compiled survived; where all were out of
+            memory, an `InfeasibleError`.
     """
     require_arguments(
         "plan", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, allow=allow
@@ -113,13 +132,13 @@ def plan(
 
 
 def compile(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
     topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
     plan: Plan | None = None,
@@ -128,12 +147,13 @@ def compile(
     disk: str | Path | None = None,
     evaluation: Loss | None = None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
     Args:
-        init: see `plan`; so for all others that are not listed.
+        init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or
+            `shardlib.tree(...)`.
         loss: (model, batch) -> scalar or (scalar, metrics), of the whole batch. A plan may work
             through the batch in parts, one after the other, and changes no number by it: that the
             loss, every metric and their gradients are means, sums or ratios of sums over the rows
@@ -141,8 +161,14 @@ def compile(
             contrastive loss, statistics of the batch) the batch is never divided: a finding names
             the line, and a pin that asks for parts is a `PinError`. `shardlib.WeightedMean(total,
             weight)` says of a ratio of sums what no proof finds.
-        rows: "prove" that; or "mean": take the loss and all metrics to be means over rows, with no
-            proof.
+        optimizer: an optax transformation.
+        batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch; `step` takes such
+            batches.
+        topology: what to plan for, see `plan`; by default all devices of this machine. Not used
+            with `plan`.
+        pin: decisions fixed by hand, see `plan`. Not used with `plan`.
+        batch_axes: logical axes of the batch, see `plan`.
+        name: what to call the model.
         plan: a plan to carry out instead of searching for one.
         devices: exactly the devices to use; by default the first ones that JAX sees.
         guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by
@@ -152,9 +178,21 @@ def compile(
             temporary files.
         evaluation: (model, batch) -> scalar or (scalar, metrics), of `program.evaluate`; by default
             `loss`. NNX models are in `model.eval()` mode there; see `docs/evaluation.md`.
+        rows: "prove" that; or "mean": take the loss and all metrics to be means over rows, with no
+            proof.
+        wrt: what is trained, see `plan`; all parameters if left out.
+
+    Returns:
+        The program; nothing is compiled or allocated before its first use.
 
     Raises:
-        ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
+        ShardlibError: as `plan` without `refine`, of the same kinds.
+        PlanError: `plan` decides for something that has no lowering yet, or gradients cannot be
+            exchanged under these `guards`.
+        LayoutError: the plan does not fit the model.
+        TopologyError: there are fewer devices than the plan needs, or `devices` are not as many.
+        BatchError: the plan does not fit the batch.
+        DiskError: the folder `disk` cannot be written.
     """
     require_arguments(
         "compile",
@@ -187,36 +225,50 @@ def compile(
 
 
 def verify(
-    init: Any,
+    init: Init | Program,
     loss: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
     batch: Tree = None,
     *,
     topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
     plan: Plan | None = None,
     limits: Limits | None = None,
     options: Mapping[str, str | bool | int] | None = None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> Verification:
     """Compiles the training step with the real compiler of the machine it is planned for, which
     need not be here, and compares.
 
     Args:
-        init: see `plan`; or a `Program`, which then is all that is needed.
+        init: see `plan`; or a `Program`, which then is all that is needed, `topology`, `limits` and
+            `options` apart.
+        loss: see `compile`.
+        optimizer: an optax transformation.
+        batch: the global batch, see `plan`.
+        topology: what to compile for; by default that of `plan` or of the program, or this machine.
+            It must be the one that the plan was made for.
+        pin: decisions fixed by hand, see `plan`.
+        batch_axes: logical axes of the batch, see `plan`.
+        name: what to call the model.
         plan: a plan to verify instead of searching for one.
-        limits: time and memory that the compiler may take.
+        limits: seconds and bytes of memory that the compiler may take.
         options: options of the compiler, by its own names, for this compilation; one that it does
             not know is a finding.
+        rows: "prove" or "mean", see `plan`.
+        wrt: what is trained, see `plan`.
 
     Returns:
         What was predicted, what was compiled, and findings; a compiler that fails is a finding.
 
     Raises:
-        ShardlibError: as `compile`; also a compiler that is not installed, with what to install.
+        ShardlibError: as `compile`, of the same kinds.
+        MissingPackageError: the compiler is not installed; the message says what to install.
+        VerificationError: the loss or the optimizer is missing, or the plan was made for another
+            topology.
     """
     if isinstance(init, Program):
         return verify_program(init, machine_of_plan(topology, init.plan), limits, options)

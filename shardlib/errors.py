@@ -58,6 +58,7 @@ class InfeasibleError(ShardlibError, ValueError):
     Attributes:
         short_bytes: bytes that a device lacks for the leanest plan; 0 where memory is not what is
             lacking.
+        message: what does not fit, and what to relax; `str(error)`.
     """
 
     def __init__(self, message: str, *, short_bytes: int = 0) -> None:
@@ -115,9 +116,10 @@ class OwnedError(RunError):
     """A folder that another process writes to.
 
     Attributes:
-        host: name of its machine.
+        host: name of the other process's machine; empty where it is not known.
         pid: of the process there; 0 where it is not known.
-        since: when it began, UTC.
+        since: when it began, UTC; empty where it is not known.
+        message: whose folder it is; `str(error)`.
     """
 
     def __init__(self, message: str, *, host: str = "", pid: int = 0, since: str = "") -> None:
@@ -132,6 +134,7 @@ class LaunchError(ShardlibError, RuntimeError):
     Attributes:
         again: whether another start with the same words may go well: somebody was late or is gone,
             a port was taken.
+        message: what is wrong, and what to try; `str(error)`.
     """
 
     def __init__(self, message: str, *, again: bool = False) -> None:
@@ -164,7 +167,10 @@ def raise_all(
         kind: the error class to raise.
         what: the headline, without a final colon.
         failures: one line per failure, at least one.
-        hint: what the user could try.
+        hint: what the user could try; empty for nothing.
+
+    Raises:
+        ShardlibError: always, of the class `kind`.
     """
     assert failures, "raise_all needs at least one failure"
     body = (

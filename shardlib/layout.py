@@ -1,8 +1,8 @@
 """How is a value sharded over the mesh?
 
-A layout says, for each dim of an array, which mesh axes cut it, the major one first. Printed as the
-scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I and
-whole along J.
+A layout says, for each dim of an array, which mesh axes shard it, the major one first. Printed as
+the scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I
+and whole along J.
 
 >>> layout = Layout(("data", "fsdp"), (), "tensor")
 >>> layout.local_shape((16, 5, 8), MeshShape(data=2, fsdp=2, tensor=4))
@@ -23,8 +23,12 @@ from shardlib.errors import LayoutError
 class Layout(tuple[tuple[str, ...], ...]):
     """Mesh axes per dim, major first; a frozen tuple of tuples.
 
+    Attributes:
+        dims: for each dim of the array, what shards it: a mesh axis, several, or None or () for
+            none.
+
     Raises:
-        LayoutError: an axis is unknown or cuts two dims.
+        LayoutError: an axis is unknown or shards two dims.
     """
 
     __slots__ = ()
@@ -48,24 +52,52 @@ class Layout(tuple[tuple[str, ...], ...]):
 
     @classmethod
     def replicated(cls, rank: int) -> Layout:
-        """The layout that cuts nothing of an array of `rank` dims."""
+        """The layout of an array of `rank` dims, none of which is sharded.
+
+        Args:
+            rank: number of dims.
+
+        Returns:
+            () for every dim.
+        """
         return cls(*((),) * rank)
 
     @property
     def axes(self) -> frozenset[str]:
-        """Every mesh axis that cuts some dim."""
+        """Every mesh axis that shards some dim."""
         return frozenset(axis for dim in self for axis in dim)
 
     def parts(self, mesh: MeshShape) -> tuple[int, ...]:
-        """Number of parts of each dim."""
+        """Number of shards along each dim.
+
+        Args:
+            mesh: sizes of the mesh axes.
+
+        Returns:
+            One number per dim; 1 where it is not sharded.
+        """
         return tuple(mesh.ways(dim) for dim in self)
 
     def ways(self, mesh: MeshShape) -> int:
-        """Number of distinct shards of the whole value."""
+        """Number of distinct shards of the whole value.
+
+        Args:
+            mesh: sizes of the mesh axes.
+
+        Returns:
+            The product of `parts`; fewer than the devices where some hold replicas.
+        """
         return math.prod(self.parts(mesh))
 
     def local_shape(self, shape: Sequence[int], mesh: MeshShape) -> tuple[int, ...]:
         """Shape that one device holds.
+
+        Args:
+            shape: elements per dim of the whole array.
+            mesh: sizes of the mesh axes.
+
+        Returns:
+            Elements per dim of the shard of one device.
 
         Raises:
             LayoutError: the rank differs or a dim does not divide.
@@ -85,7 +117,19 @@ class Layout(tuple[tuple[str, ...], ...]):
         return tuple(size // n for size, n in zip(shape, parts, strict=True))
 
     def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: MeshShape) -> int:
-        """Bytes that one device holds of an array with `itemsize` bytes an element."""
+        """Bytes that one device holds of an array with `itemsize` bytes an element.
+
+        Args:
+            shape: elements per dim of the whole array.
+            itemsize: bytes of an element.
+            mesh: sizes of the mesh axes.
+
+        Returns:
+            Bytes of one shard.
+
+        Raises:
+            LayoutError: as `local_shape`.
+        """
         return math.prod(self.local_shape(shape, mesh)) * itemsize
 
     def __str__(self) -> str:

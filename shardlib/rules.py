@@ -2,8 +2,8 @@
 
 Rules are a priority list. They are tried from the first to the last; a rule takes effect on the
 first dim of that name which is still undecided, if none of its mesh axes is used in the value yet.
-A rule to None decides "not cut" and closes the name for later rules. This is the semantics of Flax
-Linen (`flax.linen.logical_to_mesh_axes`), applied to every model; the spelling of Flax and of
+A rule to None decides "not sharded" and closes the name for later rules. This is the semantics of
+Flax Linen (`flax.linen.logical_to_mesh_axes`), applied to every model; the spelling of Flax and of
 MaxText is accepted.
 
 >>> rules = Rules.parse([("batch", ["data", "fsdp"]), ("mlp", "tensor"), ("seq", "tensor")])
@@ -52,7 +52,12 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Rules:
-    """A priority list of (logical axis, mesh axes); mesh axes () decide "not cut"."""
+    """A priority list of (logical axis, mesh axes); mesh axes () decide "not sharded".
+
+    Attributes:
+        entries: (logical axis, mesh axes) pairs, the first to be tried first; `parse` reads other
+            spellings and checks them.
+    """
 
     entries: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -60,6 +65,13 @@ class Rules:
     def parse(cls, rules: Rules | Mapping[str, object] | Iterable[Sequence[object]]) -> Rules:
         """Reads rules in Flax's spelling (pairs) or MaxText's (pairs with lists, repeated names as
         fallbacks).
+
+        Args:
+            rules: pairs (logical axis, mesh axis, several of them, or None), or a mapping of the
+                same; aliases of mesh axes are understood. `Rules` are given back as they are.
+
+        Returns:
+            The rules, with the canonical names of mesh axes.
 
         Raises:
             RuleError: an entry is no pair, or names something that is no mesh axis; all of them are
@@ -111,7 +123,14 @@ class Rules:
         return frozenset(name for name, _ in self.entries)
 
     def axes_of(self, logical: str) -> tuple[str, ...]:
-        """Mesh axes of the first rule for a logical axis; () when there is none."""
+        """Mesh axes of the first rule for a logical axis; () when there is none.
+
+        Args:
+            logical: name of a logical axis.
+
+        Returns:
+            Names of mesh axes, the major one first.
+        """
         return next((axes for name, axes in self.entries if name == logical), ())
 
     def __add__(self, other: Rules) -> Rules:
@@ -128,6 +147,9 @@ class Rules:
             names: logical axis per dim; None where the dim has no name.
             shape: size per dim, elements.
             mesh: sizes of the mesh axes.
+
+        Returns:
+            The layout, and the rules that were passed over.
 
         Raises:
             RuleError: `names` and `shape` differ in length.

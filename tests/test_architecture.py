@@ -16,7 +16,7 @@ FLOORS = {
     2: ["graph", "decisions"],
     3: ["propagation", "cost"],
     4: ["planning"],
-    5: ["_jax_compat", "processes", "annotation", "functions", "tracing"],
+    5: ["_jax_compat", "jax_types", "processes", "annotation", "functions", "tracing"],
     6: ["calibration", "lowering"],
     7: ["verification", "explanation"],
     8: ["compiler", "frontend"],

@@ -46,6 +46,12 @@ WORDS = {
 }
 
 
+#: Least share of the public functions of two parameters or more whose docstring has Args.
+LEAST_DESCRIBED = 0.8
+#: Most uses of `Any` in signatures of public functions; fewer are better.
+MOST_ANY = 450
+
+
 @pytest.fixture(scope="module")
 def house() -> dict[str, Any]:
     return read.house()
@@ -71,6 +77,38 @@ def test_figure_is_nothing(house: dict[str, Any], figure: str) -> None:
 )
 def test_no_others_are_large(house: dict[str, Any], figure: str, known: set[str]) -> None:
     assert {where.rpartition(" ")[2] for where in house[figure]} <= known, house[figure]
+
+
+def test_public_names_describe_all_their_parameters(house: dict[str, Any]) -> None:
+    assert house["docstrings"]["parameters of them that are not described"] == []
+
+
+def test_most_public_functions_describe_their_parameters(house: dict[str, Any]) -> None:
+    figures = house["docstrings"]
+    most, described = (
+        figures["public functions of two parameters or more"],
+        figures["of these with Args"],
+    )
+    assert described >= LEAST_DESCRIBED * most, f"{described} of {most}"
+
+
+def test_signatures_say_more_than_any(house: dict[str, Any]) -> None:
+    assert house["uses of Any"]["signatures of public functions"] <= MOST_ANY
+
+
+def test_names_of_sections_are_read() -> None:
+    doc = "One.\n\n    Args:\n        a, b: x.\n            c: more.\n    Raises:\n        E: d.\n    "
+    assert read.told(doc, "Args") == {"a", "b"}
+    assert read.told(doc, "Args", "Raises") == {"a", "b", "E"}
+
+    def of(a: int, c: int) -> None:
+        """One.
+
+        Args:
+            a: first.
+        """
+
+    assert read.untold(of, "of") == ["of(c)"]
 
 
 def test_old_words_are_found() -> None:

@@ -86,7 +86,7 @@ class Quote:
         topology = replace(self.topology, efficiency=values)
         if how.remat_layers or how.offload:
             return float(price(load, topology, one).step_seconds[0])
-        pricer = Pricer(topology, load.stack)
+        pricer = Pricer(topology, load.profile)
         placed = place(how.mesh, pricer.topology, how.axis_order)
         assert placed is not None, "the candidate was priced on this machine"
         c = candidates([(how.mesh, placed)], [how.microbatches], pricer.topology)
@@ -102,7 +102,7 @@ class Quote:
 
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.machine.efficiency.Efficiency` that the price depends on."""
-        name = self.load.stack.name
+        name = self.load.profile.name
         eager = (
             *(() if name in COMPILED else ("unfused",)),
             *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s", "gap_s")),
@@ -158,7 +158,7 @@ class Bench:
                 machine,
                 {"attention": "traced", **case.pins, **published_rules(load, case.pins)},
                 load=load,
-                stack=case.software.stack,
+                profile=case.software.stack,
             )
         )
         return Quote(
@@ -177,7 +177,7 @@ class Bench:
             machine,
             {"attention": "traced", **pins, **published_rules(load, pins)},
             load=load,
-            stack=case.software.stack,
+            profile=case.software.stack,
         )
 
     def _load(self, case: Case, machine: Topology) -> Workload:

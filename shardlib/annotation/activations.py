@@ -20,17 +20,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import MESH_AXES
+from shardlib.jax_types import Jaxpr
 from shardlib.report import Finding
 
 
-def no_mesh() -> AbstractContextManager[Any]:
+def no_mesh() -> AbstractContextManager[object]:
     """Takes any mesh that the caller has set out of force: a plan brings its own, and an outer one
     would leak into the trace.
     """
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
-def planning_mesh() -> AbstractContextManager[Any]:
+def planning_mesh() -> AbstractContextManager[object]:
     """A mesh of one device with all six mesh axes."""
     return jax.sharding.use_abstract_mesh(
         AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -47,7 +48,7 @@ def needs_mesh(error: BaseException | None) -> bool:
     return isinstance(error, (RuntimeError, ValueError)) and "mesh" in str(error).lower()
 
 
-def pinned_activations(jaxpr: Any) -> int:
+def pinned_activations(jaxpr: Jaxpr) -> int:
     """Number of layouts pinned on activations in a program."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(
@@ -56,7 +57,7 @@ def pinned_activations(jaxpr: Any) -> int:
     )
 
 
-def manual_regions(jaxpr: Any) -> int:
+def manual_regions(jaxpr: Jaxpr) -> int:
     """Number of regions with a mesh of their own, and of layouts pinned where re-evaluation does
     not reach: in custom derivatives.
     """
@@ -83,7 +84,14 @@ def _inside(eqn: Any) -> list[Any]:
 def ignored_constraints(
     loss: PureLoss, params: Tree, state: Tree, batch: Tree
 ) -> tuple[Finding, ...]:
-    """What Flax's logical constraints in a loss would have pinned, had rules been in force."""
+    """What Flax's logical constraints in a loss would have pinned, had rules been in force.
+
+    Args:
+        loss: as the model binds it.
+        params: abstract parameters.
+        state: abstract model state.
+        batch: abstract batch.
+    """
     with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
         count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
     return (

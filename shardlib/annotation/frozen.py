@@ -17,6 +17,7 @@ import jax
 
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree, path_parts, path_text
+from shardlib.jax_types import Index, KeyPath
 
 
 def freeze(model: Model, paths: Collection[str]) -> Model:
@@ -35,13 +36,13 @@ def freeze(model: Model, paths: Collection[str]) -> Model:
         return model
     moving = _Moving(params=model.params, state=model.state, moved=moved)
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         return moving.there(*model.init(seed))
 
-    def bind(loss: Callable[..., Any]) -> PureLoss:
+    def bind(loss: Callable[..., Tree]) -> PureLoss:
         pure = model.bind(loss)
 
-        def run(params: Tree, state: Tree, batch: Tree) -> Any:
+        def run(params: Tree, state: Tree, batch: Tree) -> Tree:
             value, (metrics, after) = pure(*moving.back(params, state), batch)
             return value, (metrics, moving.left(after))
 
@@ -123,7 +124,7 @@ def _movable(model: Model, paths: Collection[str]) -> frozenset[str]:
     return frozenset(found.difference(_by_path(model.params))) if apart else frozenset()
 
 
-def _free(tree: Any, keys: tuple[Any, ...]) -> bool:
+def _free(tree: Any, keys: KeyPath) -> bool:
     for key in keys:
         if type(tree) is not dict or any(type(other) is not type(key) for other in tree):
             return False
@@ -140,7 +141,7 @@ def _grafted(tree: Tree, leaves: list[tuple[tuple[Any, ...], Any]]) -> Tree:
     return tree
 
 
-def _put(tree: Mapping[Any, Any], keys: tuple[Any, ...], leaf: Any) -> dict[Any, Any]:
+def _put(tree: Mapping[Any, Any], keys: KeyPath, leaf: Any) -> dict[Any, Any]:
     first, *rest = keys
     return {**tree, first: _put(tree.get(first, {}), tuple(rest), leaf) if rest else leaf}
 

@@ -26,6 +26,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
+from shardlib.jax_types import Index
 from shardlib.report import Finding
 
 
@@ -58,9 +59,14 @@ def linen(module: nn.Module, *sample_inputs: Any, **options: Any) -> LinenInit:
     is refused. Collections that are not returned stay as they are.
 
     Args:
-        module: the module.
-        sample_inputs: arrays or `jax.ShapeDtypeStruct`; only their shapes and dtypes matter.
+        module: the module, unbound.
+        sample_inputs: positional arguments of its call, arrays or `jax.ShapeDtypeStruct`; only
+            their shapes and dtypes matter.
         options: keyword arguments of the module's call, e.g. `train=False`; kept static.
+
+    Returns:
+        The description, for `init` of `shardlib.plan`, `compile` and the like; nothing is
+        initialised yet.
 
     Raises:
         AnnotationError: `module` is no Linen module.
@@ -114,14 +120,14 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
     """
     name = described.module.name or type(described.module).__name__
 
-    def boxed(seed: Any) -> dict[str, Any]:
+    def boxed(seed: Index) -> dict[str, Any]:
         inputs = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
             described.inputs,
         )
         return unfreeze(described.module.init(jax.random.key(seed), *inputs, **described.options))
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         variables = _unboxed(boxed(seed))
         return variables.pop("params"), variables
 
@@ -168,9 +174,9 @@ def _fitted(boxes: Tree) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
     )
 
 
-def _binder(stateful: bool) -> Callable[[Callable[..., Any]], PureLoss]:
-    def bind(loss: Callable[..., Any]) -> PureLoss:
-        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+def _binder(stateful: bool) -> Callable[[Callable[..., Tree]], PureLoss]:
+    def bind(loss: Callable[..., Tree]) -> PureLoss:
+        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             result = loss({"params": params, **state} if stateful else params, batch)
             value, metrics, updates = loss_metrics_and_updates(result, state, _unboxed)
             return value, (metrics, {**state, **updates})

@@ -32,8 +32,8 @@ FORMS = (
 
 
 def loss_metrics_and_updates(
-    result: Any, state: Tree, unboxed: Callable[[Tree], Tree]
-) -> tuple[Any, dict[str, Any], dict[str, Tree]]:
+    result: Tree, state: Tree, unboxed: Callable[[Tree], Tree]
+) -> tuple[Tree, dict[str, Tree], dict[str, Tree]]:
     """Splits what a Linen loss returned.
 
     Args:
@@ -126,7 +126,7 @@ def _misfits(name: str, found: Tree, wanted: Tree) -> list[str]:
     ]
 
 
-def _described(result: Any) -> str:
+def _described(result: Tree) -> str:
     if isinstance(result, tuple):
         return f"({', '.join(map(_described, result))})"
     return (
@@ -136,7 +136,7 @@ def _described(result: Any) -> str:
     )
 
 
-def _refused(result: Any, state: Tree, failures: list[str]) -> NoReturn:
+def _refused(result: Tree, state: Tree, failures: list[str]) -> NoReturn:
     names = ", ".join(map(repr, state)) or "none beside 'params'"
     raise_all(
         TracingError,

@@ -18,6 +18,7 @@ import jax
 from shardlib.annotation.trees.partition import Partition
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
+from shardlib.jax_types import Index
 from shardlib.report import Finding
 
 __all__ = ["Model", "PureLoss", "Tree", "path_text"]
@@ -54,21 +55,21 @@ class Model:
     """
 
     name: str
-    init: Callable[[Any], tuple[Tree, Tree]]
+    init: Callable[[Index], tuple[Tree, Tree]]
     params: Tree
     state: Tree
     axes: Mapping[str, LogicalAxes]
-    bind: Callable[[Callable[..., Any]], PureLoss]
-    rebuild: Callable[[Tree, Tree], Any]
+    bind: Callable[[Callable[..., Tree]], PureLoss]
+    rebuild: Callable[[Tree, Tree], Tree]
     findings: tuple[Finding, ...] = ()
-    evaluating: Callable[[Any], Any] = _as_it_is
+    evaluating: Callable[[Tree], Tree] = _as_it_is
 
     @property
     def has_modes(self) -> bool:
         """Whether the library knows of models that train and models that are evaluated."""
         return self.evaluating is not _as_it_is
 
-    def evaluated(self, loss: Callable[..., Any]) -> PureLoss:
+    def evaluated(self, loss: Callable[..., Tree]) -> PureLoss:
         """The user's loss as a `PureLoss` in the mode of an evaluation."""
         return self.bind(lambda model, batch: loss(self.evaluating(model), batch))
 

@@ -30,13 +30,14 @@ from shardlib.annotation.trees.wrt import (
 )
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
+from shardlib.jax_types import Index, KeyPath
 from shardlib.report import Finding
 
 #: Keys of variable metadata under which Flax keeps names, the current one first.
 _NAME_KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
 
 
-def _trained(path: tuple[Any, ...], value: Any) -> bool:
+def _trained(path: KeyPath, value: Any) -> bool:
     return isinstance(value, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
@@ -64,7 +65,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
     trees = _Trees(graph, params, state, trained)
     told = base_is_trained(dict(nnx.to_flat_state(params))) if wrt is None else ()
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         with _jax_compat.unsharded_variables():
             _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), trained, ...)
         return trees.params.plain(parts[0]), trees.state.plain(parts[1])
@@ -119,7 +120,7 @@ def _names(
     return fitted(written, {path: v.shape for path, v in variables.items()}, stacks=True)
 
 
-def _with_rngs(constructor: Callable[..., Any], name: str) -> Callable[[nnx.Rngs], Any]:
+def _with_rngs(constructor: Callable[..., Tree], name: str) -> Callable[[nnx.Rngs], Tree]:
     try:  # the metaclass of nnx modules hides the constructor's own signature
         described = constructor.__init__ if inspect.isclass(constructor) else constructor
         parameters = dict(inspect.signature(described).parameters)
@@ -144,7 +145,7 @@ def _with_rngs(constructor: Callable[..., Any], name: str) -> Callable[[nnx.Rngs
     return constructor
 
 
-def _abstract(build: Callable[[nnx.Rngs], Any], name: str) -> nnx.Module:
+def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> nnx.Module:
     def checked() -> nnx.Module:
         module = build(nnx.Rngs(0))
         if not isinstance(module, nnx.Module):
@@ -218,10 +219,10 @@ class _Trees:
         with _jax_compat.unsharded_variables():
             return nnx.merge(self.graph, self.params.state(params), self.state.state(state))
 
-    def bind(self, loss: Callable[..., Any]) -> PureLoss:
+    def bind(self, loss: Callable[..., Tree]) -> PureLoss:
         """The user's loss as a pure function."""
 
-        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             module = self.rebuild(params, state)
             with _jax_compat.unsharded_variables():
                 value, metrics = loss_and_metrics(loss(module, batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,10 @@ from shardlib.annotation.trees.parts import is_array
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.errors import AnnotationError
 
+#: What makes a model: a callable `nnx.Rngs -> nnx.Module`, a description by `shardlib.linen` or
+#: `shardlib.tree`, or a model that has been read already.
+Init = Callable[..., Any] | LinenInit | TreeInit | Model
+
 
 def _built(init: Any) -> str | None:
     """The name of the class of a module that is a pytree, where init is one rather than what makes
@@ -29,7 +34,7 @@ def _built(init: Any) -> str | None:
     return type(init).__name__ if built and callable(init) else None
 
 
-def read(init: Any, wrt: Filter = None) -> Model:
+def read(init: Init, wrt: Filter = None) -> Model:
     """Reads a model in any of the spellings that `shardlib.compile` takes as `init`.
 
     Args:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import TracingError
 from shardlib.functions.mean import WeightedMean
 
 
-def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
+def loss_and_metrics(result: Tree) -> tuple[Any, dict[str, Any]]:
     """Splits `loss` or `(loss, metrics)`.
 
     Raises:
@@ -19,8 +20,17 @@ def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
     return scalar_and_metrics(value, metrics, result)
 
 
-def scalar_and_metrics(value: Any, metrics: Any, result: Any) -> tuple[Any, dict[str, Any]]:
-    """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
+def scalar_and_metrics(value: Any, metrics: Tree, result: Tree) -> tuple[Any, dict[str, Any]]:
+    """The two parts of what a loss returned, checked; see `loss_and_metrics`.
+
+    Args:
+        value: the first part.
+        metrics: the second.
+        result: the whole, for messages.
+
+    Raises:
+        TracingError: the first is no scalar, the second no mapping, or a metric is called "loss".
+    """
     if not _is_number(value) or not isinstance(metrics, Mapping):
         raise TracingError(
             f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of"
@@ -38,11 +48,11 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, (int, float, complex, WeightedMean))
 
 
-def _divided(result: Any) -> Any:
+def _divided(result: Tree) -> Any:
     return result.value() if isinstance(result, WeightedMean) else result
 
 
-def _shape(result: Any) -> str:
+def _shape(result: Tree) -> str:
     if result is None:
         return "None"
     return (

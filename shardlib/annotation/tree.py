@@ -19,6 +19,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.annotation.trees.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
+from shardlib.jax_types import Index
 from shardlib.report import Finding
 
 #: Arrays that an error names.
@@ -48,6 +49,10 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
         initialise: PRNG key -> params, or a module.
         axes: pytree like the params with a tuple of logical axes, or None, for each array; or these
             by dotted path, for as many arrays as have names; None alone names nothing.
+
+    Returns:
+        The description, for `init` of `shardlib.plan`, `compile` and the like; nothing is
+        initialised yet.
 
     Raises:
         AnnotationError: `initialise` is not callable.
@@ -82,7 +87,7 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
     if not is_plain(jax.tree.leaves(made)):
         return _module(described, made, name, wrt)
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         return described.initialise(jax.random.key(seed)), {}
 
     params = (
@@ -112,7 +117,7 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
             f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves"
         )
 
-    def init(seed: Any) -> tuple[Tree, Tree]:
+    def init(seed: Index) -> tuple[Tree, Tree]:
         return parts.split(described.initialise(jax.random.key(seed)))
 
     axes, findings = _named(params, _of_module(parts, params, described.axes))
@@ -225,9 +230,9 @@ def _unknown(axes: Mapping[Any, Any], paths: list[str]) -> NoReturn:
     )
 
 
-def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Any]], PureLoss]:
-    def bind(loss: Callable[..., Any]) -> PureLoss:
-        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Tree]], PureLoss]:
+    def bind(loss: Callable[..., Tree]) -> PureLoss:
+        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             value, metrics = loss_and_metrics(loss(rebuild(params, state), batch))
             return value, (metrics, state)
 

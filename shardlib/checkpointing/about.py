@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -21,6 +20,7 @@ from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan, plan_from_data
 from shardlib.report import Finding
 from shardlib.untrusted import construct, shown
+from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -48,11 +48,11 @@ class About:
     time: float
     arrays: Mapping[str, Spec]
     sums: Mapping[str, tuple[int, int]]
-    plan: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
+    plan: JsonMapping | None
+    extra: JsonMapping
     metrics: Mapping[str, float]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The document as plain data, with its digest."""
         content = {
             "format": FORMAT,
@@ -110,12 +110,12 @@ class _Written:
     step: int
     time: float
     arrays: Mapping[str, _Array]
-    plan: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
-    metrics: Mapping[str, Any]
+    plan: JsonMapping | None
+    extra: JsonMapping
+    metrics: JsonMapping
 
 
-def digest(content: Any) -> str:
+def digest(content: Json) -> str:
     """SHA-256 of plain data, whatever the order of keys."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -127,10 +127,19 @@ def described(
     sums: Mapping[str, tuple[int, int]],
     specs: Mapping[str, Spec],
     plan: Plan | None,
-    extra: Mapping[str, Any],
-    metrics: Mapping[str, Any],
+    extra: JsonMapping,
+    metrics: JsonMapping,
 ) -> About:
-    """The document of a state that is being saved; waits for its metrics."""
+    """The document of a state that is being saved; waits for its metrics.
+
+    Args:
+        step: steps done.
+        sums: checksums of every array, by path.
+        specs: shape, dtype and sharding of every array, by path.
+        plan: what it is trained under; None where there is none.
+        extra: plain data of the user.
+        metrics: numbers by name, on devices or not.
+    """
     numbers = {name: float(value) for name, value in metrics.items()}
     return About(
         step=step,
@@ -143,7 +152,7 @@ def described(
     )
 
 
-def from_json(data: Any) -> About:
+def from_json(data: Json) -> About:
     """Reads a document.
 
     Raises:
@@ -179,6 +188,10 @@ def from_json(data: Any) -> About:
 def of_step(about: About, step: int) -> About:
     """The document, if it is that of the step that the folder is called by.
 
+    Args:
+        about: as it was read.
+        step: that the folder is called by.
+
     Raises:
         DamagedError: it is another's: somebody has copied or renamed the folder.
     """
@@ -190,7 +203,7 @@ def of_step(about: About, step: int) -> About:
     return about
 
 
-def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+def checked_extra(extra: JsonMapping) -> JsonObject:
     """What JSON makes of `extra`, so that later changes to it change nothing.
 
     Raises:

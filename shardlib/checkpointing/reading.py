@@ -63,6 +63,10 @@ def handler(*, on_disk: bool = False) -> ocp.CompositeCheckpointHandler:
 def read_about(path: epath.Path, step: int) -> About:
     """Reads the description of the checkpoint of a step; all processes have the same answer.
 
+    Args:
+        path: folder of the checkpoint.
+        step: that it is called by.
+
     Raises:
         DamagedError: it cannot be read, is not what was written, or is that of another step.
         CheckpointError: the file cannot be opened, or another version wrote it.
@@ -111,6 +115,10 @@ def _about(path: epath.Path, step: int) -> About:
 def try_about(path: epath.Path, step: int) -> About | None:
     """The description of the checkpoint of a step, None where it cannot be read or is another's;
     for one process alone.
+
+    Args:
+        path: folder of the checkpoint.
+        step: that it is called by.
     """
     try:
         return _about(path, step)

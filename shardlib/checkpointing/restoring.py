@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.checkpointing import reading
 from shardlib.checkpointing.folder import Folder
@@ -15,6 +14,7 @@ from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.processes import together as processes
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Restored:
 
     step: int
     state: TrainState
-    extra: dict[str, Any]
+    extra: JsonObject
     metrics: dict[str, float]
     plan: Plan | None
     findings: tuple[Finding, ...] = ()
@@ -87,6 +87,14 @@ def set_aside(
 ) -> tuple[Finding, ...]:
     """Renames damaged checkpoints and says what is wrong with them; to be called when a good
     one is restored.
+
+    Args:
+        folder: of the checkpoints.
+        damaged: what is wrong, by step.
+        read_only: whether nothing may be renamed.
+
+    Returns:
+        A finding for each.
     """
     findings: list[Finding] = []
     for step, text in damaged.items():
@@ -104,7 +112,13 @@ def set_aside(
 
 
 def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> CheckpointError:
-    """The error where there is no checkpoint, or none of a step."""
+    """The error where there is no checkpoint, or none of a step.
+
+    Args:
+        folder: of the checkpoints.
+        step: that was asked for; None for the newest.
+        candidates: steps of the checkpoints that are there.
+    """
     return CheckpointError(
         f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
         f" {folder.path}\nTry: {f'one of {list(candidates)}' if candidates else 'another folder'}"
@@ -114,7 +128,13 @@ def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> Chec
 def none_good(
     folder: Folder, damaged: Mapping[int, str], candidates: Sequence[int]
 ) -> CheckpointError:
-    """The error where all checkpoints that were read are damaged."""
+    """The error where all checkpoints that were read are damaged.
+
+    Args:
+        folder: of the checkpoints.
+        damaged: what is wrong, by step.
+        candidates: steps of all checkpoints that are there.
+    """
     lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
     others = [other for other in candidates if other not in damaged]
     return CheckpointError(

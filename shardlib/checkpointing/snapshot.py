@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import CheckpointError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.runtime.checksums import by_path, sums
@@ -90,19 +91,19 @@ class Camera:
             copied=found,
         )
 
-    def prepare(self, arrays: Mapping[str, Any]) -> None:
+    def prepare(self, arrays: Mapping[str, Tree]) -> None:
         """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need
         not.
         """
         self._program(arrays, copies=self._place(arrays) == "device")
 
-    def sums(self, arrays: Mapping[str, Any]) -> Any:
+    def sums(self, arrays: Mapping[str, Tree]) -> Tree:
         """`shardlib.lowering.runtime.checksums.sums` compiled for arrays, concrete or abstract with
         shardings.
         """
         return self._program(arrays, copies=False)
 
-    def _place(self, arrays: Mapping[str, Any]) -> str:
+    def _place(self, arrays: Mapping[str, Tree]) -> str:
         if self.place != "auto":
             return self.place
         devices = {device for array in arrays.values() for device in array.sharding.device_set}
@@ -114,7 +115,7 @@ class Camera:
         )
         return "host" if separate else "device"
 
-    def _program(self, arrays: Mapping[str, Any], *, copies: bool) -> Any:
+    def _program(self, arrays: Mapping[str, Tree], *, copies: bool) -> Tree:
         key = (
             copies,
             *(
@@ -131,10 +132,10 @@ class Camera:
         return self._programs[key]
 
 
-def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Any:
+def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Tree:
     """One program for the sums, and where asked for also the copies: the state is read once."""
 
-    def run(arrays: dict[str, jax.Array]) -> Any:
+    def run(arrays: dict[str, jax.Array]) -> Tree:
         return (
             ({path: jnp.copy(array) for path, array in arrays.items()}, sums(arrays, kept))
             if copies

@@ -15,11 +15,9 @@ something is wrong: nothing is overwritten, and the last good checkpoint is used
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 from etils import epath
 
@@ -50,6 +48,7 @@ from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.processes import together as processes
+from shardlib.untrusted.json_types import JsonMapping
 
 
 class Checkpoints:
@@ -140,8 +139,8 @@ class Checkpoints:
         state: TrainState,
         *,
         plan: Plan | None,
-        extra: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        extra: JsonMapping | None = None,
+        metrics: JsonMapping | None = None,
         wait: bool = False,
     ) -> None:
         """Saves a state.
@@ -238,6 +237,10 @@ class Checkpoints:
                 renamed, once a good one is restored, and said.
             parameters_only: start the optimizer anew, with the parameters and the state of the
                 model from the checkpoint; the target must be a program.
+
+        Returns:
+            The state, its step, the `extra`, metrics and plan that were saved with it, and
+            findings.
 
         Raises:
             CheckpointError: there is none, none is good, or the checkpoint is of another model or

@@ -46,7 +46,7 @@ class Spec:
         return f"{f'key {self.key} ' if self.key else ''}{self.dtype}{list(self.shape)}"
 
 
-def named_leaves(tree: Tree) -> dict[str, Any]:
+def named_leaves(tree: Tree) -> dict[str, Tree]:
     """The leaves of a tree by dotted path.
 
     Raises:
@@ -64,23 +64,23 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
     return named
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Tree) -> bool:
     """Whether an array, concrete or abstract, holds typed random keys."""
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def key_name(leaf: Any) -> str:
+def key_name(leaf: Tree) -> str:
     """Name of the generator of an array of keys, "" for other arrays."""
     return str(jax.random.key_impl(leaf)) if is_key(leaf) else ""
 
 
-def spec_of(leaf: Any) -> Spec:
+def spec_of(leaf: Tree) -> Spec:
     """What a checkpoint says of an array, concrete or abstract."""
     raw = raw_abstract(leaf)
     return Spec(shape=tuple(raw.shape), dtype=str(raw.dtype), key=_generator(leaf))
 
 
-def _generator(leaf: Any) -> str:
+def _generator(leaf: Tree) -> str:
     """Abstract arrays of keys name their generator in their dtype alone, "key<fry>"; a key of that
     dtype says the whole name.
     """
@@ -90,7 +90,7 @@ def _generator(leaf: Any) -> str:
         return key_name(leaf)
     found: list[str] = []
 
-    def look(keys: Any) -> Any:
+    def look(keys: Any) -> Tree:
         found.append(key_name(keys))
         return keys
 
@@ -98,7 +98,7 @@ def _generator(leaf: Any) -> str:
     return found[0]
 
 
-def raw_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def raw_abstract(leaf: Tree) -> jax.ShapeDtypeStruct:
     """An array as a checkpoint stores it, abstract, with its sharding where it has one: keys as
     integers with one more dim.
     """
@@ -118,19 +118,24 @@ def _with_inner_dim(sharding: Sharding | None, ndim: int) -> Sharding | None:
     )
 
 
-def raw_arrays(named: Mapping[str, Any]) -> dict[str, Any]:
+def raw_arrays(named: Mapping[str, Tree]) -> dict[str, Tree]:
     """Arrays by path, keys as integers; no array is copied."""
     return {
         path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items()
     }
 
 
-def fitted(target: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Stored arrays cast to the target's dtypes, each where the target says."""
+def fitted(target: Mapping[str, Tree], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Stored arrays cast to the target's dtypes, each where the target says.
+
+    Args:
+        target: abstract arrays with shardings, by path.
+        arrays: stored arrays, by path; at least those of `target`.
+    """
     return {path: _fitted(arrays[path], leaf) for path, leaf in target.items()}
 
 
-def _fitted(array: jax.Array, leaf: Any) -> jax.Array:
+def _fitted(array: jax.Array, leaf: Tree) -> jax.Array:
     if is_key(leaf):
         return jax.jit(
             lambda data: jax.random.wrap_key_data(data, impl=_generator(leaf)),

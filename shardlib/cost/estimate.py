@@ -6,14 +6,13 @@ disagree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from shardlib.collective import Collective
 from shardlib.cost.machine.corrections import Applied
 from shardlib.errors import PlanError
 from shardlib.untrusted import construct
+from shardlib.untrusted.json_types import JsonMapping
 
 #: No number of a plan is larger: FLOPs of the largest steps are about 1e24.
 LARGEST = 1e40
@@ -171,8 +170,14 @@ class Estimate:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Estimate:
+    def from_json(cls, data: JsonMapping) -> Estimate:
         """Reads what `to_json` wrote; totals are recomputed.
+
+        Args:
+            data: keys as `to_json` gives them; totals may be missing.
+
+        Returns:
+            An equal estimate.
 
         Raises:
             PlanError: fields are missing or have values of another type; all of them are listed.

@@ -31,11 +31,21 @@ class Given:
     axes: Mapping[str, int]
 
     def get(self, word: str, default: Any = None) -> Any:
-        """The pinned value, or what to take for one that is left to the planner."""
+        """The pinned value, or what to take for one that is left to the planner.
+
+        Args:
+            word: of a decision.
+            default: what to take.
+        """
         return self.pins.get(word, default)
 
     def axis(self, name: str, default: int) -> int:
-        """The pinned size of a mesh axis, or what to take for one that is left to the planner."""
+        """The pinned size of a mesh axis, or what to take for one that is left to the planner.
+
+        Args:
+            name: of a mesh axis.
+            default: what to take.
+        """
         return self.axes.get(name, default)
 
     @property

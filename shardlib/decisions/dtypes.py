@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from shardlib.errors import PinError
 from shardlib.graph.graph import ITEMSIZE
+from shardlib.untrusted.json_types import Json
 
 #: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
 #: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
@@ -32,6 +33,10 @@ Allowed = tuple[tuple[str, tuple[str, ...]], ...]
 def read_dtype(word: str, value: object) -> str:
     """A dtype of floating-point numbers.
 
+    Args:
+        word: of the decision, for messages.
+        value: as it was given.
+
     Raises:
         PinError: it is none.
     """
@@ -46,8 +51,12 @@ def ordered(words: Mapping[str, str]) -> Dtypes:
     return tuple((word, words[word]) for word in DTYPES if word in words)
 
 
-def read_dtypes(word: str, value: Any) -> Dtypes:
+def read_dtypes(word: str, value: Json) -> Dtypes:
     """Dtypes from a mapping.
+
+    Args:
+        word: of the decision, for messages.
+        value: {"moment_dtype": "bfloat16", ...}.
 
     Raises:
         PinError: it is none, or what it names has no dtype.
@@ -55,8 +64,12 @@ def read_dtypes(word: str, value: Any) -> Dtypes:
     return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
 
 
-def read_allowed(word: str, value: Any) -> Allowed:
+def read_allowed(word: str, value: Json) -> Allowed:
     """Dtypes that the planner may choose, from a mapping to one or several.
+
+    Args:
+        word: of the decision, for messages.
+        value: {"moment_dtype": ["bfloat16", ...], ...}.
 
     Raises:
         PinError: it is none, or what it names has no dtype.

@@ -33,6 +33,9 @@ from shardlib.errors import PinError, ShardlibError, raise_all
 from shardlib.rules import Rules
 from shardlib.schedules.table import named
 
+#: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
+#: for.
+PinMapping = Mapping[str, Any]
 T = TypeVar("T")
 #: What can be pinned beside decisions: dtypes one by one, and dtypes that the planner may choose.
 BESIDE: Mapping[str, Callable[[str, Any], Any]] = {
@@ -117,7 +120,7 @@ class Pins:
         )
 
     @classmethod
-    def parse(cls, pin: Mapping[str, Any] | Pins | None) -> Pins:
+    def parse(cls, pin: PinMapping | Pins | None) -> Pins:
         """Reads pins.
 
         Raises:

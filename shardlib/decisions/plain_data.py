@@ -16,16 +16,17 @@ from typing import Any
 from shardlib.decisions.entry import ANY
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import ShardlibError
+from shardlib.untrusted.json_types import JsonObject
 
 
-def plain(decisions: Decisions) -> dict[str, Any]:
+def plain(decisions: Decisions) -> JsonObject:
     """All decisions as plain data, in the words of pins."""
     return {
         word: entry.write(getattr(decisions, word), decisions.mesh) for word, entry in TABLE.items()
     }
 
 
-def identity(decisions: Decisions) -> dict[str, Any]:
+def identity(decisions: Decisions) -> JsonObject:
     """The decisions that tell plans apart, as plain data: without those that plans of older
     versions do not have, where they are what those did.
     """

@@ -16,6 +16,7 @@ from typing import Any, cast
 from shardlib.axes import MeshShape, mesh_axis
 from shardlib.errors import PinError
 from shardlib.rules import Rules
+from shardlib.untrusted.json_types import Json
 
 #: (layer group, remat policy, how many of its layers follow it; None: all).
 GroupPolicies = tuple[tuple[str, str, int | None], ...]
@@ -52,8 +53,12 @@ def integer(least: int) -> Callable[[str, Any], int]:
     return read
 
 
-def read_mesh(word: str, value: Any) -> MeshShape:
+def read_mesh(word: str, value: Json) -> MeshShape:
     """Sizes of all mesh axes.
+
+    Args:
+        word: of the decision, for messages.
+        value: sizes by name or alias; others are 1.
 
     Raises:
         PinError: it is no mapping, or names something that is no mesh axis.
@@ -65,13 +70,25 @@ def read_mesh(word: str, value: Any) -> MeshShape:
     return MeshShape(cast("Mapping[str, int]", value))
 
 
-def read_rules(word: str, value: Any) -> Rules:
-    """Rules in Flax's or MaxText's spelling, see `Rules.parse`."""
+def read_rules(word: str, value: Json) -> Rules:
+    """Rules in Flax's or MaxText's spelling, see `Rules.parse`.
+
+    Args:
+        word: of the decision, for messages.
+        value: as it was given.
+
+    Raises:
+        RuleError: see `Rules.parse`.
+    """
     return Rules.parse(value)
 
 
-def read_group_policies(word: str, value: Any) -> GroupPolicies:
+def read_group_policies(word: str, value: Json) -> GroupPolicies:
     """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
+
+    Args:
+        word: of the decision, for messages.
+        value: {"layers": "full", "dense_layers": ["dots", 4]}, or "any".
 
     Raises:
         PinError: it is none.
@@ -104,8 +121,12 @@ def read_group_policies(word: str, value: Any) -> GroupPolicies:
     return tuple(sorted(read))
 
 
-def read_offload(word: str, value: Any) -> tuple[str, ...]:
+def read_offload(word: str, value: Json) -> tuple[str, ...]:
     """What is offloaded, in the order of `OFFLOAD`; "none" for nothing.
+
+    Args:
+        word: of the decision, for messages.
+        value: one word or several.
 
     Raises:
         PinError: something else is named, or optimizer state twice.
@@ -130,8 +151,12 @@ def read_offload(word: str, value: Any) -> tuple[str, ...]:
     return tuple(one for one in OFFLOAD if one in words)
 
 
-def read_axis_order(word: str, value: Any) -> tuple[str, ...]:
+def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
     """Mesh axes, the one on the outermost links first.
+
+    Args:
+        word: of the decision, for messages.
+        value: as it was given.
 
     Raises:
         PinError: it is no list of mesh axes, each once.

@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardlib import _jax_compat
 from shardlib.doctor import links, machine
@@ -33,6 +32,7 @@ from shardlib.processes.agreement import all_say, meet
 from shardlib.processes.place import read_place
 from shardlib.processes.watchdog import Watchdog
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonObject
 
 #: Seconds that an examination may take.
 SECONDS = 60.0
@@ -101,7 +101,7 @@ class Examination:
             )
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The examination as plain data."""
         return {
             "ok": self.ok,

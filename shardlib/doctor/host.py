@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -22,6 +21,7 @@ from shardlib import _jax_compat
 from shardlib.errors import LaunchError
 from shardlib.processes.code import versions
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Open files that a process of a job over many hosts may need: every peer is a connection, every
 #: shard of a checkpoint a file.
@@ -75,12 +75,12 @@ class HostFacts:
         """Host and process, for messages."""
         return f"process {self.process} on {self.host}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The facts as plain data."""
         return {**asdict(self), "unused": list(self.unused)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HostFacts:
+    def from_json(cls, data: JsonMapping) -> HostFacts:
         """What `to_json` made, also after JSON has made texts of numbers."""
         return cls(
             **{

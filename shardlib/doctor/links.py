@@ -23,6 +23,7 @@ from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.hardware.placement import Span
 from shardlib.hardware.topology import Topology
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonObject
 
 RUNS = 5
 #: Rows and columns of the matmul, and bytes that a device gives to a collective: enough for the
@@ -66,7 +67,7 @@ class Measured:
         """
         return 2 * (self.ways - 1) / self.ways * self.bytes / self.seconds
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The measurement as plain data."""
         return {**asdict(self), "bytes_per_s": self.bytes_per_s}
 
@@ -147,7 +148,15 @@ def _all_reduce(mesh: Mesh, axis: str, size: int) -> float:
 
 
 def predicted(machine: Topology, tier: int) -> LinearCost:
-    """The cost of an all-reduce along a tier, as the topology says."""
+    """The cost of an all-reduce along a tier, as the topology says.
+
+    Args:
+        machine: with the tier.
+        tier: number of the tier, 0 for the outermost.
+
+    Returns:
+        Latency in seconds, and seconds per byte.
+    """
     return collective_cost(
         "all-reduce",
         tuple(

@@ -86,6 +86,10 @@ def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
 
     >>> callees(0, {n: Ear(process=n, host=f"h{n}", address="", port=0) for n in range(8)})
     [1, 2, 4]
+
+    Args:
+        process: number of the process.
+        ears: where each process listens, by its number.
     """
     firsts: dict[str, int] = {}
     for number in sorted(ears):

@@ -12,12 +12,12 @@ import json
 import math
 from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from shardlib.explanation.style_sheets import style
 from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
+from shardlib.untrusted.json_types import JsonObject
 
 #: Size of the picture, user units: its width and margins, and the height of a stage.
 WIDTH, LEFT, RIGHT, TOP, ROW = 1080, 76, 24, 64, 26
@@ -171,7 +171,7 @@ def perfetto(*timelines: Timeline) -> str:
     )
 
 
-def _events(one: Timeline, process: int) -> Iterator[dict[str, Any]]:
+def _events(one: Timeline, process: int) -> Iterator[JsonObject]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": one.name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for stage in range(one.stages):

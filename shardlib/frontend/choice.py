@@ -4,10 +4,9 @@ compiler made programs of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from shardlib.decisions.pins import PinMapping
 from shardlib.errors import PlanError
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of
@@ -25,12 +24,25 @@ from shardlib.verification.verify import verify_program
 def searched(
     model: TracedModel,
     topology: str | Topology | None,
-    pin: Mapping[str, Any] | None,
+    pin: PinMapping | None,
     *,
     lowered: bool = True,
 ) -> tuple[TracedModel, Plan]:
     """The plan, and what it was made for: a loss that is another one for a microbatch of the plan
     than for the batch is taken for one whose rows meet.
+
+    Args:
+        model: the traced model.
+        topology: the machine; None for the devices of this host.
+        pin: decisions fixed by hand.
+        lowered: leave out what has no lowering yet.
+
+    Returns:
+        The model, with what the search taught of its rows, and its plan.
+
+    Raises:
+        ShardlibError: topology, pin or nothing fits; `PlanError` where `lowered` and the plan has
+            no lowering.
     """
     machine = machine_of(topology)
     found = search(model.traced.problem, machine, pin, lowered=lowered)
@@ -60,11 +72,18 @@ def runnable(plan: Plan) -> Plan:
 def refined_by_compiler(
     model: TracedModel,
     machine: Topology,
-    pin: Mapping[str, Any] | None,
+    pin: PinMapping | None,
     wanted: int,
     limits: Limits | None,
 ) -> Plan:
     """The best of the first `wanted` plans that the compiler of the machine confirms.
+
+    Args:
+        model: the traced model.
+        machine: what to compile for.
+        pin: decisions fixed by hand.
+        wanted: how many plans must survive their compilation, at least 1.
+        limits: seconds and bytes that the compiler may take for each.
 
     Raises:
         ShardlibError: see `shardlib.verification.refine.refine`.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import optax
 
+from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
 from shardlib.frontend.traced_model import problem
 from shardlib.hardware.cluster import Device, cluster
@@ -17,8 +17,8 @@ from shardlib.planning.edge.edge_plan import EdgePlan
 
 
 def plan_edge(
-    init: Any,
-    forward: Callable[[Any, Any], Any],
+    init: Init,
+    forward: Callable[[Tree, Tree], Tree],
     batch: Tree,
     *,
     devices: str | Path | Sequence[Device],
@@ -29,18 +29,28 @@ def plan_edge(
     and on the devices with the highest throughput.
 
     Args:
-        init: see `plan`; so for all others that are not listed.
+        init: a model, see `shardlib.plan`; so all that says no more here.
         forward: (model, batch) -> any arrays: what inference computes.
-        batch: one batch as it goes through the devices.
-        devices: a TOML file, see `shardlib.hardware.cluster`, or devices.
+        batch: one batch as it goes through the devices, arrays or `jax.ShapeDtypeStruct`.
+        devices: path of a TOML file, see `shardlib.hardware.cluster`, or the devices themselves.
+        batch_axes: logical axes of the batch.
+        name: what to call the model.
+
+    Returns:
+        The plan: a stage for every device that is used, with its pieces of the model, seconds and
+        bytes.
 
     Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, devices, or
-            a model that the devices do not hold.
+        AnnotationError: `init` is nothing that can be read, or names do not fit its arrays.
+        TracingError: `forward` cannot be traced, or the model has no layers that repeat.
+        TopologyError: the file of devices is not usable.
+        MissingFileError: the file of devices is not there.
+        InfeasibleError: the devices do not hold the model; the message says how many bytes are
+            lacking.
     """
     listed = cluster(devices)
 
-    def run(model: Any, batch: Any) -> Any:
+    def run(model: Tree, batch: Tree) -> Tree:
         return jnp.zeros(()), {"results": forward(model, batch)}
 
     return spread(

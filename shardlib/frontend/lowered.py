@@ -31,7 +31,15 @@ def lower(model: TracedModel, plan: Plan, **where: Any) -> Program:
     Args:
         model: what the plan was made for.
         plan: to be carried out.
-        **where: devices, guards and the like, see `BuildOptions`.
+        where: devices, guards and the like, see `BuildOptions`.
+
+    Returns:
+        The program; nothing is compiled yet.
+
+    Raises:
+        LayoutError: the plan does not fit the model.
+        TopologyError: too few devices, or a number given explicitly that is not the mesh's.
+        PinError, PlanError: decisions that do not go together, or have no lowering.
     """
     traced = model.traced
     return build_program(

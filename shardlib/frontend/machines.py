@@ -12,7 +12,16 @@ from shardlib.planning.plan import Plan
 
 
 def machine_of_plan(topology: str | Topology | None, plan: Plan | None) -> Topology:
-    """The machine that is asked for; it must be the plan's own."""
+    """The machine that is asked for; it must be the plan's own.
+
+    Args:
+        topology: what the user names; None for that of the plan.
+        plan: None where there is none yet.
+
+    Raises:
+        VerificationError: the plan was made for another machine.
+        TopologyError: as `machine_of`.
+    """
     machine = machine_of(topology if topology is not None or plan is None else plan.topology)
     if plan is not None and machine.name != plan.topology:
         raise VerificationError(
@@ -23,6 +32,15 @@ def machine_of_plan(topology: str | Topology | None, plan: Plan | None) -> Topol
 
 
 def machine_of(spec: str | Topology | None) -> Topology:
+    """The machine of a spelling; simulated CPU devices have the rates that are measured here.
+
+    Args:
+        spec: a spelling, a topology, or None for the devices of this host.
+
+    Raises:
+        TopologyError: the spelling does not parse; or None, and the devices here are accelerators.
+        MissingFileError: the file of a topology is not there.
+    """
     if spec is None:
         return (
             measured_cpu(jax.local_device_count())

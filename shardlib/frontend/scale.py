@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import optax
 
+from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter
+from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.traced_model import Loss, problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware.family import of_size
@@ -21,30 +23,42 @@ from shardlib.planning.questions.scaling import Curve, curve
 
 
 def scale(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree | Callable[[int], Tree],
     *,
     topology: str | Topology,
     devices: Sequence[int],
-    pin: Mapping[str, Any] | None = None,
+    pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
-    wrt: Any = None,
+    wrt: Filter = None,
     rows: str = "prove",
 ) -> Curve:
     """The best plan for every number of devices of a family of machines.
 
     Args:
-        init: see `plan`; so for all others that are not listed.
+        init: a model, see `shardlib.plan`; so all that says no more here.
+        loss: (model, batch) -> scalar or (scalar, metrics).
+        optimizer: an optax transformation.
         batch: the global batch, for strong scaling: the model is traced once; or a function from a
             number of devices to the batch, for weak scaling: it is traced once per number.
         topology: a member of the family, "16*h100:8" or "v5e:16x16" (`shardlib.hardware.family`).
-        devices: how many devices, several numbers.
+        devices: numbers of devices, in any order; one point of the curve each.
+        pin: decisions fixed by hand, in the plan of every point.
+        batch_axes: logical axes of the batch.
+        name: what to call the model.
+        wrt: what is trained.
+        rows: "prove" or "mean", how the loss depends on the rows of the batch.
+
+    Returns:
+        The curve: a point for every number of devices, ascending, with its plan; one where no plan
+        fits or the pins allow none says why. `print` shows it as a table.
 
     Raises:
-        ShardlibError: as `plan`; machines that do not hold the model are points of the curve.
+        ShardlibError: as `shardlib.plan`, `InfeasibleError` apart.
+        TopologyError: the topology does not parse, or its family has no machine of that size.
     """
     require_arguments(
         "scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name

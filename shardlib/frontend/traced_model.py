@@ -12,8 +12,9 @@ import optax
 from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
 from shardlib.annotation.model import Model
-from shardlib.annotation.read import read
+from shardlib.annotation.read import Init, read
 from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter
 from shardlib.errors import TracingError
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
@@ -47,16 +48,29 @@ class TracedModel:
 
 
 def read_and_trace(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     batch_axes: Tree,
     name: str | None,
     rows: str = "prove",
-    wrt: Any = None,
+    wrt: Filter = None,
 ) -> TracedModel:
     """Reads a model, and traces its loss; see `shardlib.compiler.plan` for the arguments.
+
+    Args:
+        init: a callable `nnx.Rngs -> nnx.Module`, or a description by `linen` or `tree`.
+        loss: (model, batch) -> scalar or (scalar, metrics).
+        optimizer: an optax transformation; its state is priced.
+        batch: the global batch, arrays or `jax.ShapeDtypeStruct`.
+        batch_axes: logical axes of the batch; None for the convention.
+        name: what to call the model; None for its own.
+        rows: "prove" or "mean".
+        wrt: what is trained; None for all parameters.
+
+    Returns:
+        The model and its traced loss, with findings about constraints that are ignored.
 
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch or tracing.
@@ -89,6 +103,9 @@ def _state_stays(model: Model, traced: Traced) -> bool:
 def evaluated_as_trained(of: TracedModel) -> TracedModel:
     """The same, with a finding where evaluations are to use a loss that trains: it draws random
     numbers, or changes the state of a model that has no mode for evaluations.
+
+    Args:
+        of: the model, whose evaluations use the loss of its step.
     """
     model, traced = of.model, of.traced
     what = [
@@ -161,17 +178,34 @@ def _traced(
 
 
 def problem(
-    init: Any,
+    init: Init,
     loss: Loss,
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
     batch_axes: Tree = None,
     name: str | None = None,
-    wrt: Any = None,
+    wrt: Filter = None,
     rows: str = "prove",
 ) -> Problem:
-    """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments."""
+    """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments.
+
+    Args:
+        init: a model.
+        loss: (model, batch) -> scalar or (scalar, metrics).
+        optimizer: an optax transformation; its state is priced.
+        batch: the global batch, arrays or `jax.ShapeDtypeStruct`.
+        batch_axes: logical axes of the batch.
+        name: what to call the model.
+        wrt: what is trained; None for all parameters.
+        rows: "prove" or "mean".
+
+    Returns:
+        What the planner takes: graphs of the step, parameters and batch, free of JAX.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: argument, annotation, batch or tracing.
+    """
     require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
     with activations.no_mesh():
         return read_and_trace(

@@ -1,7 +1,7 @@
 """Custom calls: functions of a model that are lowered in another form than they are written.
 
     marks.py        a call that lowering finds again
-    attention.py    tokens look at tokens; becomes a ring where the sequence is cut
+    attention.py    tokens look at tokens; becomes a ring where the sequence is sharded
     experts.py      tokens visit experts; become exchanges where experts are on other devices
     routing.py      which experts, and the losses that keep them equally busy
     activations.py  the functions in the middle of an expert

@@ -63,7 +63,7 @@ def attention(
     block: int = 0,
 ) -> jax.Array:
     """Mixes values by how much queries look at keys. A plan with a context axis makes a ring of it,
-    or another form for sequences that are cut.
+    or another form for sequences that are sharded.
 
     Args:
         query: [B, S, N, H]; or several such arrays, whose products with as many keys are added up
@@ -80,7 +80,7 @@ def attention(
         block: queries that attend at a time; 0 for all at once. Shorter sequences are one block.
 
     Returns:
-        [B, S, N, V].
+        [B, S, N, V], in the dtype of `value`.
 
     Raises:
         ModelError: shapes or options that do not fit each other.
@@ -125,7 +125,12 @@ class Operands:
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[jax.Array]) -> Operands:
-        """Sorts the arrays of a custom call."""
+        """Sorts the arrays of a custom call.
+
+        Args:
+            form: of the call.
+            arrays: its operands, in the order in which `attention` gives them.
+        """
         parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
         return Operands(
             queries=tuple(arrays[:parts]),

@@ -52,6 +52,10 @@ class Wanted:
     def by(form: Attention, arrays: Any) -> Wanted:
         """What a call asks for, by its operands or their abstract values. Whether a window counts
         may be known only later: there are two kernels then.
+
+        Args:
+            form: of the call.
+            arrays: operands, or their abstract values.
         """
         given = Operands.of(form, arrays)
         return Wanted(

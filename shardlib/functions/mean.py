@@ -41,7 +41,11 @@ class WeightedMean:
     weight: jax.Array
 
     def value(self) -> jax.Array:
-        """total / weight."""
+        """`total` / `weight`, the weight without a gradient.
+
+        Returns:
+            Float scalar in the dtype of `total`.
+        """
         return marked(WeightedMeanForm(), _divided)(self.total, jax.lax.stop_gradient(self.weight))
 
 

@@ -1,7 +1,7 @@
 """Routing: which experts a token visits, and how their load is balanced.
 
 All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered,
-neither forward nor backward, so that a partitioner can cut tokens along any of them.
+neither forward nor backward, so that a partitioner can shard tokens along any of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def route(
     """Chooses the k best experts of every token.
 
     Args:
-        logits: of the router, [..., E].
+        logits: of the router, [..., E], any float dtype; scores are float32.
         k: experts that a token visits.
         scores: "softmax" over the experts, or "sigmoid" of each.
         bias: [E], added to the scores for choosing alone, and without a gradient (DeepSeek-V3,
@@ -67,10 +67,15 @@ def route(
         groups: equal groups that the experts are divided into.
         groups_per_token: groups whose experts a token may visit, the best by the sum of the
             `group_score` best scores in them (arXiv:2405.04434, section 2.1.2).
-        group_score: see above.
+        group_score: how many of the best scores of a group are added up to choose it.
+
+    Returns:
+        Weights and numbers of the chosen experts, [..., K] each, the best first, and the shares of
+        all experts, [..., E].
 
     Raises:
-        ModelError: numbers that do not fit, or unknown scores.
+        ModelError: `k` or the groups do not fit the number of experts, `bias` is not [E], or
+            `scores` is unknown; all of it is listed.
     """
     _check(logits, k, scores, bias, groups, groups_per_token)
     wide = logits.astype(jnp.float32)
@@ -97,8 +102,11 @@ def balance_loss(shares: jax.Array, chosen: jax.Array) -> jax.Array:
     ("balance-per-microbatch").
 
     Args:
-        shares: [..., E], float.
-        chosen: [..., K], int.
+        shares: of all experts in the scores of every token (`Routing.shares`), float [..., E].
+        chosen: experts of every token (`Routing.chosen`), int [..., K].
+
+    Returns:
+        Float scalar.
     """
     return marked(Balance(), _balance)(shares, chosen)
 
@@ -111,12 +119,26 @@ def _balance(_: Balance, shares: jax.Array, chosen: jax.Array) -> jax.Array:
 def z_loss(logits: jax.Array) -> jax.Array:
     """Mean over tokens of the squared logarithm of the sum of exponentials of their logits [..., E]
     (ST-MoE, arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: of the router, [..., E].
+
+    Returns:
+        Scalar, float32.
     """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
 
 
 def loads(chosen: jax.Array, count: int) -> jax.Array:
-    """Assignments of every one of `count` experts, float32 [E], from chosen [..., K]."""
+    """Assignments of every one of `count` experts, float32 [E], from chosen [..., K].
+
+    Args:
+        chosen: numbers of experts, int [..., K].
+        count: how many experts there are, E.
+
+    Returns:
+        Float32 [E]; sums to the number of elements of `chosen`.
+    """
     return jnp.sum(_hot(chosen, count), axis=tuple(range(chosen.ndim)), dtype=jnp.float32)
 
 
@@ -129,12 +151,24 @@ def bias_step(bias: jax.Array, chosen: jax.Array, rate: float) -> jax.Array:
         chosen: experts of all tokens of the step, int [..., K].
         rate: how far the bias of an expert moves, up where it is below the mean load and down where
             above.
+
+    Returns:
+        [E], in the dtype of `bias`.
     """
     return stepped(bias, loads(chosen, bias.shape[-1]), rate)
 
 
 def stepped(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
-    """As `bias_step`, from the loads [..., E] of biases [..., E]."""
+    """As `bias_step`, from the loads [..., E] of biases [..., E].
+
+    Args:
+        bias: [..., E].
+        load: assignments of every expert, [..., E].
+        rate: see `bias_step`.
+
+    Returns:
+        [..., E], in the dtype of `bias`.
+    """
     return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
 
 

@@ -13,10 +13,10 @@ nothing is known about it.
 >>> print(rule)
 [a b] [b c] -> [a c] where a=8 b=4 c=16, sum b
 
-What cutting a factor means is one of three things. A *parallel* factor is cut freely: every device
-computes its part. A *summed* factor is contracted: cutting it leaves partial results that a
-reduction must add up. A *whole* factor must not be cut: the op mixes positions along it (sort,
-cumulative sum, a window), so a cut operand is gathered first.
+What sharding a factor means is one of three things. A *parallel* factor is sharded freely: every
+device computes its part. A *summed* factor is contracted: sharding it leaves partial results that a
+reduction must add up. A *whole* factor must not be sharded: the op mixes positions along it (sort,
+cumulative sum, a window), so a sharded operand is gathered first.
 
 A dim may be several things side by side, as the fused kernel of queries, keys and values is: then
 the major factor counts the pieces and is *outer*, and a cut of the dim cuts the next factor, which
@@ -65,7 +65,7 @@ class FactorRule:
         results: the same for the results.
         summed: factors whose cut leaves partial results (the reduction may be a sum, a maximum,
             ...).
-        whole: factors that must not be cut.
+        whole: factors that must not be sharded.
         outer: those of them that count the pieces of a dim; a cut of the dim cuts the next factor
             instead.
         windows: dims that are runs of positions of others.
@@ -129,6 +129,11 @@ def elementwise(
 ) -> FactorRule:
     """The rule of an op that works position by position; operands may have size-1 dims that
     broadcast, or rank 0.
+
+    Args:
+        shapes: elements per dim of each operand.
+        result: elements per dim of the result.
+        results: number of results, all of that shape.
     """
     return FactorRule(
         sizes=result,
@@ -149,6 +154,10 @@ def elementwise(
 def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...]]) -> FactorRule:
     """The rule of an op about which nothing is known: every dim is a factor of its own that must
     stay whole.
+
+    Args:
+        operands: elements per dim of each.
+        results: elements per dim of each.
     """
     sizes: list[int] = []
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.errors import TopologyError, raise_all
+from shardlib.untrusted.json_types import JsonObject
 
 #: No figure of a machine is larger: the fastest chips have about 1e16 FLOP/s.
 LARGEST = 1e24
@@ -130,7 +130,7 @@ class Chip:
         """Memory that a program can have."""
         return self.hbm_bytes - self.reserved_bytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The chip as plain data."""
         return {
             "name": self.name,

@@ -36,6 +36,7 @@ from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.chip import LARGEST, Chip
 from shardlib.untrusted import construct, read_toml, shown
+from shardlib.untrusted.json_types import JsonMapping
 from shardlib.untrusted.shown import bounded
 
 
@@ -90,7 +91,13 @@ class Device:
 
 
 def message_seconds(size: float, source: Device, target: Device) -> float:
-    """Seconds of a message of `size` bytes from one device to another."""
+    """Seconds of a message of `size` bytes from one device to another.
+
+    Args:
+        size: bytes.
+        source: the device that sends.
+        target: the device that receives.
+    """
     return (
         source.link_latency_s
         + target.link_latency_s
@@ -136,7 +143,7 @@ def _from_file(path: Path) -> tuple[Device, ...]:
     )
 
 
-def _read(data: Mapping[str, Any], where: str) -> Device:
+def _read(data: JsonMapping, where: str) -> Device:
     known = [field.name for field in fields(Device)]
     failures = [
         f"{key!r} is missing" for key in ("name", "chip", "link_bytes_per_s") if key not in data

@@ -106,6 +106,10 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
 def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...], Placement]]:
     """The distinct places of a mesh on a topology, as (order, placement), the usual one first;
     empty where it does not fit.
+
+    Args:
+        mesh: sizes of the mesh axes.
+        topology: the machine.
     """
     found: dict[tuple[tuple[str, tuple[Span, ...]], ...], tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
@@ -123,6 +127,13 @@ def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[S
     On a torus one span after another (XLA for TPU has no other reduce-scatter), and between slices
     last, what is then left: XLA makes hierarchical collectives of those that cross the network
     (cloud.google.com/tpu/docs/multislice-introduction). On switches and networks alone all at once.
+
+    Args:
+        spans: of the axis, the major one first.
+        topology: the machine.
+
+    Returns:
+        The spans of each step.
     """
     if len(spans) < 2 or not _on_torus(spans, topology):
         return (spans,) if spans else ()

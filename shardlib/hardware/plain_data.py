@@ -10,9 +10,10 @@ from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.tier import Tier
 from shardlib.untrusted import shown
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 
-def faults_of(data: Mapping[str, Any]) -> list[str]:
+def faults_of(data: JsonMapping) -> list[str]:
     """What is wrong with the keys of a topology as plain data: missing, unknown, no tables."""
     failures = _key_faults(
         data, "", ("chip", "tiers"), ("name", "corrections", "efficiency")
@@ -29,7 +30,7 @@ def faults_of(data: Mapping[str, Any]) -> list[str]:
     return failures
 
 
-def _tables(value: object) -> list[dict[str, Any]] | None:
+def _tables(value: object) -> list[JsonObject] | None:
     """The value as a list of tables; None when it is something else."""
     items = cast("list[Any]", value) if isinstance(value, list) else None
     return items if items is not None and all(isinstance(item, Mapping) for item in items) else None
@@ -60,7 +61,7 @@ def _keys(kind: type[Chip] | type[Tier]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _key_faults(
-    data: Mapping[str, Any], prefix: str, required: tuple[str, ...], optional: tuple[str, ...]
+    data: JsonMapping, prefix: str, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> list[str]:
     missing = [f"{prefix + key!r} is missing" for key in required if key not in data]
     known = (*required, *optional)

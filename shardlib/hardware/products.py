@@ -89,7 +89,13 @@ class Memory:
 
 
 def gpu_memory(hbm_bytes: int, hbm_bytes_per_s: float, host_bytes_per_s: float) -> Memory:
-    """The memories of a GPU, of which a program gets `GPU_MEMORY_FRACTION`."""
+    """The memories of a GPU, of which a program gets `GPU_MEMORY_FRACTION`.
+
+    Args:
+        hbm_bytes: size of the memory.
+        hbm_bytes_per_s: its rate.
+        host_bytes_per_s: rate of the link to the host, one direction.
+    """
     return Memory(
         hbm_bytes=hbm_bytes,
         usable_bytes=int(hbm_bytes * GPU_MEMORY_FRACTION),
@@ -173,6 +179,12 @@ def gpu(
 
 
 def ici(bytes_per_s: float, source: str) -> Link:
+    """Links between chips of a TPU slice.
+
+    Args:
+        bytes_per_s: of one link, one direction.
+        source: where that figure is published.
+    """
     return Link(
         name="ICI",
         kind="torus",
@@ -189,6 +201,12 @@ def ici(bytes_per_s: float, source: str) -> Link:
 
 
 def dcn(bytes_per_s: float, source: str) -> Link:
+    """The data-centre network between TPU slices.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+        source: where that figure is published.
+    """
     return Link(
         name="DCN",
         kind="network",
@@ -199,6 +217,13 @@ def dcn(bytes_per_s: float, source: str) -> Link:
 
 
 def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
+    """NVLink through switches.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+        efficiency: share of it that collectives reach.
+        source: where the figures are published.
+    """
     return Link(
         name="NVLink",
         kind="switch",
@@ -210,6 +235,12 @@ def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
 
 
 def infiniband(bytes_per_s: float, source: str) -> Link:
+    """The network between nodes of GPUs.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+        source: where that figure is published.
+    """
     return Link(
         name="InfiniBand",
         kind="network",

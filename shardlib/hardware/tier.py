@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.errors import TopologyError, raise_all
+from shardlib.untrusted.json_types import JsonObject
 
 KINDS: tuple[str, ...] = ("torus", "mesh", "switch", "network", "memory")
 
@@ -81,7 +81,7 @@ class Tier:
         """The rate that large collectives reach."""
         return self.bytes_per_s * self.efficiency
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The tier as plain data."""
         return {
             "name": self.name,

@@ -38,7 +38,7 @@ in `.toml` describes any other cluster:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +51,7 @@ from shardlib.hardware.plain_data import faults_of
 from shardlib.hardware.spelling import EXAMPLES, spelled
 from shardlib.hardware.tier import Tier
 from shardlib.untrusted import construct, read_toml
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 from shardlib.untrusted.shown import bounded
 
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved
@@ -119,7 +120,7 @@ class Topology:
         """Number of JAX devices."""
         return math.prod(tier.devices for tier in self.tiers)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The topology as plain data; `from_json` gives an equal topology."""
         return {
             "name": self.name,
@@ -134,8 +135,15 @@ class Topology:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Topology:
+    def from_json(cls, data: JsonMapping) -> Topology:
         """Reads what `to_json` wrote, or the same structure from a TOML file.
+
+        Args:
+            data: "chip", a name of the catalogue or a table; "tiers", a list of tables; and what
+                may be left out: "name", "corrections", "efficiency".
+
+        Returns:
+            An equal topology; without "name" it is called "custom".
 
         Raises:
             TopologyError: keys are missing or unknown, all of them listed, or values do not fit.
@@ -165,6 +173,13 @@ def _plain(value: Any) -> Any:
 
 def topology(spec: str | Topology) -> Topology:
     """Returns the topology of a spelling or of a TOML file; a `Topology` is returned as it is.
+
+    Args:
+        spec: a spelling such as "16*h100:8" or "v5e:16x16", upper or lower case, or a path that
+            ends in ".toml"; the module's text has all forms.
+
+    Returns:
+        The topology; its rates are bytes a second and FLOP/s of one device.
 
     Raises:
         TopologyError: the spelling does not parse, the catalogue does not know the chip, or the
@@ -198,7 +213,7 @@ def _from_file(path: Path) -> Topology:
     return _read({"name": str(path), **data}, str(path), f"topology file {str(path)!r}")
 
 
-def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
+def _read(data: JsonMapping, name: str, where: str) -> Topology:
     """Builds a topology from plain data, reporting every missing and unknown key at once."""
     if failures := faults_of(data):
         raise_all(TopologyError, f"{where} is not usable", bounded(failures))

@@ -45,7 +45,12 @@ def device_ids(place: Place, environ: Mapping[str, str], gpus: Path = GPUS) -> l
 
 
 def visible_gpus(environ: Mapping[str, str], gpus: Path = GPUS) -> int:
-    """Number of NVIDIA GPUs that a process can see."""
+    """Number of NVIDIA GPUs that a process can see.
+
+    Args:
+        environ: variables of the process; `CUDA_VISIBLE_DEVICES` counts.
+        gpus: folder with an entry for each GPU of the host.
+    """
     if "CUDA_VISIBLE_DEVICES" in environ:
         return len([word for word in environ["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()])
     return len([*gpus.iterdir()]) if gpus.is_dir() else 0

@@ -68,10 +68,11 @@ def join(environ: Mapping[str, str] | None = None) -> Joined | None:
     """Finds the other processes of the job, once; to be called before anything else of JAX.
 
     Args:
-        environ: variables that say which process this is; by default those of this process.
+        environ: variables that say which process this is (`shardlib.processes.place`); by default
+            those of this process.
 
     Returns:
-        This process among all; None where it is alone.
+        This process among all; None where it is alone. Later calls give the first answer again.
 
     Raises:
         LaunchError: the variables contradict each other, processes are missing or there twice, they

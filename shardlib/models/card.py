@@ -26,13 +26,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from shardlib.errors import MissingFileError, ModelError, raise_all
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
 from shardlib.untrusted import construct, fit, parse_toml, read_bytes, shown
 from shardlib.untrusted.documents import TOML_LIMITS
+from shardlib.untrusted.json_types import JsonMapping
 from shardlib.untrusted.shown import bounded
 
 _TABLES: Mapping[str, type] = {
@@ -67,7 +67,16 @@ def read(path: str | Path) -> TransformerConfig:
 
 
 def parse(text: str | bytes, *, name: str, where: str = "the model card") -> TransformerConfig:
-    """Reads the text of a model card; see `read`."""
+    """Reads the text of a model card; see `read`.
+
+    Args:
+        text: TOML.
+        name: of the model, where the card says none.
+        where: what to call the card in messages.
+
+    Raises:
+        ModelError: see `read`.
+    """
     data = {"name": name, **parse_toml(text, where, ModelError)}
     failures = _check(TransformerConfig, data, "")
     for table, kind in _TABLES.items():
@@ -78,7 +87,7 @@ def parse(text: str | bytes, *, name: str, where: str = "the model card") -> Tra
     return construct(TransformerConfig, data, where, ModelError)
 
 
-def _check(kind: type, data: Mapping[str, Any], prefix: str) -> list[str]:
+def _check(kind: type, data: JsonMapping, prefix: str) -> list[str]:
     known = {field.name: field for field in fields(kind)}
     failures = [
         f"{prefix}{name} is missing"

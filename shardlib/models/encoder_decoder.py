@@ -212,6 +212,10 @@ class EncoderDecoder(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Terms]]:
         """Logits, and what the experts of encoder and decoder say of their routing; see
         `MixtureOfExperts`.
+
+        Args:
+            inputs: tokens of the encoder, int32 [batch, seq].
+            decoder_inputs: tokens of the decoder, int32 [batch, seq].
         """
         memory, first = self.encoder(self._embedded(inputs), None)
         x, second = self.decoder(self._embedded(decoder_inputs), memory)
@@ -267,6 +271,14 @@ def example_batch(
     config: EncoderDecoderConfig, batch: int, seq: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract batch of a training step.
+
+    Args:
+        config: of the model.
+        batch: rows.
+        seq: tokens of a row, of encoder and decoder alike.
+
+    Returns:
+        "inputs", "decoder_inputs" and "targets", int32 [batch, seq] each.
 
     Raises:
         ModelError: the sequence is longer than the model's.

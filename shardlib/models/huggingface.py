@@ -28,6 +28,7 @@ from shardlib.models.families.sparse import (
     switch,
 )
 from shardlib.untrusted import Limits, construct, fit, printable, read_json, shown
+from shardlib.untrusted.json_types import JsonMapping
 from shardlib.untrusted.shown import bounded
 from shardlib.untrusted.typed import WRONG
 
@@ -36,7 +37,7 @@ CONFIG = Limits(bytes=1 << 24)
 
 
 def read(
-    source: str | Path | Mapping[str, Any], name: str = ""
+    source: str | Path | JsonMapping, name: str = ""
 ) -> TransformerConfig | EncoderDecoderConfig:
     """Reads a configuration.
 
@@ -94,7 +95,7 @@ def read(
     )
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def _load(path: Path) -> JsonMapping:
     if not path.is_file():
         raise MissingFileError(f"there is no model configuration {path}")
     data = read_json(path, "model configuration", ModelError, limits=CONFIG)

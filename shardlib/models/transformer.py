@@ -243,6 +243,16 @@ def example_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract batch of a training step; `packed` where documents share rows, see `Loss`.
 
+    Args:
+        config: of the model.
+        batch: rows.
+        seq: tokens of a row.
+        packed: whether documents share rows.
+
+    Returns:
+        "inputs" and "targets", and with `packed` "segments", "positions" and "weights"; [batch,
+        seq] each.
+
     Raises:
         ModelError: the sequence is longer than the model's.
     """

@@ -8,11 +8,11 @@ program's identity.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardlib.decisions.pins import Pins, alias
+from shardlib.decisions.pins import PinMapping, Pins, alias
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.alternative import Alternative
@@ -28,6 +28,7 @@ from shardlib.planning.text.explain import explain
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.planning.text.timeline import Timeline
 from shardlib.untrusted import parse_json
+from shardlib.untrusted.json_types import Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Source(Protocol):
         """
         ...
 
-    def why_not(self, pin: Mapping[str, Any]) -> Plan:
+    def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under other pins."""
         ...
 
@@ -132,19 +133,38 @@ class Plan(PlanData):
     source: Source | None = field(default=None, compare=False, repr=False)
 
     def explain(self) -> str:
-        """What was chosen, why, and what it costs, as text for people."""
+        """What was chosen, why, and what it costs, as text for people.
+
+        Returns:
+            Several paragraphs and tables, of at most 100 columns.
+        """
         return explain(self)
 
     def diff(self, other: Plan) -> str:
-        """What another plan decides and costs differently, as text for people."""
+        """What another plan decides and costs differently, as text for people.
+
+        Args:
+            other: a plan of any model or topology.
+
+        Returns:
+            A text with what differs, at most 100 columns wide.
+        """
         return diff(self, other)
 
     def why_not(self, **pin: Any) -> str:
         """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,
         `plan.why_not(remat="full")`.
 
+        Args:
+            pin: decisions by their words, as for `shardlib.plan`; a mesh axis by its own name. They
+                replace those pins of this plan that they contradict.
+
         Returns:
             The difference to this plan as text, or why there is no such plan.
+
+        Raises:
+            PinError: a pin is misspelt or allows no plan, or the plan was read from a file and does
+                not carry its model.
         """
         if self.source is None:
             raise PinError(
@@ -160,16 +180,40 @@ class Plan(PlanData):
     def alternatives(self, count: int = 10) -> tuple[Alternative, ...]:
         """The plans that come next, the fastest first, with what each decides differently; equally
         fast ones are one entry.
+
+        Args:
+            count: how many at most.
+
+        Returns:
+            The alternatives, each with its seconds a step and peak bytes per device.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
         """
         return source_of(self).alternatives(self, count)
 
     def constraints(self) -> Constraints:
-        """What holds the plan back: memory, pins, and sizes that divide no further."""
+        """What holds the plan back: memory, pins, and sizes that divide no further.
+
+        Returns:
+            The constraints, the one that costs most first, with the seconds of a step without it;
+            `print` shows them as text.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+        """
         return source_of(self).constraints(self)
 
     def sensitivity(self) -> Sensitivity:
         """What more memory and faster links are worth, and the regret if a figure of the machine is
         a tenth lower.
+
+        Returns:
+            Shadow prices of memory and links, and shocks with the seconds of a step that each
+            loses; `print` shows them as text.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
         """
         return source_of(self).sensitivity(self)
 
@@ -177,8 +221,12 @@ class Plan(PlanData):
         """When each pipeline stage does what, in predicted seconds; `print` draws it,
         `shardlib.explanation.timelines` makes SVG and Perfetto traces of it.
 
+        Returns:
+            Tasks by stage, with their beginning and end in seconds.
+
         Raises:
-            PlanError: the plan has no stages.
+            PlanError: the plan has no stages, has `remat_classes`, or was written before estimates
+                knew what a stage does.
         """
         return predicted(self)
 
@@ -189,10 +237,20 @@ class Plan(PlanData):
         hosts, and what must move.
 
         Args:
-            topology: the machine that is left.
-            lost: numbers of the devices that are gone; by default the last ones.
-            anew: search the whole space; otherwise recomputation, schedule and the like stay as
-                long as that fits, which is quicker.
+            topology: the machine that is left, a spelling or a value.
+            lost: numbers of the devices of the old machine that are gone; by default the last ones.
+            anew: search the whole space; otherwise remat policy, schedule and the like stay as long
+                as that fits, which is quicker.
+
+        Returns:
+            The new plan, and for every array the bytes that each device must receive; `print` shows
+            it as text.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+            TopologyError: the topology does not parse, or `lost` are none of the old machine.
+            PinError: pins of the plan allow no plan there.
+            InfeasibleError: nothing fits there.
         """
         return source_of(self).replan(self, topology, lost=lost, anew=anew)
 
@@ -214,6 +272,9 @@ class Plan(PlanData):
             changed: take it all the same, with a finding that says so. Its values still have to be
                 values of a plan.
 
+        Returns:
+            An equal plan, but for `source`: it cannot be asked what needs the model.
+
         Raises:
             PlanError: the text is no plan of this format, it was changed, or values that no plan
                 has; all of them are listed.
@@ -221,8 +282,12 @@ class Plan(PlanData):
         return plan_from_data(parse_json(text, "the plan", PlanError), changed=changed)
 
 
-def plan_from_data(data: Any, *, changed: bool = False) -> Plan:
+def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
     """Reads what `plan_to_data` wrote; see `Plan.from_json`.
+
+    Args:
+        data: the plan as plain lists, dicts, strings and numbers.
+        changed: take a plan that was changed since, with a finding that says so.
 
     Raises:
         PlanError: it is no plan of this format, it was changed since, or values that no plan has;

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.decisions.pins import Pins
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -52,6 +51,10 @@ class Prepared:
     def search(self, topology: Topology, pins: Pins) -> Plan:
         """The best plan for the same problem; all questions end here or in `ranked`.
 
+        Args:
+            topology: the machine.
+            pins: decisions fixed by hand.
+
         Raises:
             PinError: the pins allow no plan.
             InfeasibleError: nothing fits.
@@ -63,6 +66,11 @@ class Prepared:
     ) -> Iterator[Ranked]:
         """Plans for the same problem under the same pins, the fastest first; all up to `slack`
         times the fastest.
+
+        Args:
+            topology: the machine.
+            slack: up to how many times the seconds of the fastest.
+            front: only plans that need less memory than every faster one.
         """
         return ranked(
             self.load.problem,
@@ -74,7 +82,7 @@ class Prepared:
             front=front,
         )
 
-    def why_not(self, pin: Mapping[str, Any]) -> Plan:
+    def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under different pins, for the same model and topology.
 
         Raises:
@@ -105,15 +113,15 @@ class Prepared:
 def search(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
-    stack: FrameworkProfile | str | None = None,
+    profile: FrameworkProfile | str | None = None,
 ) -> Plan:
     """The fastest plan that fits, see `shardlib.planning.search.search.search`, with its source."""
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, lowered, stack)
+    source = _source(problem, topology, pin, load, lowered, profile)
     preparing = time.perf_counter() - started
     return _sourced(
         searching.search(problem, source.topology, source.pins, load=source.load, lowered=lowered),
@@ -125,19 +133,19 @@ def search(
 def ranked(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
     slack: float = math.inf,
-    stack: FrameworkProfile | str | None = None,
+    profile: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, the fastest first, see `shardlib.planning.search.search.ranked`, each
     with its source.
     """
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, lowered, stack)
+    source = _source(problem, topology, pin, load, lowered, profile)
     preparing = time.perf_counter() - started
     found = searching.ranked(
         problem,
@@ -165,14 +173,14 @@ def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
 def _source(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None,
+    pin: PinMapping | Pins | None,
     load: Workload | None,
     lowered: bool,
-    stack: FrameworkProfile | str | None,
+    profile: FrameworkProfile | str | None,
 ) -> Prepared:
     machine, pins = parse_topology(topology), Pins.parse(pin)
     return Prepared(
-        load=searching.prepared(problem, machine, load, stack, pins),
+        load=searching.prepared(problem, machine, load, profile, pins),
         topology=machine,
         pins=pins,
         lowered=lowered,

@@ -104,6 +104,10 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all, also after a loss of power; what
     stands in the place of the draft, a link to somewhere perhaps, is not written to.
 
+    Args:
+        path: of the file; its folder is there.
+        text: all of it.
+
     Raises:
         OSError: it cannot be written.
     """

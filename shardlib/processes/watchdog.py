@@ -57,6 +57,11 @@ class Watchdog:
     def phase(self, name: str, step: int | None = None, *, patience: float = 1.0) -> Iterator[None]:
         """Says what the loop does in this block, at which step; `patience` times the allowed time
         may pass.
+
+        Args:
+            name: of the phase, for messages.
+            step: steps done; None where it makes no difference.
+            patience: times the allowed seconds that it may take.
         """
         before = (self._phase, self._patience)
         self._enter(name, patience, step)

@@ -1,8 +1,8 @@
 """Choices: which colours are sharded, and so how every dim and factor is.
 
-For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes cut
-(data, fsdp and expert together), which dim the *context* axis cuts, which dim the *tensor* axis
-cuts, and which dim of a weight the *expert* axis cuts. `Choice` is that decision; for the tensor
+For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes shard
+(data, fsdp and expert together), which dim the *context* axis shards, which dim the *tensor* axis
+cuts, and which dim of a weight the *expert* axis shards. `Choice` is that decision; for the tensor
 axis it follows the priority semantics of `shardlib.rules`: the colours of `tensor` in order, then,
 with sequence parallelism, the sequence colour.
 
@@ -12,7 +12,7 @@ with sequence parallelism, the sequence colour.
 >>> choice.cut(("batch", "seq", "embed"))
 ('batch', 'tensor', None)
 
-A dim that two axes cut names both, the major one first. The expert axis cuts the batch of
+A dim that two axes shard names both, the major one first. The expert axis shards the batch of
 everything that has one, and the experts of weights:
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq", context="seq", expert="expert")
@@ -31,17 +31,22 @@ from functools import lru_cache
 from shardlib.axes import BATCH_AXES, EXPERT, LogicalAxes
 from shardlib.rules import Rules
 
-#: Per dim: the kinds of axes that cut it, joined by "+", or None.
+#: Per dim: the kinds of axes that shard it, joined by "+", or None.
 Cut = tuple[str | None, ...]
 
 #: What a dim is called that merges batch and sequence, as the tokens of a mixture of experts: batch
-#: and context axes cut it together.
+#: and context axes shard it together.
 TOKENS = "batch+context"
 
 
 @lru_cache(maxsize=1 << 14)
 def has(cut: Cut, kind: str) -> bool:
-    """Whether some dim is cut by a kind of axis."""
+    """Whether some dim is sharded over a kind of axis.
+
+    Args:
+        cut: what shards each dim.
+        kind: "batch", "tensor", "context" or "expert".
+    """
     return any(part is not None and kind in part for part in cut)
 
 
@@ -52,21 +57,21 @@ def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
 
 
 def kinds(part: str | None) -> tuple[str, ...]:
-    """The kinds of axes that cut one dim, the major one first."""
+    """The kinds of axes that shard one dim, the major one first."""
     return tuple(part.split("+")) if part else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which colours the mesh axes cut.
+    """Which colours the mesh axes shard.
 
     Attributes:
-        tensor: colours that the tensor axis cuts, the first has priority.
+        tensor: colours that the tensor axis shards, the first has priority.
         batch: the colour that data, fsdp and expert cut; None where the batch has none.
-        sequence: the colour that the tensor axis cuts where no colour of `tensor` occurs; None
+        sequence: the colour that the tensor axis shards where no colour of `tensor` occurs; None
             without sequence parallelism.
-        context: the colour that the context axis cuts; None without one.
-        expert: the colour of experts, that the expert axis cuts in values without a batch; None
+        context: the colour that the context axis shards; None without one.
+        expert: the colour of experts, that the expert axis shards in values without a batch; None
             without one.
     """
 
@@ -83,8 +88,8 @@ class Choice:
 
         Args:
             colours: colour per dim or factor.
-            whole: positions that must not be cut.
-            context_at: position that the context axis cuts where several have its colour; by
+            whole: positions that must not be sharded.
+            context_at: position that the context axis shards where several have its colour; by
                 default the first.
         """
         result: list[str | None] = [None] * len(colours)
@@ -138,5 +143,5 @@ class Choice:
             entries += [
                 (name, along),
                 *([(name, ("context",))] if len(along) > 1 else []),
-            ]  # the second where tensor cuts another dim already
+            ]  # the second where tensor shards another dim already
         return Rules(tuple(entries))

@@ -95,7 +95,12 @@ class Colouring:
     def conflicts(
         self, graph: Graph, names: tuple[LogicalAxes, ...]
     ) -> tuple[tuple[int, str], ...]:
-        """(value, colour) for every value of a graph that has one colour twice."""
+        """(value, colour) for every value of a graph that has one colour twice.
+
+        Args:
+            graph: the graph.
+            names: colour of every dim of every value of it.
+        """
         return tuple(
             (index, name)
             for index, axes in enumerate(names)

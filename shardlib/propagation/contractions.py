@@ -163,12 +163,24 @@ def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
 def used(path: str, number: int) -> tuple[str, int]:
     """Where placements have the layout of an operand of a contraction while it runs, and after the
     operands that of its result.
+
+    Args:
+        path: of the op in the program.
+        number: of the operand; the number of operands for the result.
     """
     return f"{path}/in use", number
 
 
 def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every index of an op: that of a dim of which it is the major part."""
+    """Colour of every index of an op: that of a dim of which it is the major part.
+
+    Args:
+        op: the op.
+        names: colour of every dim of every value.
+
+    Returns:
+        One per factor; None where no dim has a colour.
+    """
     found: list[str | None] = [None] * len(op.rule.sizes)
     for values, sides in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
         for value, dims in zip(values, sides, strict=True):

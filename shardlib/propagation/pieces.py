@@ -2,17 +2,17 @@
 
 The kernel of a fused projection makes queries, keys and values at once, [embed, 3 heads]; that of
 an LSTM makes four gates. A split, slices or a reshape to [3, heads] take the result apart. To cut
-such a dim so that nothing is gathered, every *piece* of it is cut: a device has its part of the
+such a dim so that nothing is gathered, every *piece* of it is sharded: a device has its part of the
 queries, of the keys and of the values (Megatron-LM stores such weights so). In a rule the major
-factor of the dim counts the pieces and is outer, and the next one is what is cut (Shardy's compound
-factors, openxla/shardy `docs/propagation.md`, with the major one blocked):
+factor of the dim counts the pieces and is outer, and the next one is what is sharded (Shardy's
+compound factors, openxla/shardy `docs/propagation.md`, with the major one blocked):
 
     split      [embed*3] -> [embed] [embed] [embed]       outer 3
     reshape    [3*heads*width] -> [3] [heads] [width]     outer 3
 
 Which dims these are follows from where ops cut them: the starts and ends of all windows
 (`shardlib.graph.factors.Window`) into a dim, and into every dim that the program ties to it
-position by position, are its joints. Pieces may differ in size; they are cut alike by whatever
+position by position, are its joints. Pieces may differ in size; they are sharded alike by whatever
 divides all of them.
 
 Dims of the batch and of the sequence are left alone: a part of the batch is not the same part of
@@ -246,7 +246,7 @@ def _reach(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[int]]:
-    """Where each class of dims is cut by windows, its own ends included; of a dim that a reshape
+    """Where windows cut each class of dims, its own ends included; of a dim that a reshape
     makes of several, where the major one is.
 
     A dim of which windows leave some part out (the best few of all experts) is not several things

@@ -44,6 +44,13 @@ class Classes:
 
 
 def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
+    """Joins the dims that ops of a graph make one index of.
+
+    Args:
+        classes: classes of (tag, value, dim), changed.
+        tag: which graph it is.
+        graph: the graph.
+    """
     for op in graph.ops:
         rule = op.rule
         members: dict[int, list[Hashable]] = defaultdict(list)
@@ -59,6 +66,13 @@ def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
 
 
 def tie_inputs(classes: Classes, problem: Problem) -> None:
+    """Joins the dims of inputs in the graphs of all remat policies with those of the parameters and
+    of the batch.
+
+    Args:
+        classes: classes of dims, changed.
+        problem: the graphs, and what their inputs are.
+    """
     for index in problem.forward.inputs:
         value = problem.forward.values[index]
         for dim in range(len(value.shape)):
@@ -78,6 +92,12 @@ def tie_inputs(classes: Classes, problem: Problem) -> None:
 
 
 def tie_names(classes: Classes, problem: Problem) -> None:
+    """Joins the dims that the user gave one name.
+
+    Args:
+        classes: classes of dims, changed.
+        problem: parameters and batch with their logical axes.
+    """
     named = [(p.path, p.axes) for p in problem.parameters] + [
         (path, axes) for path, _, _, axes in problem.batch
     ]

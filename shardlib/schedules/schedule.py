@@ -49,7 +49,14 @@ class Pipelines:
     def one(
         cls, *, stages: int, chunks: int = 1, microbatches: int, lockstep: bool = False
     ) -> Pipelines:
-        """A single pipeline."""
+        """A single pipeline.
+
+        Args:
+            stages: number of stages.
+            chunks: of layers on each of them.
+            microbatches: of one group.
+            lockstep: whether all stages move at once.
+        """
         return cls(
             stages=np.array([stages]),
             chunks=np.array([chunks]),
@@ -90,13 +97,26 @@ class Schedule(Protocol):
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
         """What each stage does one after the other, where it waits for its neighbours alone.
 
+        Args:
+            stages: number of stages.
+            microbatches: of one group.
+            chunks: of layers on each stage.
+
+        Returns:
+            The tasks of each stage.
+
         Raises:
             ValueError: the schedule has no such order.
         """
         ...
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """Whether stages may have so many chunks of layers."""
+        """Whether stages may have so many chunks of layers.
+
+        Args:
+            chunks: of layers on each stage.
+            lockstep: whether all stages are one program.
+        """
         ...
 
     def fits(self, pipelines: Pipelines) -> Array:
@@ -160,6 +180,10 @@ class Schedule(Protocol):
 def only_whole_stages(name: str, chunks: int) -> None:
     """Refuses several chunks on a stage.
 
+    Args:
+        name: of the schedule.
+        chunks: of layers on each stage.
+
     Raises:
         ValueError: there are several.
     """
@@ -168,7 +192,12 @@ def only_whole_stages(name: str, chunks: int) -> None:
 
 
 def words_of(name: str, chunks: int) -> str:
-    """A schedule in words."""
+    """A schedule in words.
+
+    Args:
+        name: of the schedule.
+        chunks: of layers on each stage.
+    """
     return f"{name} with {chunks} chunks a stage" if chunks > 1 else name
 
 

@@ -137,8 +137,13 @@ def makespan(spans: Iterable[Span]) -> float:
 
 
 def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> int:
-    """The most chunks that a stage remembers at once: from the start of F to the end of `until`,
-    "backward" or "weights".
+    """The most chunks that a stage keeps stashed at once: from the start of F to the end of
+    `until`.
+
+    Args:
+        spans: of all tasks.
+        stage: number of the stage.
+        until: "backward" or "weights".
     """
     own = [span for span in spans if span.stage == stage]
     events = sorted(

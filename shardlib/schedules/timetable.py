@@ -35,6 +35,9 @@ from typing import Any
 
 from shardlib.schedules.table import named
 
+#: A whole number, or an array of them: of NumPy, or JAX's own inside of a program.
+Number = Any
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
@@ -144,50 +147,72 @@ class Timetable:
         """Number of the last chunk of a stage."""
         return self.virtual - 1
 
-    def forward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
+    def forward(self, tick: Number, stage: Number) -> tuple[Number, Number, Number]:
         """(microbatch, chunk, whether there is work) of a stage at a tick; numbers or arrays of
         them. Without work the first two are within bounds and mean nothing.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
         """
         return self._of(tick - stage)
 
-    def backward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """The same for backward work."""
+    def backward(self, tick: Number, stage: Number) -> tuple[Number, Number, Number]:
+        """The same for backward work.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
+        """
         micro, mirrored, works = self._of(tick - self.turn - (self.stages - 1 - stage))
         return micro, self.last_chunk - mirrored, works
 
-    def weights(self, tick: Any) -> tuple[Any, Any, Any]:
+    def weights(self, tick: Number) -> tuple[Number, Number, Number]:
         """The same for gradients of weights, which all stages do for the same unit."""
         micro, mirrored, works = self._of(tick - self.weights_turn)
         return micro, self.last_chunk - mirrored, works
 
-    def forward_slot(self, tick: Any, stage: Any) -> Any:
-        """Where the forward work of a tick is remembered; without work, a place that nothing is
-        waiting in.
+    def forward_slot(self, tick: Number, stage: Number) -> Number:
+        """Place of the activation stash for the forward work of a tick; without work, a place that
+        nothing is waiting in.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
         """
         return (tick - stage) % self.slots
 
-    def backward_slot(self, tick: Any, stage: Any) -> Any:
-        """Where the forward work is that goes back in a tick."""
+    def backward_slot(self, tick: Number, stage: Number) -> Number:
+        """Place of the activation stash with the forward work that goes back in a tick.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
+        """
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
 
-    def weights_slot(self, tick: Any) -> Any:
+    def weights_slot(self, tick: Number) -> Number:
         """Where the forward work is whose gradients of weights are made in a tick."""
         return self._unit(*self.weights(tick)[:2]) % self.slots
 
-    def passing_slot(self, tick: Any, stage: Any) -> Any:
+    def passing_slot(self, tick: Number, stage: Number) -> Number:
         """Which of S places keeps what the backward work of a tick passes on to the making of
         gradients of weights.
+
+        Args:
+            tick: number of the tick, int or int array.
+            stage: number of the stage, likewise.
         """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 
-    def passed_slot(self, tick: Any) -> Any:
+    def passed_slot(self, tick: Number) -> Number:
         """The place that the making of gradients of weights reads in a tick."""
         return (tick - self.weights_turn) % self.stages
 
-    def _unit(self, micro: Any, chunk: Any) -> Any:
+    def _unit(self, micro: Number, chunk: Number) -> Number:
         return (micro // self.group * self.virtual + chunk) * self.group + micro % self.group
 
-    def _of(self, unit: Any) -> tuple[Any, Any, Any]:
+    def _of(self, unit: Number) -> tuple[Number, Number, Number]:
         inside = (unit >= 0) & (unit < self.units)
         unit = unit * inside
         rounds, place = unit // self.group, unit % self.group

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from shardlib.graph import Op, Region, Value
+from shardlib.jax_types import Aval
 from shardlib.report import Finding
 from shardlib.tracing.program import Equation
 from shardlib.tracing.trip_counts import counted_trips, dtype_name
@@ -20,7 +20,17 @@ class GraphParts:
         self.regions: list[Region] = [Region(parent=-1, kind="root")]
         self.findings: dict[tuple[str, str, str], Finding] = {}
 
-    def value(self, aval: Any, path: str = "", role: str = "internal") -> int:
+    def value(self, aval: Aval, path: str = "", role: str = "internal") -> int:
+        """Adds a value to the graph.
+
+        Args:
+            aval: abstract value, with shape and dtype.
+            path: tree path of an input; empty for others.
+            role: "parameter", "frozen", "state", "batch" or "internal".
+
+        Returns:
+            Its number.
+        """
         self.values.append(
             Value(
                 shape=tuple(getattr(aval, "shape", ())),
@@ -35,14 +45,39 @@ class GraphParts:
         return tuple(self.values[value].shape for value in values)
 
     def region(self, parent: int, kind: str, trips: int) -> int:
+        """Adds a region.
+
+        Args:
+            parent: number of the region that it stands in.
+            kind: "scan", "while" or another word of `shardlib.graph`.
+            trips: how often it runs for one run of its parent.
+
+        Returns:
+            Its number.
+        """
         self.regions.append(Region(parent=parent, kind=kind, trips=trips))
         return len(self.regions) - 1
 
     def note(self, code: str, severity: str, message: str, where: str, hint: str = "") -> None:
+        """Adds a finding, unless the same has been said of the same place.
+
+        Args:
+            code: kebab-case name of the kind of finding.
+            severity: "info", "warning" or "error".
+            message: one or two sentences.
+            where: scope or path of an equation.
+            hint: what to try.
+        """
         finding = Finding(code=code, severity=severity, message=message, where=where, hint=hint)
         self.findings.setdefault((code, message, where), finding)
 
     def trips(self, equation: Equation, first: int) -> int:
+        """How often a while loop runs; 1 with a finding where that is not known.
+
+        Args:
+            equation: the loop.
+            first: position of its first carry among its operands.
+        """
         known = counted_trips(equation, first)
         if known is None:
             self.note(
@@ -55,7 +90,15 @@ class GraphParts:
         return 1 if known is None else known
 
     def cost(self, region: int, above: int) -> float:
-        """FLOPs of a region and everything inside it, for one run of the region `above`."""
+        """FLOPs of a region and everything inside it, for one run of the region `above`.
+
+        Args:
+            region: number of a region.
+            above: number of a region around it.
+
+        Returns:
+            FLOPs, trips of the regions between them included.
+        """
         total = 0.0
         for op in self.ops:
             trips, at = 1.0, op.region

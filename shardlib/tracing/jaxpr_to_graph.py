@@ -9,12 +9,14 @@ the "carry" that joins branches the branch index, so that both stay alive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
 from shardlib.graph import FactorRule, Graph, Op, Region
 from shardlib.graph.check import check
 from shardlib.graph.factors import elementwise
+from shardlib.jax_types import Aval
 from shardlib.tracing.graph_parts import GraphParts
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rules.description import Call, Describe, Description, unknown
@@ -22,7 +24,7 @@ from shardlib.tracing.rules.table import TABLE
 from shardlib.tracing.trip_counts import literal, stacking
 
 
-def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Graph:
+def graph_from_jaxpr(closed_jaxpr: jex.ClosedJaxpr, inputs: Sequence[tuple[str, str]]) -> Graph:
     """The graph of a closed jaxpr.
 
     Args:
@@ -36,7 +38,15 @@ def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Gr
 
 
 def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> Graph:
-    """The graph of a program; see `graph_from_jaxpr`."""
+    """The graph of a program; see `graph_from_jaxpr`.
+
+    Args:
+        program: what to translate.
+        inputs: (path, role) of each of its inputs.
+
+    Returns:
+        The graph, checked; what could not be translated is among its findings.
+    """
     builder = _Builder()
     arguments = [
         builder.value(program.avals[number], path=path, role=role)
@@ -148,7 +158,7 @@ class _Builder(GraphParts):
         return result
 
     def carry(
-        self, path: str, operands: tuple[int, ...], aval: Any, region: int, scope: str
+        self, path: str, operands: tuple[int, ...], aval: Aval, region: int, scope: str
     ) -> int:
         """A boundary op whose operands of the result's shape are one value at different times;
         others are only read.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree, path_text
@@ -20,7 +21,22 @@ from shardlib.tracing.trip_counts import dtype_name
 from shardlib.tracing.unchanged import unchanged
 
 
-def described_parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
+def described_parameters(
+    model: Model, optimizer: optax.GradientTransformation | None
+) -> tuple[Parameter, ...]:
+    """The parameters of a model for the planner, in tree order, and then the model state that a
+    step updates.
+
+    Args:
+        model: as it was read.
+        optimizer: optax transformation, whose state is counted for each parameter; None for none.
+
+    Returns:
+        Each with path, shape, dtype, logical axes, role and bytes of optimizer state.
+
+    Raises:
+        AnnotationError: logical axes that do not fit the rank of their array, all of them listed.
+    """
     leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
     roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
     extra, arrays = _state_bytes(
@@ -66,7 +82,9 @@ def described_parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
 
 
 def _state_bytes(
-    model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]
+    model: Model,
+    optimizer: optax.GradientTransformation | None,
+    leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]],
 ) -> tuple[Counter[str], Counter[str]]:
     """Bytes and number of arrays of optimizer state of a parameter's shape, per parameter: state
     leaves whose path ends with the parameter's.
@@ -100,7 +118,12 @@ def trainable(leaf: Any) -> bool:
 
 
 def named(tree: Tree, prefix: str) -> list[tuple[str, Any]]:
-    """(dotted path, leaf) in tree order; `prefix` goes before every path."""
+    """(dotted path, leaf) in tree order; `prefix` goes before every path.
+
+    Args:
+        tree: any pytree.
+        prefix: goes before every path; empty for none.
+    """
     return [
         (".".join(filter(None, (prefix, path_text(path)))), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -110,6 +133,10 @@ def named(tree: Tree, prefix: str) -> list[tuple[str, Any]]:
 def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[str, str]]:
     """(path, role) of every input: parameters go by their own path, state and batch behind these
     words. State that is floating-point is used as frozen parameters are.
+
+    Args:
+        model: the model.
+        shapes: abstract params, model state and batch.
     """
     params, state, batch = shapes
     found = [
@@ -133,7 +160,12 @@ def abstract(tree: Tree) -> Tree:
 
 
 def constant_state(program: Program, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
-    """Paths of floating-point arrays of the model state that the loss hands on as they came."""
+    """Paths of floating-point arrays of the model state that the loss hands on as they came.
+
+    Args:
+        program: of the loss; its last outputs are the new model state.
+        shapes: abstract params, model state and batch.
+    """
     leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
     kept = unchanged(
         program,

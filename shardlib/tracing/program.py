@@ -23,6 +23,7 @@ from jax.extend import core as jex
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.functions.marks import form_of
+from shardlib.jax_types import Aval, Eqn, Jaxpr, Value
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
@@ -79,7 +80,7 @@ class Equation:
     outputs: tuple[int, ...]
     scope: str = ""
     call: Call | None = None
-    within: tuple[Any, ...] = ()
+    within: tuple[Eqn, ...] = ()
 
     @property
     def name(self) -> str:
@@ -106,8 +107,8 @@ class Program:
             repeat no layers that are not.
     """
 
-    avals: tuple[Any, ...]
-    constants: dict[int, Any]
+    avals: tuple[Aval, ...]
+    constants: dict[int, Value]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     equations: tuple[Equation, ...]
@@ -134,7 +135,7 @@ class _Numbering:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def literal(self, literal: Any) -> int:
+    def literal(self, literal: jex.Literal) -> int:
         if np.ndim(literal.val) > 0:
             return self.captured(literal.val, literal.aval)
         key = (str(literal.aval), repr(literal.val), getattr(literal.aval, "weak_type", False))
@@ -143,7 +144,7 @@ class _Numbering:
             self.constants[self._literals[key]] = literal.val
         return self._literals[key]
 
-    def captured(self, array: Any, aval: Any) -> int:
+    def captured(self, array: Value, aval: Any) -> int:
         if id(array) not in self._captured:
             self._captured[id(array)] = self.new(aval)
             self.constants[self._captured[id(array)]] = array
@@ -152,11 +153,11 @@ class _Numbering:
     def walk(
         self,
         jaxpr: Any,
-        constants: Sequence[Any],
+        constants: Sequence[Value],
         arguments: Sequence[int],
         prefix: str,
         scope: str,
-        within: tuple[Any, ...],
+        within: tuple[Eqn, ...],
     ) -> list[int]:
         numbers = {
             var: self.captured(array, var.aval)
@@ -202,12 +203,12 @@ class _Numbering:
 
 
 def flatten(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     prefix: str = "",
     scope: str = "",
     *,
     remat: bool = False,
-    within: tuple[Any, ...] = (),
+    within: tuple[Eqn, ...] = (),
 ) -> Program:
     """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends
     in a slash. With `remat`, remat is inlined too; `within` are the equations around it.
@@ -225,7 +226,7 @@ def flatten(
     )
 
 
-def callee(eqn: Any) -> Any:
+def callee(eqn: Eqn) -> Jaxpr:
     """The jaxpr that a call equation calls."""
     params = eqn.params
     return next(
@@ -240,7 +241,7 @@ def join_scope(outer: str, inner: str) -> str:
     return inner if not outer or inner.startswith(outer) else f"{outer}/{inner}".rstrip("/")
 
 
-def subjaxprs(eqn: Any) -> list[Any]:
+def subjaxprs(eqn: Eqn) -> list[Jaxpr]:
     """Every jaxpr among an equation's parameters."""
     found: list[Any] = []
     for value in eqn.params.values():
@@ -252,14 +253,14 @@ def subjaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def has_matmul(eqn: Any) -> bool:
+def has_matmul(eqn: Eqn) -> bool:
     """Whether an equation, or anything it calls, multiplies matrices or convolves."""
     if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return True
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def called(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def called(jaxpr: Jaxpr) -> Iterator[tuple[Any, tuple[Aval, ...]]]:
     """The custom calls that a jaxpr calls, in loops and branches too: their forms, and abstract
     values of their operands.
     """

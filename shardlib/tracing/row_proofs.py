@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
@@ -17,15 +18,30 @@ from shardlib.tracing.rows.proof import Inputs, Names, prove, prove_parts
 
 def proven_rows(
     model: Model,
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     shapes: tuple[Tree, Tree, Tree],
-    closed: Any,
-    out_shape: Any,
+    closed: jex.ClosedJaxpr,
+    out_shape: Tree,
     described: tuple[Any, ...],
     how: str,
 ) -> Callable[[int], Rows]:
     """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
     one of them, and for 1, by that of another batch.
+
+    Args:
+        model: the model.
+        loss: as the model binds it.
+        shapes: abstract params, model state and batch.
+        closed: jaxpr of the loss for the whole batch.
+        out_shape: abstract results of the loss.
+        described: arrays of the batch with their logical axes.
+        how: "prove", or "mean" to take the user's word.
+
+    Returns:
+        A function of the number of microbatches, 1 or more.
+
+    Raises:
+        TracingError: `how` is another word.
     """
     if how not in ("prove", "mean"):
         raise TracingError(
@@ -79,7 +95,7 @@ def rows_of(described: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[i
     )
 
 
-def result_names(out_shape: Any) -> Names:
+def result_names(out_shape: Tree) -> Names:
     """What the results of a loss are called, for (loss, (metrics, state))."""
     _, (metrics, state) = out_shape
     return Names(
@@ -89,7 +105,13 @@ def result_names(out_shape: Any) -> Names:
 
 
 def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
-    """A batch with another number of rows."""
+    """A batch with another number of rows.
+
+    Args:
+        batch: tree of abstract arrays.
+        dims: dim of the rows in each leaf; None where it has none.
+        number: rows of the new batch.
+    """
     leaves, structure = jax.tree.flatten(batch)
 
     def sized(leaf: Any, dim: int | None) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.extend import core as jex
 
 from shardlib.annotation.frozen import freeze
 from shardlib.annotation.model import Model, PureLoss
@@ -27,6 +29,7 @@ from shardlib.graph.kernels import KINDS
 from shardlib.graph.problem import InputDim, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.graph.rows import Rows
+from shardlib.jax_types import Aval
 from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr, graph_from_program
@@ -63,10 +66,10 @@ class Traced:
             of them. Traces.
     """
 
-    closed_jaxpr: Any
+    closed_jaxpr: jex.ClosedJaxpr
     program: Program
-    in_tree: Any
-    out_tree: Any
+    in_tree: jax.tree_util.PyTreeDef
+    out_tree: jax.tree_util.PyTreeDef
     problem: Problem
     model: Model
     rows_in: Callable[[int], Rows]
@@ -94,7 +97,7 @@ class Traced:
 
         return rewritten
 
-    def _check(self, leaves: Sequence[Any], tree: Any) -> None:
+    def _check(self, leaves: Sequence[Aval], tree: jax.tree_util.PyTreeDef) -> None:
         if tree != self.in_tree:
             raise TracingError(
                 "the loss was traced for (params, state, batch) of structure\n "
@@ -118,11 +121,11 @@ class Traced:
 
 def trace(
     model: Model,
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     batch: Tree,
     *,
     batch_axes: Tree = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
     policies: Sequence[str] = ("none", "full", "dots"),
     rows: str = "prove",
 ) -> Traced:
@@ -205,7 +208,7 @@ def trace(
 
 
 def _trace_loss(
-    model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree, Tree]
+    model: Model, loss: Callable[..., Tree], shapes: tuple[Tree, Tree, Tree]
 ) -> tuple[Any, Any]:
     try:
         closed, out_shape = jax.make_jaxpr(model.bind(loss), return_shape=True)(*shapes)
@@ -230,7 +233,7 @@ def _trace_loss(
     return closed, out_shape
 
 
-def _without_kernel(closed: Any) -> tuple[tuple[str, str], ...]:
+def _without_kernel(closed: jex.ClosedJaxpr) -> tuple[tuple[str, str], ...]:
     """Kernels of attention that cannot compute some call of it, and why not."""
     wanted = [
         Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)

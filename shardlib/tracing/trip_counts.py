@@ -9,12 +9,17 @@ import numpy as np
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.graph.factors import Dims
+from shardlib.jax_types import Aval
 from shardlib.tracing.program import Equation
 
 
 def counted_trips(equation: Equation, first: int) -> int | None:
     """Trip count of a while loop that counts an integer from one literal to another by ones; None
     where it does not.
+
+    Args:
+        equation: a while loop.
+        first: number of its first operand that is carried.
     """
     condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
     body, _ = open_jaxpr(equation.params["body_jaxpr"])
@@ -53,7 +58,7 @@ def counted_trips(equation: Equation, first: int) -> int | None:
     return max(0, int(end) - int(begin)) if one and fixed else None
 
 
-def dtype_name(aval: Any) -> str:
+def dtype_name(aval: Aval) -> str:
     """JAX's name of a dtype; "key" for PRNG keys, "token" for values with no dtype."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:

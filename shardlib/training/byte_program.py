@@ -63,7 +63,13 @@ def _machine(config: TrainConfig, console: Console) -> str:
 
 
 def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans; on "cpu:N", simulates N devices first."""
+    """Plans; on "cpu:N", simulates N devices first.
+
+    Args:
+        config: of the run.
+        model: of the transformer.
+        console: where to say what goes on.
+    """
     topology = _machine(config, console)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
@@ -81,7 +87,13 @@ def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> 
 
 
 def compiled(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans and compiles."""
+    """Plans and compiles.
+
+    Args:
+        config: of the run; with a folder, compiled programs are kept there.
+        model: of the transformer.
+        console: where to say what goes on.
+    """
     if config.run is not None:
         keep_compiled(RunFolder(Path(config.run)).compiled)
     program = planned(config, model, console)

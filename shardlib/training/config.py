@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import optax
 
@@ -18,6 +16,7 @@ from shardlib.errors import (
 from shardlib.lowering.program.checks.arguments import SEEDS
 from shardlib.training.measures.judge import Policy
 from shardlib.training.settings import Settings
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Steps in a row that may be left out.
 SKIPS = 4
@@ -66,7 +65,7 @@ class TrainConfig:
     lr: float = 4e-3
     seed: int = 0
     topology: str = "cpu:8"
-    pin: Mapping[str, Any] | None = None
+    pin: JsonMapping | None = None
     sample_bytes: int = 300
     run: str | Path | None = None
     save_every: int = 50
@@ -118,7 +117,7 @@ class TrainConfig:
         )
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """What is trained, in words: what processes of one run have in common. The model and the
         data count by what is in them (`_identity`, `TokenDataset.digest`), not by where they are.
         """

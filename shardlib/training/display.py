@@ -52,7 +52,13 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
-        """A step is done, in so many seconds."""
+        """A step is done, in so many seconds.
+
+        Args:
+            step: steps done.
+            loss: of the step.
+            seconds: that it took.
+        """
         self._recent.append(seconds)
         rate = self.tokens / statistics.median(self._recent)
         self._bar.update(self._task, completed=step, loss=loss, rate=rate)
@@ -65,7 +71,12 @@ class Display:
         self._console.print(text, highlight=False, markup=False)
 
     def resumed(self, step: int, steps: int) -> None:
-        """The run goes on where it was saved."""
+        """The run goes on where it was saved.
+
+        Args:
+            step: steps done.
+            steps: in all.
+        """
         self._bar.update(self._task, completed=step)
         self.say(
             f"the run has done all of its {steps} steps"
@@ -74,7 +85,14 @@ class Display:
         )
 
     def stopped(self, reason: str, step: int, loss: float, *, kept: int | None) -> None:
-        """Somebody stopped the run; `kept` is the step that was saved, None where nothing is."""
+        """Somebody stopped the run.
+
+        Args:
+            reason: "SIGTERM" and the like.
+            step: steps done.
+            loss: of the last step.
+            kept: the step that was saved; None where nothing is.
+        """
         after = f", loss {loss:.3f}" if math.isfinite(loss) else ""
         saved = (
             "nothing was saved"
@@ -89,7 +107,13 @@ class Display:
 
 
 def show_result(console: Console, result: TrainResult, prompt: str) -> None:
-    """Prints the sample, the losses, and predicted against measured."""
+    """Prints the sample, the losses, and predicted against measured.
+
+    Args:
+        console: where to.
+        result: of the run.
+        prompt: what the sample goes on from.
+    """
     if result.sample:
         console.print(Rule("the model writes", style="dim"))
         console.print(Text(prompt, style="bold") + Text(_printable(result.sample)))
@@ -115,6 +139,11 @@ def show_result(console: Console, result: TrainResult, prompt: str) -> None:
 def figures_table(predicted: Figures, measured: Figures, busy: float | None = None) -> Table:
     """Predicted against measured; times are compared where others left the machine alone, or where
     nobody knows whether they did.
+
+    Args:
+        predicted: by the plan.
+        measured: in the run.
+        busy: share of the processors that other programs used; None where it is not known.
     """
     compared = busy is None or not in_words(busy)
     table = Table("", "predicted", "measured", "measured / predicted")

@@ -16,9 +16,8 @@ The steps themselves are in `shardlib.training.stepping`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 
@@ -32,6 +31,7 @@ from shardlib.training.stepping.batches import BatchOf
 from shardlib.training.stepping.records import in_order
 from shardlib.training.stepping.steps import Loop
 from shardlib.training.stepping.task import Task
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ def fit(
     seed: int = 0,
     settings: Settings | None = None,
     console: Console | None = None,
-    identity: Mapping[str, Any] | None = None,
+    identity: JsonMapping | None = None,
     tokens: int = 0,
     advice: str = "a smaller learning rate, or another seed",
     later: Sequence[tuple[int, Program]] = (),
@@ -85,17 +85,24 @@ def fit(
             devices hold; or a function from the step, counted from 0, to the whole global batch on
             the host, which must give the same batch whenever it is asked for a step; with a folder,
             it is asked for the first one whenever the run goes on.
-        steps: in all; a run that has done them is given back as it is.
+        steps: in all, those of earlier processes of the run included; a run that has done them is
+            given back as it is.
         seed: of `program.init`, where nothing is restored.
-        settings: see there.
+        settings: folder, checkpoints, what follows a bad loss; by default those of `Settings()`,
+            which keep nothing.
         console: where to show progress; nowhere by default.
         identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
-        tokens: of a batch, for tokens a second.
+        tokens: of a batch, for the tokens a second that `console` shows; 0 where they are not
+            known.
         advice: what to try when the loss is no longer finite.
         later: (steps before it, program) of programs that take over, in that order: for batches
             that grow (`shardlib.training.measures.rates.Ramp`). States must be laid out alike, as
             they are where `mesh`, `rules` and `zero` are pinned to those of the first plan. A
             function of the step gives batches of the size of its step.
+
+    Returns:
+        The last state, with the loss and the seconds of every step; also where the run was stopped
+        before its end (`Fitted.stopped`).
 
     Raises:
         ArgumentError: the seed is no integer from 0 to 2**31 - 1.

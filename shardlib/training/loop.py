@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -42,6 +42,7 @@ from shardlib.training.run.folder import RunFolder
 from shardlib.training.run.identity import traced
 from shardlib.training.run.manifest import OtherRunError
 from shardlib.training.sampling import generate
+from shardlib.untrusted.json_types import JsonObject
 
 #: What the sample begins with.
 PROMPT = "def "
@@ -200,7 +201,7 @@ def _kept(config: TrainConfig) -> str:
     )
 
 
-def _identity(config: TrainConfig, model: TransformerConfig) -> dict[str, Any]:
+def _identity(config: TrainConfig, model: TransformerConfig) -> JsonObject:
     """What is trained, in words, with what a model card says in place of its path."""
     fields = {name: value for name, value in asdict(model).items() if name != "name"}
     return {"model": json.loads(json.dumps(fields, default=str)), **config.identity}

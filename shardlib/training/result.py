@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class TrainResult:
         """Measured tokens a second."""
         return self.measured.tokens_per_second
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The result as plain data."""
         return {
             "validation_loss": self.validation_loss,

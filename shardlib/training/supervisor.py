@@ -272,7 +272,12 @@ def _copy(source: IO[str], lines: deque[str]) -> None:
 
 
 def why(code: int, lines: Sequence[str]) -> str:
-    """Why a process ended, in words."""
+    """Why a process ended, in words.
+
+    Args:
+        code: exit code; negative for a signal.
+        lines: the last lines of its errors.
+    """
     if code == HUNG:
         return "hung, and ended itself"
     if any("RESOURCE_EXHAUSTED" in line for line in lines):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardlib.errors import MissingFileError, ShardlibError
+from shardlib.untrusted.json_types import JsonObject
 from shardlib.untrusted.shown import fit, printable, shown
 
 
@@ -53,6 +54,10 @@ class _Refused(ValueError):
 def read_regular(path: str | Path, most: int = -1) -> bytes:
     """The bytes of a regular file, as many as `most` says; of a pipe, a device or a socket, which
     may have no end or nothing at all, nothing is read.
+
+    Args:
+        path: of the file.
+        most: bytes; -1 for all.
 
     Raises:
         OSError: there is none, it is no regular file, or cannot be read.
@@ -106,7 +111,20 @@ def read_json(
     limits: Limits = LIMITS,
     hint: str = "",
 ) -> Any:
-    """The plain data of a JSON file; see `read_bytes` and `parse_json`."""
+    """The plain data of a JSON file; see `read_bytes` and `parse_json`.
+
+    Args:
+        path: of the file.
+        what: what to call it in messages.
+        error: kind of the errors.
+        limits: bytes and depth that it may have.
+        hint: what the user could try.
+
+    Raises:
+        MissingFileError: it is not there.
+        ShardlibError: of the kind `error`, where it cannot be read, is too large or too deep, or is
+            no JSON.
+    """
     return parse_json(
         read_bytes(path, what, error, limit=limits.bytes, hint=hint),
         f"{what} {shown(str(path), 300)}",
@@ -122,8 +140,21 @@ def read_toml(
     *,
     limits: Limits = TOML_LIMITS,
     hint: str = "",
-) -> dict[str, Any]:
-    """The plain data of a TOML file; see `read_bytes` and `parse_toml`."""
+) -> JsonObject:
+    """The plain data of a TOML file; see `read_bytes` and `parse_toml`.
+
+    Args:
+        path: of the file.
+        what: what to call it in messages.
+        error: kind of the errors.
+        limits: bytes and depth that it may have.
+        hint: what the user could try.
+
+    Raises:
+        MissingFileError: it is not there.
+        ShardlibError: of the kind `error`, where it cannot be read, is too large or too deep, or is
+            no TOML.
+    """
     return parse_toml(
         read_bytes(path, what, error, limit=limits.bytes, hint=hint),
         f"{what} {shown(str(path), 300)}",
@@ -151,12 +182,19 @@ def parse_json(
 
 def parse_toml(
     text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = TOML_LIMITS
-) -> dict[str, Any]:
-    """The plain data of a TOML text; see `parse_json`. Dates and times are not plain."""
+) -> JsonObject:
+    """The plain data of a TOML text; see `parse_json`. Dates and times are not plain.
+
+    Args:
+        text: the whole text.
+        what: what to call it in messages.
+        error: kind of the errors.
+        limits: bytes and depth that it may have.
+    """
     return _parsed(text, f"{what} is no TOML", error, limits, _toml)
 
 
-def _toml(text: str) -> dict[str, Any]:
+def _toml(text: str) -> JsonObject:
     if any(line.count(".") > TOML_DOTS for line in text.split("\n")):
         raise _Refused(f"a line has more than {TOML_DOTS} dots")
     return tomllib.loads(text)
@@ -189,7 +227,7 @@ def _json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -26,6 +26,10 @@ def printable(text: str, allowed: frozenset[str] = LAYOUT) -> str:
     Letters and signs of all languages stay; control characters (ESC, backspace, carriage return),
     formatting characters (overrides of the direction, zero-width ones), private and unpaired code
     points become `\\x1b`, `\\u202e`.
+
+    Args:
+        text: any text.
+        allowed: control characters that stay, by default those of layout.
     """
     if text.isprintable():
         return text
@@ -47,7 +51,12 @@ def _escaped(one: str) -> str:
 
 
 def shown(value: object, most: int = VALUE) -> str:
-    """A value in a message: its `repr`, with the middle left out where it is long."""
+    """A value in a message: its `repr`, with the middle left out where it is long.
+
+    Args:
+        value: anything.
+        most: characters.
+    """
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 4 * most:  # rather than escape a gigabyte

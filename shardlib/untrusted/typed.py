@@ -258,6 +258,10 @@ def guarded(what: str, error: type[ShardlibError]) -> Iterator[None]:
     """Says a failure of what is made inside, of a stranger's data and nothing else, as an error of
     one kind. Errors of shardlib stay what they are.
 
+    Args:
+        what: what is read, for messages.
+        error: kind of the errors.
+
     Raises:
         ShardlibError: of the kind `error`.
     """

@@ -10,8 +10,8 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from shardlib.untrusted.json_types import JsonObject
 from shardlib.verification.targets import Target, compile_devices
 
 
@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     draft.replace(folder / "result.json")
 
 
-def compile_job(folder: Path) -> dict[str, Any]:
+def compile_job(folder: Path) -> JsonObject:
     """Compiles the program of a folder and writes its text there; returns what else is worth
     knowing.
     """

@@ -59,7 +59,12 @@ def compare(
 
 
 def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]:
-    """Corrections of the prediction that were learned from another version of the compiler."""
+    """Corrections of the prediction that were learned from another version of the compiler.
+
+    Args:
+        plan: with the corrections of its estimate.
+        versions: package -> version, of the compiler that ran.
+    """
     for one in plan.estimate.corrections:
         differing = [
             f"{name} {version} ({versions[name]} here)"
@@ -80,7 +85,13 @@ def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]
 
 
 def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[Finding]:
-    """Does it fit, and was that foreseen?"""
+    """Does it fit, and was that foreseen?
+
+    Args:
+        plan: with its estimate.
+        topology: the machine; memory of simulated CPU devices is not judged.
+        compiled: what the compiler made.
+    """
     peak, usable, promised = (
         compiled.device_bytes["peak"],
         topology.chip.usable_bytes,
@@ -150,7 +161,12 @@ def rematerialised(log: str) -> Iterable[Finding]:
 
 
 def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
-    """Axes that shard nothing: their devices all do the same work."""
+    """Axes that shard nothing: their devices all do the same work.
+
+    Args:
+        plan: with all layouts.
+        compiled: with its collectives.
+    """
     layouts: list[Layout] = [
         layout for p in plan.parameters for layout in (p.compute, p.rest, p.state)
     ] + [layout for _, layout in plan.batch_layouts]
@@ -171,7 +187,12 @@ def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
 
 
 def replicated(plan: Plan, topology: Topology) -> Iterable[Finding]:
-    """Large arrays that are replicated."""
+    """Large arrays that are replicated.
+
+    Args:
+        plan: with the layouts of its parameters.
+        topology: the machine; large is a hundredth of a device's usable memory.
+    """
     large = 0.01 * topology.chip.usable_bytes
     found = [
         (p.path, math.prod(p.shape) * _itemsize(p.dtype))
@@ -198,7 +219,14 @@ def _itemsize(dtype: str) -> int:
 
 
 def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> Iterable[Finding]:
-    """State whose memory is not reused for the next state."""
+    """State whose memory is not reused for the next state.
+
+    Args:
+        plan: with its estimate.
+        compiled: with the aliased bytes.
+        donated: arrays whose memory was offered for reuse.
+        aliased: arrays whose memory is reused.
+    """
     kept = plan.estimate.device_bytes
     state = kept.parameters + kept.frozen + kept.optimizer
     reused = compiled.device_bytes["aliased"]

@@ -28,7 +28,14 @@ RESHARDING = ("all-to-all", "collective-permute")
 def traffic(
     plan: Plan, topology: Topology, compiled: CompiledStep, found: Sequence[Found]
 ) -> Iterable[Finding]:
-    """Which collectives did nobody plan, which planned ones are missing?"""
+    """Which collectives did nobody plan, which planned ones are missing?
+
+    Args:
+        plan: with the collectives that were predicted.
+        topology: the machine.
+        compiled: with the collectives of a step.
+        found: the collectives as they stand in the program.
+    """
     promised, real = totals(plan.estimate.collectives), totals(compiled.collectives)
     noise = NOISE * max(sum(promised.values()), sum(real.values()), 1)
     merged = _whole_reductions(plan, promised, real, noise, tiles=topology.chip.vendor == "google")
@@ -173,6 +180,10 @@ def _slow_axes(plan: Plan, topology: Topology) -> frozenset[str]:
 def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
     """Gradients that are reduced in another dtype than the plan decides: in reductions over axes
     that shard the batch, those of a few numbers apart.
+
+    Args:
+        plan: with the dtype that gradients are reduced in.
+        compiled: with its reductions.
     """
     wanted = dict(plan.dtypes).get("reduction_dtype")
     if wanted is None:

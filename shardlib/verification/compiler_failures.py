@@ -16,7 +16,15 @@ from shardlib.verification.isolation import Failure
 
 
 def failed(failure: Failure, plan: Plan) -> Finding:
-    """Why there is no compiled step."""
+    """Why there is no compiled step.
+
+    Args:
+        failure: what the compiler said.
+        plan: with its estimate.
+
+    Returns:
+        An error.
+    """
     if failure.kind == "out-of-memory":
         parts = sorted(
             dataclasses.asdict(plan.estimate.device_bytes).items(), key=lambda part: -part[1]

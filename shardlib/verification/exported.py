@@ -14,9 +14,12 @@ import jax
 from jax import export
 
 from shardlib import _jax_compat
+from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
+from shardlib.jax_types import KeyPath
 from shardlib.lowering.host_memory.offload import HOST
 from shardlib.lowering.program.program import Program
+from shardlib.untrusted.json_types import JsonObject
 
 #: A partition spec as plain data: for every dim the mesh axes that shard it.
 Spec = list[list[str]]
@@ -46,7 +49,7 @@ class ExportedStep:
     out_kinds: tuple[str, ...]
     donated: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """All but the program, as plain data."""
         return {name: value for name, value in self.__dict__.items() if name != "program"}
 
@@ -111,18 +114,18 @@ def _unstable_calls() -> list[export.DisabledSafetyCheck]:
     ]
 
 
-def _spec(leaf: Any) -> Spec:
+def _spec(leaf: Tree) -> Spec:
     spec = leaf.sharding.spec
     return [
         [] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec
     ]
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: Tree) -> str:
     return leaf.sharding.memory_kind if leaf.sharding.memory_kind == HOST else ""
 
 
-def _name(path: Any) -> str:
+def _name(path: KeyPath) -> str:
     """A readable name of a leaf of (state, batch)."""
     words = [
         str(

@@ -125,6 +125,13 @@ def run_child(
 ) -> Compiled | Failure:
     """Runs the process that compiles the job of a folder, and says what came of it; under a guard
     of its own where none is given.
+
+    Args:
+        command: words of the process.
+        folder: has the job; the child writes its results there.
+        target: the machine to compile for.
+        limits: seconds of wall time and bytes of the child's memory.
+        guard: ends the child with this process.
     """
     if guard is None:
         with Guard() as guard:

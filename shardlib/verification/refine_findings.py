@@ -18,6 +18,13 @@ def trial_name(trial: Trial) -> str:
 
 
 def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int], ...]:
+    """Outcomes of the search, with how many plans were compiled and how many of these the compiler
+    refuted.
+
+    Args:
+        plan: with the counts of its search.
+        trials: the plans that were compiled.
+    """
     refuted = sum(not trial.survived for trial in trials)
     return (
         *plan.search.counts,
@@ -27,7 +34,12 @@ def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int
 
 
 def refine_findings(record: Refined, chosen: int) -> list[Finding]:
-    """What refinement changed: another plan than predicted, plans that were cut, the bound."""
+    """What refinement changed: another plan than predicted, plans that were cut, the bound.
+
+    Args:
+        record: all trials.
+        chosen: number of the trial that was chosen.
+    """
     found: list[Finding] = []
     first, best = record.trials[0], record.trials[chosen]
     if chosen and first.survived:

@@ -19,6 +19,7 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
 from shardlib.untrusted import construct, parse_json, shown
+from shardlib.untrusted.json_types import JsonObject
 from shardlib.verification.hlo.overlap import Scheduled
 
 FORMAT = 1
@@ -54,7 +55,7 @@ class CompiledStep:
     reductions: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
     scheduled: tuple[Scheduled, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The step as plain data."""
         return {
             "device_bytes": dict(self.device_bytes),
@@ -109,9 +110,16 @@ class Verification:
         return verification_text(self)
 
 
-def verification_to_data(found: Verification) -> dict[str, Any]:
+def verification_to_data(found: Verification) -> JsonObject:
     """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where
     the compiler failed.
+
+    Args:
+        found: the verification.
+
+    Returns:
+        "format", "ok", "plan", "predicted", "compiled", "compile_seconds", "versions" and
+        "findings".
     """
     return {
         "format": FORMAT,
@@ -179,9 +187,7 @@ def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
 
 
 def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
-    """What communicates more than it did: one error for each kind and axes with more bytes or more
-    executions.
-    """
+    """One error for each kind and axes with more bytes or executions in `after` than `before`."""
     old_bytes, old_counts, new_counts = totals(before), counts(before), counts(after)
     findings: list[Finding] = []
     for key, size in totals(after).items():

@@ -26,6 +26,7 @@ from shardlib.axes import MeshShape
 from shardlib.errors import MissingPackageError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import Topology
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import jax
@@ -79,12 +80,12 @@ class Target:
         used = sorted({place[0] for place in self.order})
         return [[i for i, place in enumerate(self.order) if place[0] == number] for number in used]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The target as plain data."""
         return {**self.__dict__, "order": [list(place) for place in self.order]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Target:
+    def from_json(cls, data: JsonMapping) -> Target:
         """Reads what `to_json` wrote."""
         return cls(**{**data, "order": tuple(tuple(place) for place in data["order"])})
 
@@ -103,6 +104,10 @@ TPU_FLOPS_PER_CYCLE: Mapping[str, float] = {
 
 def target(topology: Topology, mesh: MeshShape) -> Target:
     """Says a topology in the words of its compiler.
+
+    Args:
+        topology: the machine.
+        mesh: sizes of the mesh axes.
 
     Raises:
         TopologyError: the mesh does not fit the topology, or no compiler knows it.
@@ -207,7 +212,12 @@ def require_compiler(platform: str) -> None:
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:
-    """Environment variables that a compiling process needs before JAX is imported."""
+    """Environment variables that a compiling process needs before JAX is imported.
+
+    Args:
+        platform: "tpu", "cuda" or "cpu".
+        devices: number of devices to compile for.
+    """
     common = {
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "1",

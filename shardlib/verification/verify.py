@@ -58,7 +58,15 @@ def verify_program(
 def judge(
     plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure
 ) -> Verification:
-    """Compares what a compiler made with what a plan promised."""
+    """Compares what a compiler made with what a plan promised.
+
+    Args:
+        plan: what was promised.
+        topology: the machine.
+        where: the same in the words of its compiler.
+        step: what was compiled.
+        made: what came of it.
+    """
     if isinstance(made, Failure):
         return Verification(
             plan=plan,

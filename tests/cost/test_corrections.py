@@ -32,7 +32,7 @@ from shardlib.cost.pricing.sums import Model, sums
 from shardlib.cost.pricing.totals import combine
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import ROWS, Q
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError
 from shardlib.hardware.placement import place
@@ -252,7 +252,7 @@ def priced(
     c, tally = candidates([(mesh, placed)], [1], where), np.zeros((2, ROWS, 1))
     for name, value in quantities.items():
         if name in Q.__members__:
-            tally[ENDS, Q[name]] = value
+            tally[OUTSIDE_LAYERS, Q[name]] = value
     model, pricer = Model(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
     known = sums(tally, tally, [tally], model, pricer, c)
     known = replace(

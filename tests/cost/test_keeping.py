@@ -49,19 +49,19 @@ def kept_bytes(name: str, *kept: str, **changes: object) -> float:
 
 
 @lru_cache(maxsize=16)
-def loaded(stack: FrameworkProfile, name: str = "llama") -> Workload:
-    return prepare(problem(name), "nvidia", stack)
+def loaded(profile: FrameworkProfile, name: str = "llama") -> Workload:
+    return prepare(problem(name), "nvidia", profile)
 
 
 def planned(
-    stack: FrameworkProfile, name: str = "llama", where: str = "h100:4", **pins: object
+    profile: FrameworkProfile, name: str = "llama", where: str = "h100:4", **pins: object
 ) -> Plan:
     return search(
         problem(name),
         topology(where),
         {"mesh": {"data": 1}, "zero": 0, "remat": "none", "microbatches": 1, **pins},
-        load=loaded(stack, name),
-        stack=stack,
+        load=loaded(profile, name),
+        profile=profile,
     )
 
 
@@ -174,9 +174,9 @@ def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
 
 def test_the_loss_takes_so_many_bytes_a_logit() -> None:
     facts, step = loaded(HAND).programs["none", False].facts, problem("llama").steps["none"]
-    stack = replace(HAND, logit_bytes=10.0)
+    profile = replace(HAND, logit_bytes=10.0)
     found, before = (
-        Keeping(facts, stack).lives(lives(facts, step, stack)),
+        Keeping(facts, profile).lives(lives(facts, step, profile)),
         Keeping(facts, HAND).lives(lives(facts, step, HAND)),
     )
     logits = TOKENS * CONFIGS["llama"].vocab_size

@@ -207,10 +207,10 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
         UNCUT.but(mesh=MeshShape(fsdp=4), zero=0),
     )
 
-    def seconds(stack: FrameworkProfile, unfused: float) -> float:
+    def seconds(profile: FrameworkProfile, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
         return float(
-            price(prepare(workload().problem, "nvidia", stack), machine, decision).seconds[
+            price(prepare(workload().problem, "nvidia", profile), machine, decision).seconds[
                 "compute"
             ][0]
         )

@@ -108,7 +108,7 @@ def every_gather(
     load: Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool
 ) -> Iterator[tuple[str, int, str]]:
     """(schedule, chunks a stage, when weights are gathered)."""
-    once = once and zero == 3 and mesh["stage"] > 1 and load.stack.pipeline == "lockstep"
+    once = once and zero == 3 and mesh["stage"] > 1 and load.profile.pipeline == "lockstep"
     for schedule, virtual in every_schedule(load, mesh, micro, policy, groups):
         yield schedule, virtual, "use"
         if once:
@@ -145,7 +145,7 @@ def every_candidate(
     """All legal decisions with nothing in host memory and all layers alike; more than one group of
     microbatches asks for stages, `once` for weights that stages gather once, too.
     """
-    around = load.stack.attention == "fused"  # then that is never worse
+    around = load.profile.attention == "fused"  # then that is never worse
     for mesh, micro in every_mesh(load, where, lowered):
         if groups > 1 and (mesh["stage"] == 1 or micro % groups):
             continue

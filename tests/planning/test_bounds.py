@@ -146,7 +146,7 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     every = np.arange(len(entries))
     of_entries, of_pairs, places = (
         entries.leanest(every),
-        entries.pairs(every, lean=True),
+        entries.pairs(every, minimum_memory=True),
         _index(entries),
     )
     bounds = {

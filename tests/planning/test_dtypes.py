@@ -215,7 +215,7 @@ def test_products_in_eight_bits_are_those_of_a_stack() -> None:
     )
     decided = {word: value for word, value in narrow.decisions.items() if word != "dtypes"}
     stacked = planner.search(
-        model, "h100:8", decided, stack=replace(XLA, matmul_dtype="float8_e4m3fn")
+        model, "h100:8", decided, profile=replace(XLA, matmul_dtype="float8_e4m3fn")
     )
     assert (
         stacked.estimate.seconds == narrow.estimate.seconds
@@ -269,5 +269,5 @@ def test_a_stack_that_says_its_bytes_of_state_has_no_moments_to_change() -> None
             _load().problem,
             "h100:1",
             {"moment_dtype": "bfloat16"},
-            stack=replace(XLA, name="own", state_bytes=12),
+            profile=replace(XLA, name="own", state_bytes=12),
         )

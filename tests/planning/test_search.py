@@ -201,7 +201,7 @@ def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, obje
     assert free.estimate.step_seconds == min(use.estimate.step_seconds, once.estimate.step_seconds)
     assert free.gather == "once" and once.estimate.step_seconds < use.estimate.step_seconds
     asynchronous = replace(XLA, name="test", pipeline="asynchronous")
-    assert planner.search(load.problem, where, pin, stack=asynchronous).gather == "use"
+    assert planner.search(load.problem, where, pin, profile=asynchronous).gather == "use"
 
 
 def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:

@@ -46,21 +46,25 @@ def _plan(pins: dict[str, Any], where: str = "4*h100:1", **facts: Any) -> Plan:
 
 
 def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
-    named = planner.search(world(), "h100:4", SHARDED, stack="megatron-core")
+    named = planner.search(world(), "h100:4", SHARDED, profile="megatron-core")
     loaded = planner.search(
         world(), "h100:4", SHARDED, load=_load(framework_profile("megatron-core"))
     )
     assert named.estimate == loaded.estimate != _plan(SHARDED, "h100:4").estimate
     assert (
         planner.search(
-            world(), "h100:4", SHARDED, load=_load(framework_profile("megatron-core")), stack="xla"
+            world(),
+            "h100:4",
+            SHARDED,
+            load=_load(framework_profile("megatron-core")),
+            profile="xla",
         ).estimate
         == _plan(SHARDED, "h100:4").estimate
     )
 
 
 def test_asking_a_plan_again_keeps_its_stack() -> None:
-    plan = planner.search(world(), "h100:4", SHARDED, stack="megatron-core")
+    plan = planner.search(world(), "h100:4", SHARDED, profile="megatron-core")
     assert source_of(plan).why_not(SHARDED).estimate == plan.estimate
 
 
@@ -107,7 +111,7 @@ def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
         uneven,
         topology("4*h100:1"),
         PIPELINE,
-        stack=replace(XLA, name="test", embedding_and_head="owners"),
+        profile=replace(XLA, name="test", embedding_and_head="owners"),
     )
     assert seven.estimate.step_seconds < even.estimate.step_seconds
 

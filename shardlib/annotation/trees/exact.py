@@ -16,12 +16,13 @@ import jax
 from jax.extend import core as jex
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Index
 
 
-def op_by_op(function: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
+def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
     """The same function of a seed, to be compiled without mixing its ops."""
 
-    def fenced(seed: Any) -> Tree:
+    def fenced(seed: Index) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(seed)
         values = dict(
             zip(

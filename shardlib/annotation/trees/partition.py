@@ -34,7 +34,12 @@ class Partition:
 
     @staticmethod
     def of(params: Tree, frozen: Collection[str]) -> Partition:
-        """The partition of params, some of whose dotted paths are frozen."""
+        """The partition of params, some of whose dotted paths are frozen.
+
+        Args:
+            params: tree of arrays or abstract arrays.
+            frozen: dotted paths.
+        """
         return Partition(
             flags=tuple(
                 (path_text(path) or "params") not in frozen
@@ -59,7 +64,12 @@ class Partition:
         )
 
     def joined(self, trained: Tree, params: Tree) -> Tree:
-        """Params with another trained part."""
+        """Params with another trained part.
+
+        Args:
+            trained: as `trained` gives it.
+            params: the tree around it.
+        """
         if self.whole:
             return trained
         leaves, structure = jax.tree.flatten(params)
@@ -69,7 +79,12 @@ class Partition:
         )
 
     def mapped(self, function: Callable[[Tree], Tree], params: Tree) -> Tree:
-        """Params whose trained part went through a function."""
+        """Params whose trained part went through a function.
+
+        Args:
+            function: trained part -> trained part.
+            params: the tree.
+        """
         return self.joined(function(self.trained(params)), params)
 
     def numbered(self, positions: Iterable[int]) -> frozenset[int]:

@@ -24,12 +24,12 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.report import Finding
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Tree) -> bool:
     """Whether a leaf is an array, or stands for one."""
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
 
 
-def is_plain(leaves: Sequence[Any]) -> bool:
+def is_plain(leaves: Sequence[Tree]) -> bool:
     """Whether all leaves are arrays or floats: then all of them are trained."""
     return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
 
@@ -46,7 +46,7 @@ class Parts:
         fixed: positions of other arrays.
     """
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     paths: tuple[str, ...]
     kept: dict[int, Any]
     trained: tuple[int, ...]
@@ -82,7 +82,12 @@ class Parts:
         return trained, {self.paths[at]: leaves[at] for at in self.fixed}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The whole tree around what is trained and the other arrays."""
+        """The whole tree around what is trained and the other arrays.
+
+        Args:
+            params: what is trained.
+            state: the other arrays, by path.
+        """
         arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
             at: state[self.paths[at]] for at in self.fixed
         }

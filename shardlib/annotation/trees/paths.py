@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardlib.jax_types import KeyPath
+
 #: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
 Tree = Any
 
 
-def path_parts(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def path_parts(path: KeyPath) -> tuple[Any, ...]:
     """The keys of a key path of `jax.tree_util`: keys of dicts, names of fields, positions in
     lists.
     """
@@ -17,7 +19,7 @@ def path_parts(path: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def path_text(path: tuple[Any, ...]) -> str:
+def path_text(path: KeyPath) -> str:
     """A key path of `jax.tree_util` as dotted text, without brackets or quotes.
 
     >>> import jax

@@ -17,6 +17,7 @@ from flax import nnx
 
 from shardlib.annotation.trees.paths import Tree, path_parts, path_text
 from shardlib.errors import AnnotationError, raise_all
+from shardlib.jax_types import KeyPath
 from shardlib.report import Finding
 
 #: What a user may give as `wrt`.
@@ -46,6 +47,10 @@ def nnx_predicate(wrt: Filter) -> Predicate:
 
 def path_predicate(wrt: Filter, front: str) -> Predicate:
     """A predicate over paths of a model whose arrays have no types.
+
+    Args:
+        wrt: what the user said.
+        front: what to call the kind of model in messages, "pytree".
 
     Raises:
         AnnotationError: it is no function, or a type of variables.
@@ -109,6 +114,11 @@ def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
     """Dotted paths of the leaves of params that `wrt` does not choose; where there is no `wrt`, of
     those that have no gradient.
 
+    Args:
+        wrt: what is trained; None for all that has a gradient.
+        params: abstract parameters.
+        front: what to call the kind of model in messages, "pytree".
+
     Raises:
         AnnotationError: see `path_predicate` and `selected`.
     """
@@ -166,5 +176,5 @@ def _short(paths: Sequence[str]) -> str:
     )
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path)) or "params"

@@ -81,6 +81,13 @@ class Files:
     def read(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
         """The places of a tensor, a list of them for each dim; no more is read than what lies
         between the first and the last place.
+
+        Args:
+            name: of the tensor.
+            places: ascending numbers along each dim of the tensor, int arrays.
+
+        Returns:
+            Array of as many elements per dim as `places` names.
         """
         region = tuple(slice(int(dim.min()), int(dim.max()) + 1) for dim in places)
         values: np.ndarray = self._slices[name][region]

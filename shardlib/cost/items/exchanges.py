@@ -12,7 +12,7 @@ from shardlib.cost.step.capacity_experts import slots_of
 from shardlib.cost.step.routed_experts import GROUPED, routed_values
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
-    ENDS,
+    OUTSIDE_LAYERS,
     Amount,
     Item,
     Routed,
@@ -29,6 +29,10 @@ def exchange_item(facts: Facts, index: int) -> Item:
     """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward
     queries, keys, values and results, and before the gradients that of the results; backward the
     other gradients.
+
+    Args:
+        facts: of the step.
+        index: number of the op, a kernel of attention.
     """
     op = facts.graph.ops[index]
     once = (
@@ -64,6 +68,12 @@ def exchange_item(facts: Facts, index: int) -> Item:
 def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
     """The rows of an array of tokens and the experts of its region, that of the largest stack of
     matrices in a grouped matmul.
+
+    Args:
+        facts: of the step.
+        op: the op that moves or computes the rows.
+        value: number of the array of tokens.
+        choice: what shards colours.
     """
     capped = facts.capped.get(op.region)
     shapes = [
@@ -144,6 +154,6 @@ def boundary_items(facts: Facts) -> list[Item]:
                 ),
             )
 
-        return Item(colours=named(facts.names[value]), terms=terms, segment=ENDS)
+        return Item(colours=named(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)
 
     return [item(value) for value in carried]

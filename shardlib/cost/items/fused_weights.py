@@ -1,6 +1,6 @@
 """The cost of taking a fused weight with its parts side by side.
 
-A weight is stored in the model's order. Where the tensor axis cuts a fused dim of it, the program
+A weight is stored in the model's order. Where the tensor axis shards a fused dim of it, the program
 takes it in another order (`shardlib.lowering.reading.fused_dims`): devices deal out their columns
 by rows, change the order, and deal them back, two all-to-alls of a device's part of the weight, and
 as many for its gradient. A vector is gathered instead. Weights of a loop over layers are taken in
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from shardlib.cost.items.parameter_gathers import gathered
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.terms import ENDS, Item, Term, Transfer, amount, named
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Item, Term, Transfer, amount, named
 from shardlib.graph.problem import Problem
 from shardlib.propagation.assignment import Choice, has
 
@@ -89,7 +89,7 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
         return Item(
             colours=named(facts.names[value]),
             terms=terms,
-            segment=facts.layers.segment(region) if stack else ENDS,
+            segment=facts.layers.segment(region) if stack else OUTSIDE_LAYERS,
         )
 
     return [item(region) for region in (*places, *back)]

@@ -26,6 +26,13 @@ from shardlib.propagation.assignment import Choice, has, kinds
 def value_gather_item(facts: Facts, value: int) -> Item | None:
     """A value sharded over tensor (along the sequence) that some readers need whole or sharded
     otherwise: gathered once.
+
+    Args:
+        facts: of the step.
+        value: number of the value.
+
+    Returns:
+        None where nothing reads it, or nothing could shard it.
     """
     readers = _readers(facts, value)
     if not readers or not any(facts.names[value]):
@@ -41,7 +48,7 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
 
 
 def _readers(facts: Facts, value: int) -> list[int]:
-    """The ops that may need a value otherwise than it is cut."""
+    """The ops that may need a value otherwise than it is sharded."""
     return [
         i
         for i in facts.consumers.get(value, ())
@@ -115,8 +122,8 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
 
 
 def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
-    """The collective by which an op gets an operand that an axis cuts; None where it takes it as it
-    is.
+    """The collective by which an op gets an operand that an axis shards; None where it takes it as
+    it is.
     """
     op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
     dims = op.rule.operands[op.operands.index(value)]
@@ -130,7 +137,12 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
 
 
 def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
-    """The gathers of values under a choice, with the ops that need each."""
+    """The gathers of values under a choice, with the ops that need each.
+
+    Args:
+        facts: of the step.
+        choice: what shards colours.
+    """
     return [
         one
         for value in facts.consumers

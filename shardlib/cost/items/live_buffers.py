@@ -28,8 +28,14 @@ from shardlib.graph.problem import StepGraph
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
-def lives(facts: Facts, step: StepGraph, stack: FrameworkProfile = XLA) -> list[Life]:
-    """Every value that takes memory beside the arguments of a step, under a stack."""
+def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[Life]:
+    """Every value that takes memory beside the arguments of a step, under a framework profile.
+
+    Args:
+        facts: of the step.
+        step: its graph, with what its inputs and results are.
+        profile: the framework profile, which says what is kept for how long.
+    """
     graph = facts.graph
     producers = graph.producers()
     when = intervals(graph, facts.fusion, frozenset())
@@ -69,9 +75,9 @@ def lives(facts: Facts, step: StepGraph, stack: FrameworkProfile = XLA) -> list[
             )
     found = _together(facts, found)
     return (
-        (_overlapped(facts, found, turn) if stack.early_remat else found)
-        + _in_use(facts, stack)
-        + (_blocks(facts) if stack.attention == "blocks" else [])
+        (_overlapped(facts, found, turn) if profile.early_remat else found)
+        + _in_use(facts, profile)
+        + (_blocks(facts) if profile.attention == "blocks" else [])
         + _casts(facts, found)
     )
 
@@ -219,14 +225,14 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
     return list(made.values())
 
 
-def _in_use(facts: Facts, stack: FrameworkProfile) -> list[Life]:
+def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
     """Parameters while they are used: in a loop the next one arrives while the one before is worked
-    with; outside, a stack may keep them for all of the step.
+    with; outside, a framework may keep them for all of the step.
     """
     found: list[Life] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
-        if stack.embedding_and_head_gathered and facts.trips[item.region] == 1:
+        if profile.embedding_and_head_gathered and facts.trips[item.region] == 1:
             found.append(
                 Life(
                     value=item.value,

@@ -14,7 +14,7 @@ from shardlib.cost.step.phases import Moment, Span, spans
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA
-from shardlib.cost.terms.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
+from shardlib.cost.terms.terms import INSIDE, OUTSIDE_LAYERS, Item, Resident, Term, amount, named
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import Choice
 
@@ -45,15 +45,15 @@ def peaks(
     facts: Facts,
     step: StepGraph,
     choices: Iterable[Choice],
-    stack: FrameworkProfile = XLA,
+    profile: FrameworkProfile = XLA,
     *,
     moments: bool = False,
 ) -> Peaks:
     """Items of memory for each point of the program where memory may peak, found under several
     hypothetical choices.
     """
-    keeping = Keeping(facts, stack)
-    all_lives = keeping.lives(lives(facts, step, stack))
+    keeping = Keeping(facts, profile)
+    all_lives = keeping.lives(lives(facts, step, profile))
     producers = facts.graph.producers()
     when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
     alive = levels(
@@ -111,7 +111,7 @@ def _weighed(
 def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
     value = facts.graph.values[life.value]
     op = facts.graph.ops[producers[life.value]] if life.value in producers else None
-    segment = facts.layers.segment(op.region) if op else ENDS
+    segment = facts.layers.segment(op.region) if op else OUTSIDE_LAYERS
     stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
 
     def terms(choice: Choice) -> tuple[Term, ...]:
@@ -129,5 +129,5 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
     return Item(
         colours=named(facts.names[life.value]),
         terms=terms,
-        segment=segment if stacked or segment == ENDS else INSIDE,
+        segment=segment if stacked or segment == OUTSIDE_LAYERS else INSIDE,
     )

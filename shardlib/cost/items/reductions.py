@@ -34,6 +34,10 @@ _LINEAR_VIEWS: frozenset[str] = frozenset(
 def reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
     """Reductions of partial results; `group` are ops whose results are added up, which the compiler
     reduces once.
+
+    Args:
+        facts: of the step.
+        group: numbers of the ops.
     """
     colours = frozenset[str]().union(
         *(
@@ -117,7 +121,7 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                     )
                 )
             elif axis in partial and not (axis == "context" and "batch" in partial):
-                # Results of experts come home before they are added up, and there they are cut
+                # Results of experts come home before they are added up, and there they are sharded
                 # along the sequence.
                 scattered = has(where, axis) or (
                     axis == "tensor"
@@ -202,5 +206,10 @@ def sum_groups(facts: Facts) -> list[tuple[int, ...]]:
 
 
 def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
-    """The reductions of partial results under a choice, with the ops that make each."""
+    """The reductions of partial results under a choice, with the ops that make each.
+
+    Args:
+        facts: of the step.
+        choice: what shards colours.
+    """
     return [one for group in sum_groups(facts) for one in _reduced(facts, group, choice)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from shardlib.axes import LogicalAxes
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
-    ENDS,
+    OUTSIDE_LAYERS,
     Item,
     Stored,
     named,
@@ -40,7 +40,7 @@ def stored_items(
                 p.dtype,
                 p.state_bytes_per_element,
                 frozenset(dim for path, dim in frozen if path == p.path),
-                segments.get(p.path, ENDS),
+                segments.get(p.path, OUTSIDE_LAYERS),
                 p.trained,
             )
             for p in parameters

@@ -28,15 +28,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any
 
 from shardlib.errors import PinError
 from shardlib.hardware.topology import CORRECTABLE, Topology
 from shardlib.untrusted import construct
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Correction:
         assert self.quantity in CORRECTABLE, self.quantity
         assert 0 < self.factor < math.inf, self.factor
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The correction as plain data."""
         return {
             **self.__dict__,
@@ -96,7 +96,7 @@ class Correction:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Correction:
+    def from_json(cls, data: JsonMapping) -> Correction:
         """Reads what `to_json` wrote."""
         return construct(cls, data, "the correction", PinError)
 
@@ -117,12 +117,12 @@ class Applied:
     n: int = 0
     versions: tuple[tuple[str, str], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The factor as plain data."""
         return {**self.__dict__, "versions": dict(self.versions)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Applied:
+    def from_json(cls, data: JsonMapping) -> Applied:
         """Reads what `to_json` wrote."""
         return construct(cls, data, "the correction", PinError)
 

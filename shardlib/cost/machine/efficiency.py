@@ -15,12 +15,11 @@ to. A user's own measurements come last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from shardlib.errors import PinError, raise_all
 from shardlib.untrusted import construct, shown
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 from shardlib.untrusted.shown import bounded
 
 #: A block of the result that one unit computes at a time: rows, columns, and the share of
@@ -184,7 +183,7 @@ class Efficiency:
         """Share of HBM bandwidth of the optimizer's update."""
         return self.memory if self.optimizer is None else self.optimizer
 
-    def with_values(self, values: Mapping[str, Any]) -> Efficiency:
+    def with_values(self, values: JsonMapping) -> Efficiency:
         """These figures with some of them replaced, by name.
 
         Raises:
@@ -205,12 +204,12 @@ class Efficiency:
             else self
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The figures as plain data."""
         return {**self.__dict__, "tiles": [list(one) for one in self.tiles]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Efficiency:
+    def from_json(cls, data: JsonMapping) -> Efficiency:
         """Reads what `to_json` wrote.
 
         Raises:

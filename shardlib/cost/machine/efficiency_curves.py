@@ -13,11 +13,16 @@ from shardlib.cost.machine.efficiency import Efficiency, efficiency
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology
 from shardlib.untrusted import construct
+from shardlib.untrusted.json_types import JsonMapping
 
 
 def linked(topology: Topology, constants: Efficiency) -> Topology:
     """The topology with the links as fast as a stack's collectives reach; the same object where the
     figures are 1.
+
+    Args:
+        topology: the machine.
+        constants: shares of the links' rates that collectives reach.
     """
     if constants.fast == constants.slow == 1:
         return topology
@@ -53,7 +58,7 @@ class Curve:
     evidence: str = ""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Curve:
+    def from_json(cls, data: JsonMapping) -> Curve:
         """Reads a file of `framework_profiles/curves`."""
         return construct(
             cls,
@@ -78,7 +83,7 @@ def curves() -> Mapping[tuple[str, str], Curve]:
 
 
 def efficiency_of(
-    chip: str, vendor: str, stack: str, measured: Mapping[str, Any] | None = None
+    chip: str, vendor: str, stack: str, measured: JsonMapping | None = None
 ) -> Efficiency:
     """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
     the user's own.

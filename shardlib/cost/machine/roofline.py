@@ -47,7 +47,17 @@ _CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 
 
 def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
-    """Seconds of one execution of a kernel on one device, by candidate."""
+    """Seconds of one execution of a kernel on one device, by candidate.
+
+    Args:
+        term: FLOPs and bytes of the kernel.
+        local: what one device has of an amount, by candidate.
+        chip: peaks and rates.
+        constants: shares of them that kernels reach.
+
+    Returns:
+        Array [candidates].
+    """
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
     vector = sum((local(amount) for amount in term.simple), zeros)
@@ -129,6 +139,14 @@ def _compute_seconds(
 def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
     """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1
     where the figures of a chip leave loads even.
+
+    Args:
+        routed: the rows and their experts; None for kernels of other things.
+        local: what one device has of an amount, by candidate.
+        constants: with how uneven loads are.
+
+    Returns:
+        At least 1, array [candidates] or a number.
     """
     if routed is None or constants.skew is None:
         return 1.0

@@ -79,7 +79,13 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
 def candidates(
     places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
 ) -> Candidates:
-    """Builds the arrays for placed meshes with microbatches on a topology."""
+    """Builds the arrays for placed meshes with microbatches on a topology.
+
+    Args:
+        places: (mesh, where it lies), one per candidate.
+        micro: microbatches of a step, one per candidate.
+        topology: the machine.
+    """
     distinct_places: dict[int, int] = {}
     order = [
         distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places

@@ -16,17 +16,28 @@ from shardlib.cost.pricing.sums import Model, Point, Sums
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.schedules.table import named
 
 Array = np.ndarray
 
 
 def stored_bytes(
-    s: Sums, scale: Array, how: Knobs, model: Model, stack: FrameworkProfile, c: Candidates
+    s: Sums, scale: Array, how: Knobs, model: Model, profile: FrameworkProfile, c: Candidates
 ) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state as they are
     stored; whole ones beside the shards where a stage gathers and reduces once a step.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        scale: part of each segment that the fullest stage has, [segments, candidates].
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        profile: framework profile.
+        c: candidates.
+
+    Returns:
+        Bytes per device, four arrays [candidates].
     """
     frozen = on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
     parameters, gradients = (
@@ -34,7 +45,9 @@ def stored_bytes(
         on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale),
     )
     whole = (
-        (1.0 if stack.stage_gathers == "step" else passes_over(how, c)[2]) if how.zero >= 3 else 0.0
+        (1.0 if profile.stage_gathers == "step" else passes_over(how, c)[2])
+        if how.zero >= 3
+        else 0.0
     )
     if whole:
         parameters = parameters + np.where(
@@ -55,21 +68,28 @@ def least_bytes(
     """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
     the optimizer's state, of that state, and of each class's saved layers.
 
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
     Returns:
         Arrays [candidates], [candidates] and [classes, candidates].
     """
-    stack = pricer.stack
-    scale, layers = shares_of(how, model, c, stack), len(model.counts)
-    held = named(how.schedule).in_flight(pipelines_of(how, c, stack))
+    profile = pricer.profile
+    scale, layers = shares_of(how, model, c, profile), len(model.counts)
+    held = named(how.schedule).in_flight(pipelines_of(how, c, profile))
     parameters, frozen, gradients, state = stored_bytes(
-        s, shares_at_rest(how, model, c, stack), how, model, stack, c
+        s, shares_at_rest(how, model, c, profile), how, model, profile, c
     )
     batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
     return (
         parameters
         + frozen
         + batch
-        + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)),
+        + (gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)),
         state,
         s.stacks[:layers] * scale[:layers] * held,
     )
@@ -120,7 +140,7 @@ def bytes_by_part(
     how: Knobs,
     model: Model,
     c: Candidates,
-    stack: FrameworkProfile,
+    profile: FrameworkProfile,
 ) -> tuple[dict[str, Array], Array]:
     """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves,
     less two layers, which offloading could move.
@@ -130,10 +150,10 @@ def bytes_by_part(
         gradients: bytes of gradients that are kept over microbatches, array [candidates].
         scale: part of each segment that the fullest stage has, array [segments, candidates].
         held: microbatches in flight, array [candidates].
-        how, model, c, stack: decisions, layers, candidates, framework profile.
+        how, model, c, profile: decisions, layers, candidates, framework profile.
     """
-    stages = _stages(scale, held, how, c, stack)
-    peak = _fullest([_at(s, point, on, how, c, stack) for on in stages for point in s.points], c)
+    stages = _stages(scale, held, how, c, profile)
+    peak = _fullest([_at(s, point, on, how, c, profile) for on in stages for point in s.points], c)
     flying, stacks = stages[0].in_flight, np.zeros(len(c))
     for point in s.points:
         movable = (
@@ -141,7 +161,7 @@ def bytes_by_part(
             for k, n in enumerate(model.counts)
         )
         stacks = np.maximum(stacks, sum(movable, np.zeros(len(c))))
-    kept = gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)
+    kept = gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)
     memory = {
         "gradients": peak.gradients + kept,
         "activations": peak.saved,
@@ -152,10 +172,10 @@ def bytes_by_part(
 
 
 def _at(
-    s: Sums, point: Point, stage: _Stage, how: Knobs, c: Candidates, stack: FrameworkProfile
+    s: Sums, point: Point, stage: _Stage, how: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> _Occupied:
     """What a point where memory may peak occupies on a stage."""
-    together, stored = stack.collected == "together", stage.stored
+    together, stored = profile.collected == "together", stage.stored
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
         point.copy_cut if how.zero >= 3 else point.copy, stored
     )
@@ -164,7 +184,7 @@ def _at(
     whole = together or how.zero < 2
     alive = (
         np.zeros(len(c))
-        if stack.gradient_buffer
+        if profile.gradient_buffer
         else on_stage(point.gradient if whole else point.gradient_cut, stored)
     )
     if how.zero < 3:
@@ -196,7 +216,7 @@ def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
 
 
 def _stages(
-    scale: Array, held: Array, how: Knobs, c: Candidates, stack: FrameworkProfile
+    scale: Array, held: Array, how: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> list[_Stage]:
     """Stages whose memory may be the fullest.
 
@@ -206,15 +226,15 @@ def _stages(
     layers = len(scale) - 2
     first = scale.copy()
     first[:layers] *= held
-    if stack.embedding_and_head == "spread":
+    if profile.embedding_and_head == "spread":
         resting = scale.copy()
-        resting[ENDS] = 1.0
+        resting[OUTSIDE_LAYERS] = 1.0
         return [_Stage(once=scale, in_flight=first, stored=resting)]
     with_head, without = scale.copy(), scale.copy()
-    with_head[ENDS], without[ENDS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
-    first[ENDS] = without[ENDS]
+    with_head[OUTSIDE_LAYERS], without[OUTSIDE_LAYERS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
+    first[OUTSIDE_LAYERS] = without[OUTSIDE_LAYERS]
     last = with_head.copy()
-    last[:layers] *= named(how.schedule).held_by_last(pipelines_of(how, c, stack))
+    last[:layers] *= named(how.schedule).held_by_last(pipelines_of(how, c, profile))
     return [
         _Stage(once=without, in_flight=first, stored=without),
         _Stage(once=with_head, in_flight=last, stored=with_head),

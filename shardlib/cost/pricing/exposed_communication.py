@@ -32,12 +32,23 @@ def exposed(
     """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
     compute does not hide, in a step.
 
-    XLA hides all of them behind all of compute. A stack that says what it hides has its gathers in
-    the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
+    XLA hides all of them behind all of compute. A profile that says what it hides has its gathers
+    in the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
     backward pass (two thirds), of the last microbatch where it reduces once a step.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        scale: part of each segment that the fullest stage has, [segments, candidates].
+        how: ZeRO stage, schedule and the like.
+        c: candidates.
+        pricer: machine and framework profile.
+        compute: seconds of compute of a microbatch, [candidates].
+
+    Returns:
+        Array [candidates].
     """
-    stack, micro, constants = pricer.stack, c.micro, pricer.constants
-    reduced, gathered = _reduced(s, scale, how, c, stack), np.zeros(len(c))
+    profile, micro, constants = pricer.profile, c.micro, pricer.constants
+    reduced, gathered = _reduced(s, scale, how, c, profile), np.zeros(len(c))
     if how.zero:
         gathered = (
             on_stage(s.gather, scale) * passes_over(how, c)[0]
@@ -45,9 +56,9 @@ def exposed(
             else _updated_gather(s, scale, c)
         )
     ring = s.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
-    if stack.gather_overlap is None and stack.reduce_overlap is None:
+    if profile.gather_overlap is None and profile.reduce_overlap is None:
         if in_the_last(
-            stack, how
+            profile, how
         ):  # without stages, beside the backward pass of the last microbatch
             late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(
                 0.0, gathered + ring - constants.overlap * compute * (micro - 1)
@@ -60,10 +71,10 @@ def exposed(
         return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
     gathers, reduces = (
         constants.overlap if share is None else share
-        for share in (stack.gather_overlap, stack.reduce_overlap)
+        for share in (profile.gather_overlap, profile.reduce_overlap)
     )
     beside = compute * micro if how.zero >= 3 else compute / 3
-    backward = compute * (1 if once_a_step(stack, how) else micro) * 2 / 3
+    backward = compute * (1 if once_a_step(profile, how) else micro) * 2 / 3
     apart = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
         0.0, reduced - reduces * backward
     )
@@ -78,8 +89,18 @@ def saved_by_gathering_once(
 ) -> Array:
     """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
     gradients once for all microbatches, and not at every use.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Array [candidates]; negative where it costs.
     """
-    scale, compute = shares_of(how, model, c, pricer.stack), s.compute.sum(0) / c.stage
+    scale, compute = shares_of(how, model, c, pricer.profile), s.compute.sum(0) / c.stage
     use, once = (
         exposed(s, scale, replace(how, gather=gather), c, pricer, compute)
         for gather in ("use", "once")
@@ -87,21 +108,28 @@ def saved_by_gathering_once(
     return use - once
 
 
-def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: FrameworkProfile) -> Array:
+def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
     """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
-    ZeRO 2 and 3, and where the stack does so, but for those of experts on their devices.
+    ZeRO 2 and 3, and where the framework does so, but for those of experts on their devices.
     """
-    seconds = on_stage(s.scatter if scatters(stack, how) else s.reduce, scale)
-    if once_a_step(stack, how):
+    seconds = on_stage(s.scatter if scatters(profile, how) else s.reduce, scale)
+    if once_a_step(profile, how):
         return seconds
     if how.zero >= 2:
         return seconds * passes_over(how, c)[1]
-    if in_the_last(stack, how):
+    if in_the_last(profile, how):
         return seconds + np.where(c.stage > 1, 0.0, on_stage(s.routed, scale) * (c.micro - 1))
     return seconds * np.where(c.stage > 1, 1, c.micro)
 
 
 def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
+    """How often a stage reads its weights and reduces its gradients in a step; see
+    `passes_over_weights`.
+
+    Args:
+        how: schedule, and when weights are gathered.
+        c: candidates.
+    """
     return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
 
 

@@ -11,59 +11,82 @@ from shardlib.cost.pricing.sums import Model
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.knobs import Knobs
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.schedules.schedule import Pipelines
 
 Array = np.ndarray
 
 
 def chunks_of(how: Knobs, c: Candidates) -> Array:
+    """Chunks of layers on a stage; 1 where there are no stages.
+
+    Args:
+        how: with the virtual stages.
+        c: candidates.
+
+    Returns:
+        Int array [candidates].
+    """
     return np.where(c.stage > 1, how.virtual, 1)
 
 
-def pipelines_of(how: Knobs, c: Candidates, stack: FrameworkProfile) -> Pipelines:
-    """The pipelines of candidates, each with the microbatches of one group."""
+def pipelines_of(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipelines:
+    """The pipelines of candidates, each with the microbatches of one group.
+
+    Args:
+        how: schedule, virtual stages and groups of microbatches.
+        c: candidates.
+        profile: framework profile, which says whether stages move in lockstep.
+    """
     return Pipelines(
         stages=c.stage,
         chunks=chunks_of(how, c),
         microbatches=c.micro // how.accumulation,
-        lockstep=stack.pipeline == "lockstep",
+        lockstep=profile.pipeline == "lockstep",
     )
 
 
-def shares_of(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
+def shares_of(how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every group, and of
     embedding and head an equal part or an array; array [segments, candidates].
+
+    Args:
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+        profile: framework profile, which says where embedding and head are.
     """
     virtual = chunks_of(how, c)
-    layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
+    layers = [_most(count, c, virtual, model, profile) / count for count in model.counts]
     ends = (
         np.where(c.stage > 1, model.largest_end, 1.0)
-        if stack.embedding_and_head == "owners"
+        if profile.embedding_and_head == "owners"
         else 1 / c.stage
     )
     return np.stack([*layers, np.ones(len(c)), ends])
 
 
-def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
+def shares_at_rest(
+    how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
+) -> Array:
     """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
     as `shares_of`, but every stage has all of embedding and head where their work is spread over
     the sequence.
     """
-    found = shares_of(how, model, c, stack)
-    if stack.embedding_and_head == "spread":
-        found[ENDS] = 1.0
+    found = shares_of(how, model, c, profile)
+    if profile.embedding_and_head == "spread":
+        found[OUTSIDE_LAYERS] = 1.0
     return found
 
 
 def _most(
-    count: int, c: Candidates, virtual: Array, model: Model, stack: FrameworkProfile
+    count: int, c: Candidates, virtual: Array, model: Model, profile: FrameworkProfile
 ) -> Array:
     """Layers of a class that the fullest stage has: equally many, or, where stages are cut by work,
     those that begin before its part of the work is done.
     """
     equal = virtual * np.ceil(count / (c.stage * virtual))
-    if stack.balance == "layers":
+    if profile.balance == "layers":
         return equal
     return np.where(
         (c.stage > 1) & (virtual == 1),
@@ -73,5 +96,13 @@ def _most(
 
 
 def on_stage(quantity: Array, scale: Array) -> Array:
-    """What the fullest stage has of a quantity by segment."""
+    """What the fullest stage has of a quantity by segment.
+
+    Args:
+        quantity: of one microbatch or step, [segments, candidates].
+        scale: part of each segment that the stage has, [segments, candidates].
+
+    Returns:
+        Array [candidates].
+    """
     return (quantity * scale).sum(0)

@@ -19,7 +19,7 @@ from shardlib.cost.pricing.sums import Model
 from shardlib.cost.tables.pricer import Pricer, moves
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
-from shardlib.cost.terms.terms import ENDS, Item, Transfer
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Item, Transfer
 from shardlib.hardware.placement import Placement
 from shardlib.propagation.assignment import Choice
 
@@ -70,12 +70,12 @@ def collectives(
     mesh, placement, c = at.mesh, at.placement, at.candidate
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
-    stack, topology = pricer.stack, pricer.topology
-    shares = shares_of(how, model, c, stack)[:, 0]
+    profile, topology = pricer.profile, pricer.topology
+    shares = shares_of(how, model, c, profile)[:, 0]
     roles = {
         "block",
         *ALONG[how.context],
-        "scatter" if scatters(stack, how) else "reduce",
+        "scatter" if scatters(profile, how) else "reduce",
         *(("gather",) if how.zero >= 3 else ()),
         *(("stage",) if mesh["stage"] > 1 else ()),
     }
@@ -108,7 +108,9 @@ def collectives(
         for term in item.terms(choice):
             if isinstance(term, Transfer):
                 for slot, size, count in moves(term, c.shapes, pricer):
-                    runs = float(count[0]) * part * _runs(slot, item.segment, shares, how, c, stack)
+                    runs = (
+                        float(count[0]) * part * _runs(slot, item.segment, shares, how, c, profile)
+                    )
                     if slot.role in roles and loops and term in loops:
                         message, each, hop = loops[term]
                         key = ("collective-permute", ("tensor",), round(message), term.cause)
@@ -139,17 +141,17 @@ def collectives(
 
 
 def _runs(
-    slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: FrameworkProfile
+    slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> float:
     """Executions in a step of what happens once in a microbatch."""
     micro, stages = int(c.micro[0]), int(c.stage[0])
     if slot.role == "stage":
         return micro * how.virtual
     once = slot.role in ("reduce", "scatter") and (
-        once_a_step(stack, how)
+        once_a_step(profile, how)
         or (
             slot.role == "reduce"
-            and (stages > 1 or (in_the_last(stack, how) and not slot.group.of_experts))
+            and (stages > 1 or (in_the_last(profile, how) and not slot.group.of_experts))
         )
     )
     pairs, reductions, _ = passes_over_weights(
@@ -168,6 +170,7 @@ def _runs(
     )
     return times * (
         float(shares[segment])
-        if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter"))
+        if segment >= 0
+        or (segment == OUTSIDE_LAYERS and slot.role in ("gather", "reduce", "scatter"))
         else 1.0
     )

@@ -24,7 +24,7 @@ from shardlib.cost.pricing.stage_shares import chunks_of, pipelines_of
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.knobs import Knobs
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.schedules.table import named
 
 Array = np.ndarray
@@ -33,32 +33,56 @@ Array = np.ndarray
 def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no
     ZeRO stage changes.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: schedule and the like; its ZeRO stage makes no difference.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Array [candidates].
     """
     stages = c.stage
     tick = tick_seconds(s, how, model, pricer, c)
-    each = named(how.schedule).waiting(pipelines_of(how, c, pricer.stack), tick, s.weights / stages)
+    each = named(how.schedule).waiting(
+        pipelines_of(how, c, pricer.profile), tick, s.weights / stages
+    )
     return c.micro * tick + np.where(stages > 1, how.accumulation * each, 0.0)
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
     return np.where(c.stage > 1, s.passes * chunks_of(how, c), 0.0) * (
-        1 - pricer.stack.send_overlap
+        1 - pricer.profile.send_overlap
     )
 
 
 def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of one microbatch on the slowest stage, forward and backward."""
+    """Seconds of one microbatch on the slowest stage, forward and backward.
+
+    Args:
+        s: sums of the terms, by segment and candidate; it keeps the result.
+        how: context strategy and virtual stages.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Array [candidates].
+    """
     key = how.context, how.virtual
     if key not in s.ticks:
         stages, virtual = c.stage, chunks_of(how, c)
         busy = s.compute + s.block + s.along(how)
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
-        if pricer.stack.embedding_and_head == "owners":
-            tick = slowest(layers, model.counts, busy[ENDS], stages, virtual)
+        if pricer.profile.embedding_and_head == "owners":
+            tick = slowest(layers, model.counts, busy[OUTSIDE_LAYERS], stages, virtual)
         else:
             tick = (
-                virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages
+                virtual * bottleneck(layers, model.counts, stages * virtual)
+                + busy[OUTSIDE_LAYERS] / stages
             )
         s.ticks[key] = tick + _passes(s, how, pricer, c) + _starved(s, busy, c)
     return s.ticks[key]
@@ -74,7 +98,20 @@ def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
 def seconds_by_part(
     s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> tuple[dict[str, Array], Array]:
-    """Seconds of compute, exposed communication and bubble; and FLOPs."""
+    """Seconds of compute, exposed communication and bubble; and FLOPs.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        scale: part of each segment that the fullest stage has, [segments, candidates].
+        how: ZeRO stage, schedule and the like.
+        model: counts of layers.
+        pricer: machine and framework profile.
+        c: candidates.
+
+    Returns:
+        Arrays [candidates] by the names of `shardlib.cost.estimate.Seconds`, and FLOPs of a device
+        in a step, [candidates].
+    """
     stages, micro = c.stage, c.micro
     block = s.block + s.along(how)
     compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + _passes(s, how, pricer, c)

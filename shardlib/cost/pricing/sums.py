@@ -17,7 +17,7 @@ from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
 from shardlib.cost.terms.knobs import Knobs
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 
 Array = np.ndarray
 
@@ -236,7 +236,7 @@ def sums(
         scatter=role("scatter"),
         gather=role("gather"),
         routed=role("reduce", experts=True),
-        passes=role("stage")[ENDS],
+        passes=role("stage")[OUTSIDE_LAYERS],
         weights=work[:, Q.WEIGHTS].sum(0)[at],
         host=work[:, Q.HOST][:, at],
         flops=work[:, Q.FLOPS].sum(0)[at],

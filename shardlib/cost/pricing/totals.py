@@ -75,12 +75,12 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         pricer: constants.
         c: the candidates.
     """
-    stack = pricer.stack
-    scale, resting = shares_of(how, model, c, stack), shares_at_rest(how, model, c, stack)
-    held = named(how.schedule).in_flight(pipelines_of(how, c, stack))
-    parameters, frozen, gradients, state = stored_bytes(s, resting, how, model, stack, c)
+    profile = pricer.profile
+    scale, resting = shares_of(how, model, c, profile), shares_at_rest(how, model, c, profile)
+    held = named(how.schedule).in_flight(pipelines_of(how, c, profile))
+    parameters, frozen, gradients, state = stored_bytes(s, resting, how, model, profile, c)
     seconds, flops = seconds_by_part(s, scale, how, model, pricer, c)
-    memory, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, stack)
+    memory, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, profile)
     memory |= {
         "parameters": parameters,
         "frozen": frozen,
@@ -98,8 +98,8 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     )
     memory["temporaries"] = (
         memory["temporaries"]
-        + (stack.fragmentation - 1) * sum(memory.values())
-        + stack.runtime_bytes
+        + (profile.fragmentation - 1) * sum(memory.values())
+        + profile.runtime_bytes
     )
     return Totals(
         seconds={**seconds, "optimizer": update},

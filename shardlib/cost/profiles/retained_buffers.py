@@ -17,7 +17,7 @@ from shardlib.cost.step.layer_results import products, roles
 from shardlib.cost.step.routed_experts import arrived_values
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.graph import Graph
 from shardlib.propagation.assignment import Choice, Cut
 
@@ -46,24 +46,24 @@ class Life:
 
 
 class Keeping:
-    """The memory of values under a stack."""
+    """The memory of values under a framework profile."""
 
-    def __init__(self, facts: Facts, stack: FrameworkProfile) -> None:
-        self._facts, self._stack = facts, stack
+    def __init__(self, facts: Facts, profile: FrameworkProfile) -> None:
+        self._facts, self._profile = facts, profile
         self._arrived = (
             arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
         )
         self._shares: dict[int, float] = {}
         self._gathered: set[int] = set()
         self._filled = (
-            frozenset(_filled(facts.graph)) if stack.saves != "traced" else frozenset[int]()
+            frozenset(_filled(facts.graph)) if profile.saves != "traced" else frozenset[int]()
         )
         exits = [op for op in facts.graph.ops if op.kind == "exit"]
-        if not (stack.offloaded or stack.attention_copies or stack.gathered_inputs == "kept"):
+        if not (profile.offloaded or profile.attention_copies or profile.gathered_inputs == "kept"):
             return
         for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
             found = roles(facts.graph, region, facts.weights)
-            offloaded = frozenset[int]().union(*(found[name] for name in stack.offloaded))
+            offloaded = frozenset[int]().union(*(found[name] for name in profile.offloaded))
             statistics = {
                 op.results[1]
                 for op in facts.graph.ops
@@ -71,7 +71,7 @@ class Keeping:
             }
             inputs = (
                 set(products(facts.graph, region, facts.weights).values())
-                if stack.gathered_inputs == "kept"
+                if profile.gathered_inputs == "kept"
                 else set[int]()
             )
             for op in (op for op in exits if op.region == region):
@@ -79,12 +79,17 @@ class Keeping:
                 if inside in offloaded:
                     self._shares[op.results[0]] = min(1.0, _IN_TRANSIT / facts.trips[region])
                 elif inside in found["context"] - statistics:
-                    self._shares[op.results[0]] = 1.0 + stack.attention_copies
+                    self._shares[op.results[0]] = 1.0 + profile.attention_copies
                 if inside in inputs:
                     self._gathered.add(op.results[0])
 
     def cut(self, value: int, choice: Choice) -> Cut:
-        """Cut of the dims of a value as it is kept."""
+        """How the dims of a value are sharded as it is kept.
+
+        Args:
+            value: its number.
+            choice: what shards colours.
+        """
         return self._facts.value_cut(
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
@@ -92,6 +97,10 @@ class Keeping:
     def room(self, value: int, choice: Choice) -> float:
         """Memory of a value over its bytes: rows that were dispatched to their experts lie where
         messages have room for them.
+
+        Args:
+            value: its number.
+            choice: what shards colours.
         """
         return (
             self._facts.room * self._arrived[value]
@@ -100,7 +109,7 @@ class Keeping:
         )
 
     def lives(self, found: Sequence[Life]) -> list[Life]:
-        """Lives with what the stack says of their values."""
+        """Lives with what the profile says of their values."""
         shared = [
             replace(life, share=life.share * self._shares.get(life.value, 1.0))
             for life in found
@@ -108,8 +117,8 @@ class Keeping:
         ]
         return (
             shared
-            if self._stack.logit_bytes is None
-            else self._with_loss(shared, self._stack.logit_bytes)
+            if self._profile.logit_bytes is None
+            else self._with_loss(shared, self._profile.logit_bytes)
         )
 
     def _with_loss(self, found: Sequence[Life], size: float) -> list[Life]:
@@ -128,7 +137,8 @@ class Keeping:
             if life.part in ("saved", "temporary")
             and life.value in producers
             and graph.values[life.value].shape
-            and self._facts.layers.segment(graph.ops[producers[life.value]].region) == ENDS
+            and self._facts.layers.segment(graph.ops[producers[life.value]].region)
+            == OUTSIDE_LAYERS
         ]
         made = [life for life in ends if graph.ops[producers[life.value]].category == "matmul"]
         if not made:

@@ -69,6 +69,10 @@ def scores_per_flop(op: Op) -> float:
 def block_scores(op: Op, block: int) -> float:
     """Scores of one block of queries and one of keys in a kernel of attention of queries to as many
     keys, over the elements of its queries. 0 for other ops.
+
+    Args:
+        op: a kernel of attention.
+        block: queries, and keys, of a block.
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0.0

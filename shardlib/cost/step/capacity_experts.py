@@ -4,7 +4,7 @@ As a model is written, an expert has a slot for every token that it takes of the
 (`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows
 and a gather of results. Between devices the rows of a token stay those of its device until they are
 sent, and devices multiply what they were sent. Here the operations are rewritten to that meaning,
-for pricing: slots and the queue of assignments are cut as the batch is, and products with the
+for pricing: slots and the queue of assignments are sharded as the batch is, and products with the
 matrices of experts are grouped matmuls of those rows that are kept at most.
 """
 

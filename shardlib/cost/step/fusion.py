@@ -136,6 +136,13 @@ def _by_rows(graph: Graph, how: Traits) -> frozenset[int]:
 def exponentials(graph: Graph, how: Traits) -> frozenset[int]:
     """Results of exponentials that are summed along their rows and read again: the middle of a
     softmax.
+
+    Args:
+        graph: of a step.
+        how: what the compiler fuses.
+
+    Returns:
+        Numbers of values.
     """
     summed: set[int] = set()
     readers: Counter[int] = Counter()
@@ -156,7 +163,12 @@ def exponentials(graph: Graph, how: Traits) -> frozenset[int]:
 
 
 def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
-    """Finds the kernels of a graph, as a compiler with the given traits makes them."""
+    """Finds the kernels of a graph, as a compiler with the given traits makes them.
+
+    Args:
+        graph: of a step.
+        how: what the compiler fuses; by default that of `Traits()`.
+    """
     materialised = _is_materialised(graph, how or Traits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
     kernels: list[Kernel] = []

@@ -76,7 +76,16 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
 
 
 def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
-    """Results of the matmuls of weights of one loop, with the operand that is no weight."""
+    """Results of the matmuls of weights of one loop, with the operand that is no weight.
+
+    Args:
+        graph: of a step.
+        region: number of the loop.
+        weights: numbers of the values that are weights.
+
+    Returns:
+        Number of the operand by that of the result.
+    """
     return _Search(graph, region, frozenset(weights)).products
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.graph import Graph
 
 
@@ -21,7 +21,7 @@ class Layers:
 
     Attributes:
         counts: number of layers of each class, in the order of the forward pass.
-        regions: class of each region; `ENDS` outside of all.
+        regions: class of each region; `OUTSIDE_LAYERS` outside of all.
         carried: value that each class hands from layer to layer: the residual stream; -1 where
             nothing is carried.
     """
@@ -31,7 +31,7 @@ class Layers:
     carried: tuple[int, ...]
 
     def segment(self, region: int) -> int:
-        """Class of a region, or `ENDS`."""
+        """Class of a region, or `OUTSIDE_LAYERS`."""
         return self.regions[region]
 
 
@@ -69,7 +69,9 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
     owner = {region: number for number, (_, regions) in enumerate(classes) for region in regions}
     return Layers(
         counts=tuple(graph.regions[regions[0]].trips for _, regions in classes),
-        regions=tuple(owner.get(top[region], ENDS) for region in range(len(graph.regions))),
+        regions=tuple(
+            owner.get(top[region], OUTSIDE_LAYERS) for region in range(len(graph.regions))
+        ),
         carried=tuple(_carried(graph, regions[0]) for _, regions in classes),
     )
 

@@ -160,7 +160,13 @@ def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> li
 
 
 def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
-    """Values that are alive from one op to another."""
+    """Values that are alive from one op to another.
+
+    Args:
+        spans: (op that makes a value, last op that reads it), by value.
+        first: number of an op.
+        last: number of an op, not before `first`.
+    """
     return frozenset(
         key for key, (birth, death) in spans.items() if birth <= first and last <= death
     )

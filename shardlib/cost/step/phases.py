@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlib.cost.step.layers import Layers
-from shardlib.cost.terms.terms import ENDS, Item
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Item
 from shardlib.graph import Graph
 
 
@@ -21,7 +21,7 @@ class Moment:
     """Memory of one program at one moment.
 
     Attributes:
-        segment: class of the loop, or `ENDS` in a gap.
+        segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
         points: items of memory at each op of the moment where memory may peak.
         stacks: items of what loops over layers have saved, and of their gradients, that is there
             for the whole moment.
@@ -37,7 +37,7 @@ class Span:
     """Where a moment lies.
 
     Attributes:
-        segment: class of the loop, or `ENDS` in a gap.
+        segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
         first, last: ops of the moment; a gap may have none.
         before, after: a value that is there from `before` or earlier to `after` or later is there
             for the whole moment.
@@ -53,11 +53,15 @@ class Span:
 def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
     """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap
     and so on; before, there is less of everything.
+
+    Args:
+        graph: of a step.
+        layers: its loops over layers.
     """
     loops: list[tuple[int, int, int, int]] = []
     for index, op in enumerate(graph.ops):
         segment = layers.segment(op.region)
-        if segment == ENDS:
+        if segment == OUTSIDE_LAYERS:
             continue
         top = _top(graph, op.region)
         if loops and loops[-1][1] == top:
@@ -74,7 +78,7 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
         )
         found.append(
             Span(
-                segment=ENDS,
+                segment=OUTSIDE_LAYERS,
                 first=before + bool(i),
                 last=after - (i < len(loops)),
                 before=before,

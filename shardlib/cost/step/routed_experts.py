@@ -29,6 +29,10 @@ GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
     """The colour of experts: that of the groups of weights in grouped matmuls, or in products of
     slots with them; None where there are none.
+
+    Args:
+        graph: of a step.
+        names: colour of every dim of every value.
     """
     found = (
         names[value][0]
@@ -60,9 +64,9 @@ def localised(
 def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
     """An op that each device does for its own tokens.
 
-    What must be whole along the batch may be cut; where that contracts the batch, the cut leaves
-    partial results. Rows that are picked from tokens, or added to tokens, are those of the same
-    device, so that nothing is partial.
+    What must be whole along the batch may be sharded; where that contracts the batch, the cut
+    leaves partial results. Rows that are picked from tokens, or added to tokens, are those of the
+    same device, so that nothing is partial.
     """
     tokens = {
         factor
@@ -91,6 +95,11 @@ def routed_values(
     their experts or brings home, or that a scatter adds up.
 
     These are gathers and scatters of rows of features in the regions that have grouped matmuls.
+
+    Args:
+        graph: of a step.
+        names: colour of every dim of every value.
+        batch: colour of the batch; None where there is none.
     """
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
     found: list[tuple[int, int]] = []

@@ -85,11 +85,21 @@ class Facts:
         )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
-        """Cut of the factors of an op."""
+        """How the factors of an op are sharded.
+
+        Args:
+            index: number of the op.
+            choice: what shards colours.
+        """
         return choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
 
     def value_cut(self, value: int, choice: Choice) -> Cut:
-        """Cut of the dims of a value."""
+        """How the dims of a value are sharded.
+
+        Args:
+            value: its number.
+            choice: what shards colours.
+        """
         known = self._cuts.setdefault(choice, {})
         axes = self.names[value]
         if axes not in known:
@@ -166,7 +176,15 @@ def _query_factor(
 
 
 def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every factor of an op: the colour of a dim of which it is the major factor."""
+    """Colour of every factor of an op: the colour of a dim of which it is the major factor.
+
+    Args:
+        op: the op.
+        names: colour of every dim of every value.
+
+    Returns:
+        One per factor; None where no dim has a colour.
+    """
     found: list[str | None] = [None] * len(op.rule.sizes)
     for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
         for value, dims in zip(values, all_dims, strict=True):

@@ -1,11 +1,11 @@
 """Measures evaluated once for all shapes, of which tallies are products.
 
 Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
-alone, such as the seconds of one kernel, or "one over the ways that the batch is cut". A program
-has hundreds of items under hundreds of choices, but few distinct measures, because programs repeat
-themselves: the layers of a stack, a forward pass that is rematerialised, an op that a choice does
-not touch. So each measure is evaluated once for all shapes, and a tally is a product of a small
-matrix with them.
+alone, such as the seconds of one kernel, or "one over the ways that the batch is sharded". A
+program has hundreds of items under hundreds of choices, but few distinct measures, because programs
+repeat themselves: the layers of a stack, a forward pass that is rematerialised, an op that a choice
+does not touch. So each measure is evaluated once for all shapes, and a tally is a product of a
+small matrix with them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ Array = np.ndarray
 
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
-    """A measure that is no kernel, by shape."""
+    """A measure that is no kernel, by shape.
+
+    Args:
+        measure: what is divided by which axes.
+        shapes: sizes of mesh axes and microbatches.
+        constants: with how uneven the loads of experts are.
+
+    Returns:
+        Array [shapes].
+    """
     found = local(
         Amount(
             total=1.0,
@@ -155,7 +164,12 @@ class Values:
         self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
 
     def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
-        """Some measures on some shapes, array [measures, shapes]."""
+        """Some measures on some shapes, array [measures, shapes].
+
+        Args:
+            numbers: of measures.
+            at: numbers of shapes.
+        """
         if numbers not in self._rows:
             self._rows[numbers] = self._found(numbers)
         found = np.empty((len(numbers), len(at)))

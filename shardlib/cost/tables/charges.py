@@ -31,10 +31,11 @@ from shardlib.cost.tables.measures import (
 )
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.terms import ENDS, Compute, Resident, Stored, Term, Transfer
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Compute, Resident, Stored, Term, Transfer
 from shardlib.propagation.assignment import Cut, has
 
-#: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
+#: Part of a resident value -> where it is counted; those that ZeRO shards are counted whole and
+#: cut.
 _PARTS: dict[str, Q] = {
     "cast": Q.CAST,
     "saved": Q.SAVED,
@@ -57,9 +58,13 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 }
 
 
-def moved(term: Transfer, stack: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
+def moved(term: Transfer, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
     and over `term.trips`.
+
+    Args:
+        term: the transfer.
+        profile: framework profile.
     """
     size, once = part(term.bytes), Part()
     if term.group in _ROLES:
@@ -71,7 +76,7 @@ def moved(term: Transfer, stack: FrameworkProfile) -> list[tuple[Slot, Part, Par
         return [(Slot("block", tokens(), "all-reduce"), size, once)]
     experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
     sharded, replicated = (
-        once.by(DividesStored(term.shape, term.cut, term.frozen, stack.flat, divides))
+        once.by(DividesStored(term.shape, term.cut, term.frozen, profile.flat, divides))
         for divides in (True, False)
     )
     if term.group == "gather":
@@ -91,21 +96,27 @@ _LAUNCH = Part(factors=(Launch(),))
 Charge = tuple[int, Measure, float]
 
 
-def charges(segment: int, term: Term, stack: FrameworkProfile) -> Iterator[Charge]:
-    """What a term of a segment adds to which row of a tally."""
+def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Charge]:
+    """What a term of a segment adds to which row of a tally.
+
+    Args:
+        segment: a layer group, or what is outside of layers.
+        term: compute, a transfer, or memory.
+        profile: framework profile.
+    """
     match term:
         case Compute():
             return _compute(segment, term)
         case Transfer():
-            return _transfer(term, stack)
+            return _transfer(term, profile)
         case Resident():
-            return _resident(term, stack)
+            return _resident(term, profile)
         case Stored():
-            return _rest(term, stack)
+            return _rest(term, profile)
 
 
 def _compute(segment: int, term: Compute) -> Iterator[Charge]:
-    kernel = Kernel(replace(term, trips=1, weight=False), segment == ENDS)
+    kernel = Kernel(replace(term, trips=1, weight=False), segment == OUTSIDE_LAYERS)
     yield Q.COMPUTE, kernel, term.trips
     if term.weight:
         yield Q.WEIGHTS, kernel, term.trips
@@ -113,40 +124,40 @@ def _compute(segment: int, term: Compute) -> Iterator[Charge]:
     yield Q.HOST, _LAUNCH, term.trips
 
 
-def _transfer(term: Transfer, stack: FrameworkProfile) -> Iterator[Charge]:
+def _transfer(term: Transfer, profile: FrameworkProfile) -> Iterator[Charge]:
     load = (Load(term.routed),) if term.routed is not None else ()
-    for slot, size, count in moved(term, stack):
+    for slot, size, count in moved(term, profile):
         yield COUNTS + INDEX[slot], count, term.trips
         yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
 
 
 def _cut(
-    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: FrameworkProfile
+    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], profile: FrameworkProfile
 ) -> tuple[Part, Part]:
     """The measures whose sum is that of an array as it is stored: sharded where it divides, and
     replicated where not.
     """
     ways = StoredWays(has(cut, EXPERT.name))
-    return whole.by(DividesStored(shape, cut, frozen, stack.flat), ways), whole.by(
-        DividesStored(shape, cut, frozen, stack.flat, divides=False)
+    return whole.by(DividesStored(shape, cut, frozen, profile.flat), ways), whole.by(
+        DividesStored(shape, cut, frozen, profile.flat, divides=False)
     )
 
 
-def _resident(term: Resident, stack: FrameworkProfile) -> Iterator[Charge]:
+def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Charge]:
     whole, size = part(term.bytes), term.bytes.total
     if term.part not in _PIECES:
         yield _PARTS[term.part], whole, size
         return
     row, cut = _PIECES[term.part]
     yield row, whole, size
-    for shard in _cut(whole, term.shape, term.cut, frozenset(), stack):
+    for shard in _cut(whole, term.shape, term.cut, frozenset(), profile):
         yield cut, shard, size
 
 
-def _rest(term: Stored, stack: FrameworkProfile) -> Iterator[Charge]:
+def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
     whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
     shards, elements = (
-        _cut(whole, term.shape, term.cut, term.frozen, stack),
+        _cut(whole, term.shape, term.cut, term.frozen, profile),
         float(term.elements * term.count),
     )
     if not term.trained:
@@ -154,11 +165,11 @@ def _rest(term: Stored, stack: FrameworkProfile) -> Iterator[Charge]:
         for shard in shards:
             yield Q.FROZEN_CUT, shard, elements * term.itemsize
         return
-    state = term.state if stack.state_bytes is None else stack.state_bytes
+    state = term.state if profile.state_bytes is None else profile.state_bytes
     sizes = (
         (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize),
         (Q.STATE, Q.STATE_CUT, state),
-        (Q.KEPT, Q.KEPT_CUT, stack.gradient_bytes(term.itemsize)),
+        (Q.KEPT, Q.KEPT_CUT, profile.gradient_bytes(term.itemsize)),
     )
     for row, cut, size in sizes:
         yield row, whole, elements * size

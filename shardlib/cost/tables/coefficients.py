@@ -37,6 +37,11 @@ class Tally:
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
         """Segments of `width` rows added up, as many as there are in `length`, and of the result
         only some rows, as far as they are not empty.
+
+        Args:
+            length: rows of the sum, a multiple of `width`.
+            width: rows of a segment.
+            rows: those of a segment that are wanted.
         """
         found, which = np.unique(self.rows % width, return_inverse=True)
         matrix = np.zeros((len(found), len(self.measures)))
@@ -62,7 +67,12 @@ class Tally:
         )
 
     def on(self, values: Values, at: Array) -> Array:
-        """The rows on some of the shapes, array [rows, shapes]."""
+        """The rows on some of the shapes, array [rows, shapes].
+
+        Args:
+            values: measures on shapes.
+            at: numbers of shapes.
+        """
         return self.matrix @ values.stacked(self.measures, at)
 
 

@@ -35,6 +35,14 @@ Array = np.ndarray
 def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Array, Array]]:
     """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
     is 0 where its role has none.
+
+    Args:
+        term: the transfer.
+        shapes: sizes of mesh axes and microbatches.
+        pricer: machine and framework profile.
+
+    Returns:
+        Arrays [shapes].
     """
     return [
         (
@@ -42,7 +50,7 @@ def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Ar
             term.bytes.total * evaluate(size, shapes, pricer.constants),
             term.trips * evaluate(count, shapes, pricer.constants),
         )
-        for slot, size, count in moved(term, pricer.stack)
+        for slot, size, count in moved(term, pricer.profile)
     ]
 
 
@@ -57,24 +65,24 @@ class Pricer:
     """Tallies terms on one topology.
 
     Attributes:
-        topology: where the program runs, with links as fast as the stack's collectives reach.
-        stack: the software.
-        constants: efficiencies of the chips under the stack.
+        topology: where the program runs, with links as fast as the framework's collectives reach.
+        profile: the software.
+        constants: efficiencies of the chips under the framework profile.
         outside: the same for kernels outside of all layers, where the loss is.
         factors: learned factor of each quantity that has one (`shardlib.cost.machine.corrections`).
     """
 
-    def __init__(self, topology: Topology, stack: FrameworkProfile = XLA) -> None:
+    def __init__(self, topology: Topology, profile: FrameworkProfile = XLA) -> None:
         chip = topology.chip
-        self.stack = stack
-        constants = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))
+        self.profile = profile
+        constants = efficiency_of(chip.name, chip.vendor, profile.name, dict(topology.efficiency))
         self.constants: Efficiency = (
             replace(constants, scores=BLOCKS[0], scores_backward=BLOCKS[1])
-            if stack.attention == "blocks"
+            if profile.attention == "blocks"
             else constants
         )
         self.outside = replace(
-            self.constants, unfused=max(self.constants.unfused, stack.unfused_loss)
+            self.constants, unfused=max(self.constants.unfused, profile.unfused_loss)
         )
         self.topology = linked(topology, self.constants)
         self.factors = {
@@ -84,12 +92,12 @@ class Pricer:
         }
 
     def waits(self, slots: Sequence[int]) -> Array:
-        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the stack
+        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the profile
         hides the rest under the matmuls beside them.
         """
         hidden = {
-            along(TENSOR): self.stack.tensor_overlap or 0.0,
-            along(EXPERT): self.stack.expert_overlap or 0.0,
+            along(TENSOR): self.profile.tensor_overlap or 0.0,
+            along(EXPERT): self.profile.expert_overlap or 0.0,
         }
         return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 
@@ -103,7 +111,12 @@ class Pricer:
         return quantities * factors[: quantities.shape[-2]]
 
     def values(self, book: Book, shapes: Shapes) -> Values:
-        """Measures on shapes."""
+        """Measures on shapes.
+
+        Args:
+            book: the measures.
+            shapes: sizes of mesh axes and microbatches.
+        """
         return Values(
             book=book,
             chip=self.topology.chip,
@@ -114,11 +127,11 @@ class Pricer:
 
     def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last
-        two segments are `INSIDE` and `ENDS`.
+        two segments are `INSIDE` and `OUTSIDE_LAYERS`.
 
         Args:
             items: to be added up.
-            choice: what is cut.
+            choice: what is sharded.
             shapes: into how many parts.
             classes: number of layer groups.
         """
@@ -127,12 +140,18 @@ class Pricer:
         )
 
     def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
-        """Quantities of terms with their segments, see `tally`."""
+        """Quantities of terms with their segments, see `tally`.
+
+        Args:
+            terms: (segment, term).
+            shapes: sizes of mesh axes and microbatches.
+            classes: number of layer groups.
+        """
         book, segments = Book(), classes + 2
         found = tallied(
             (segment % segments * ROWS + row, book.number(measure), amount)
             for segment, term in terms
-            for row, measure, amount in charges(segment, term, self.stack)
+            for row, measure, amount in charges(segment, term, self.profile)
         )
         total = np.zeros((segments * ROWS, len(shapes)))
         total[found.rows] = found.on(self.values(book, shapes), np.arange(len(shapes)))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from shardlib.errors import PinError, raise_all
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.untrusted import construct, shown
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -119,7 +119,7 @@ class FrameworkProfile:
             of the parameter.
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one
             microbatch too.
-        flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices
+        flat: whether what ZeRO shards is one flat buffer, or padded, so that any number of devices
             divides it; otherwise a dim of every array must be divisible.
         state_bytes: bytes of optimizer state and master weights for every parameter; None as the
             optimizer of the problem says.
@@ -229,7 +229,7 @@ class FrameworkProfile:
         """Bytes of a gradient's element where it is kept, for a parameter of `itemsize` bytes."""
         return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The profile as plain data; `from_json` gives an equal one."""
         return {
             **self.__dict__,
@@ -237,7 +237,7 @@ class FrameworkProfile:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> FrameworkProfile:
+    def from_json(cls, data: JsonMapping) -> FrameworkProfile:
         """Reads what `to_json` wrote; fields that are left out have their defaults.
 
         Raises:

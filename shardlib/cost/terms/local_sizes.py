@@ -1,4 +1,4 @@
-"""Shapes: into how many shards everything is cut; candidates as arrays, and what is left of an
+"""Shapes: into how many shards everything is divided; candidates as arrays, and what is left of an
 amount on one device.
 
 A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
@@ -26,8 +26,8 @@ class Shapes:
         batch: ways that data, fsdp, expert and microbatches divide the batch.
         context, tensor, expert, fsdp: sizes of these axes.
         parts: one over the number of parts by what divides an amount; filled as they are asked for.
-        divides: whether a size divides over the stored axes on top of those that cut it, by (size,
-            whether these are an expert's, whether tensor and expert cut it); likewise.
+        divides: whether a size divides over the stored axes on top of those that shard it, by
+            (size, whether these are an expert's, whether tensor and expert shard it); likewise.
     """
 
     batch: Array
@@ -80,7 +80,15 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def local(amount: Amount, shapes: Shapes) -> Array:
-    """An amount on one device, per microbatch."""
+    """An amount on one device, per microbatch.
+
+    Args:
+        amount: of the whole array or op, and what shards it.
+        shapes: sizes of mesh axes and microbatches.
+
+    Returns:
+        Array [shapes], in the unit of the amount.
+    """
     key = amount.batch, amount.tensor, amount.context, amount.expert
     if key not in shapes.parts:
         ways = (
@@ -95,9 +103,19 @@ def divides_stored(
     shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
 ) -> Array:
     """Whether some dim that is no stack of layers divides over the stored axes, on top of what
-    cuts it in compute; vectors are stored replicated.
+    shards it in compute; vectors are stored replicated.
 
-    A flat buffer of all parameters, padded at its end, is cut by any number of devices.
+    A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
+
+    Args:
+        shape: elements per dim.
+        cut: what shards each dim in compute.
+        frozen: dims that are stacks of layers.
+        shapes: sizes of mesh axes.
+        flat: whether it is a part of a flat buffer.
+
+    Returns:
+        Boolean array [shapes].
     """
     if flat:
         return shapes.stored_ways(cut) > 1

@@ -94,12 +94,12 @@ class Transfer:
         group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a
             kernel of attention: which one counts is a decision), "expert", "stage", "gather" (a
             parameter over the axes that it is stored over, ZeRO 3 only), "gradient" or "sum" (over
-            all axes that cut tokens).
+            all axes that shard tokens).
         bytes: of the array before it is sharded over the group itself.
         trips: executions per microbatch.
         shape: shape of the array, to see whether fsdp divides it.
-        cut: cut of the array.
-        frozen: dims that fsdp must not cut.
+        cut: what shards its dims.
+        frozen: dims that fsdp must not shard.
         over_tensor: whether the partial sums of a gradient are spread over tensor, too.
         cause: what needs it.
         routed: as in `Compute`.
@@ -133,7 +133,7 @@ class Resident:
             "temporary".
         stacked: whether it has one slice for every layer.
         shape: elements per dim, to see whether fsdp divides a gradient or a copy.
-        cut: compute cut per dim.
+        cut: what shards each dim in compute.
     """
 
     bytes: Amount
@@ -153,8 +153,8 @@ class Stored:
         itemsize: bytes an element of the parameter.
         state: bytes an element of optimizer state.
         shape: elements per dim.
-        cut: compute cut per dim.
-        frozen: dims that fsdp must not cut (a stack of layers that a scan walks).
+        cut: what shards each dim in compute.
+        frozen: dims that fsdp must not shard (a stack of layers that a scan walks).
         trained: whether it has a gradient and optimizer state.
     """
 
@@ -178,7 +178,7 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: layer group that it belongs to; `ENDS` outside of all layers, `INSIDE` for
+        segment: layer group that it belongs to; `OUTSIDE_LAYERS`, or `INSIDE` for
             values inside one layer.
     """
 
@@ -189,11 +189,16 @@ class Item:
 
 #: Segments of items that belong to no stack of layers: embedding, head and loss,
 #: and what lives within one layer.
-ENDS, INSIDE = -1, -2
+OUTSIDE_LAYERS, INSIDE = -1, -2
 
 
 def amount(total: float, cut: Cut) -> Amount:
-    """An amount of an array with a cut."""
+    """An amount of an array that is sharded in some way.
+
+    Args:
+        total: of the whole array, in any unit.
+        cut: what shards each dim.
+    """
     batch, tensor, context, expert = divisors(cut)
     return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 

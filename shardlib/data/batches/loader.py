@@ -165,7 +165,12 @@ def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
 
 
 def local_rows(sharding: Sharding, shape: Sequence[int]) -> np.ndarray:
-    """Rows of an array of which devices of this process hold a part, int64, in order."""
+    """Rows of an array of which devices of this process hold a part, int64, in order.
+
+    Args:
+        sharding: of the array, with its first dim the rows.
+        shape: elements per dim of the whole array.
+    """
     parts = {
         index[0].indices(shape[0])[:2]
         for index in sharding.addressable_devices_indices_map(tuple(shape)).values()

@@ -59,6 +59,13 @@ class Entry:
 
     @staticmethod
     def of(folder: Path, root: str, name: str) -> Entry:
+        """The place of the copy of a file.
+
+        Args:
+            folder: of all copies.
+            root: where the file is from.
+            name: of the file there.
+        """
         return Entry(
             folder=folder, key=hashlib.sha256(json.dumps([root, name]).encode()).hexdigest()[:32]
         )
@@ -80,6 +87,12 @@ class Entry:
         return self.folder / f"{self.key}.lock"
 
     def write_sidecar(self, info: FileInfo, digest: str) -> None:
+        """Writes down what the copy is a copy of.
+
+        Args:
+            info: name, size and time of the file.
+            digest: SHA-256 of its bytes.
+        """
         self.sidecar.write_text(
             json.dumps(
                 {"name": info.name, "size": info.size, "modified": info.modified, "sha256": digest}
@@ -94,6 +107,10 @@ class Entry:
 def make_room(folder: Path, limit: int) -> bool:
     """Removes copies, those first that were not used for the longest time, until all have at most
     `limit` bytes; whether that was possible without those in use.
+
+    Args:
+        folder: of the copies.
+        limit: bytes that they may have together.
     """
     sizes = {
         Entry(folder=folder, key=path.stem): path.stat().st_size

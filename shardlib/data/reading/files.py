@@ -175,6 +175,10 @@ def _info(path: Any, name: str) -> FileInfo:
 def read_whole(files: Files, info: FileInfo) -> bytes:
     """All bytes of a file.
 
+    Args:
+        files: where it is from.
+        info: as it was listed.
+
     Raises:
         DataError: it has another size than the listing says, or cannot be read.
     """
@@ -189,7 +193,13 @@ def read_whole(files: Files, info: FileInfo) -> bytes:
 
 
 def changed(files: Files, info: FileInfo, size: int) -> DataError:
-    """The error for a file whose size is no longer the one that was listed."""
+    """The error for a file whose size is no longer the one that was listed.
+
+    Args:
+        files: where it is from.
+        info: as it was listed.
+        size: bytes that it has now.
+    """
     how = "shrank" if size < info.size else "grew"
     return DataError(
         f"{info.name} of {files.root} {how} from {info.size:,} to {size:,} bytes while it was in"

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +22,7 @@ from shardlib.data.reading.threads import Ahead
 from shardlib.data.reading.tokenizer import Tokenizer
 from shardlib.data.tokens.documents import HOLD_OUT, check_tokens, cut_ends
 from shardlib.errors import DataError, ShardlibError
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Threads that read and tokenise.
 THREADS = 4
@@ -72,6 +73,10 @@ def token_dtype(vocabulary: int) -> np.dtype:
 def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
     """The documents of every part of a source, in order; some parts are read ahead by threads.
 
+    Args:
+        source: of the documents.
+        tokenizer: what makes tokens of them.
+
     Raises:
         DataError: a document that cannot be encoded, with its name.
     """
@@ -117,7 +122,7 @@ def _document(tokenizer: Tokenizer, dtype: np.dtype, document: Document, number:
     )
 
 
-def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str, Any]) -> None:
+def build(source: Source, tokenizer: Tokenizer, folder: Path, about: JsonMapping) -> None:
     """Tokenises a source into a folder, which is not there before.
 
     Args:
@@ -161,7 +166,7 @@ def _remove_old(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> JsonObject:
     columns, digest = _Columns(), hashlib.sha256()
     with open(folder / "tokens.bin", "xb") as stream:
         for part, documents in enumerate(encoded(source, tokenizer)):

@@ -41,6 +41,10 @@ class TokenFile:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop`, exclusive, with the dtype of the file.
 
+        Args:
+            start: number of a token in the file.
+            stop: number of a token, at most the tokens of the file.
+
         Raises:
             DataError: the file is shorter than it was, or gone.
         """
@@ -107,6 +111,11 @@ class Documents:
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop`, exclusive, of a document.
 
+        Args:
+            document: number of the document.
+            start: number of a token in it.
+            stop: number of a token in it, exclusive.
+
         Raises:
             DataError: a file shrank, or holds a token that the vocabulary does not have.
         """
@@ -153,6 +162,10 @@ def check_tokens(
 def cut_ends(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every document in two, the last twentieth of which is held out: starts, lengths and whether
     they are held out, [2 * documents].
+
+    Args:
+        starts: first token of each document, int [documents].
+        lengths: tokens of each document, int [documents].
     """
     tails = lengths // HOLD_OUT
     return (

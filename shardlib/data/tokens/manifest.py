@@ -6,16 +6,15 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardlib.data.tokens.building import ROW
 from shardlib.errors import DataError, MissingFileError
 from shardlib.untrusted import Limits, construct, read_json, shown
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Token files up to this size are hashed at the first opening of every process; larger ones where
 #: they were modified.
@@ -41,7 +40,7 @@ class _Manifest:
     documents_sha256: str
 
 
-def checked(folder: Path) -> dict[str, Any] | str:
+def checked(folder: Path) -> JsonObject | str:
     """The manifest of a store, or what is wrong with it."""
     try:
         manifest = read_json(folder / "manifest.json", "manifest", DataError, limits=MANIFEST)
@@ -75,7 +74,7 @@ def checked(folder: Path) -> dict[str, Any] | str:
         return str(error)
 
 
-def _lying(folder: Path, manifest: Mapping[str, Any]) -> str:
+def _lying(folder: Path, manifest: JsonMapping) -> str:
     """Whether documents lie outside of the tokens; empty where they do not."""
     rows = rows_of(folder)
     inside = (

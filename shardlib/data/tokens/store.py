@@ -7,10 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from shardlib.data.tokens.documents import Documents, TokenFile, check_tokens
 from shardlib.data.tokens.manifest import checked, rows_of
 from shardlib.errors import DataError, ShardlibError
 from shardlib.report import Finding
+from shardlib.untrusted.json_types import JsonMapping
 
 #: Changes when stores are written otherwise.
 FORMAT = 1
@@ -141,7 +141,7 @@ def _why(cache: Path, origin: str, folder: Path, found: str, name: str) -> list[
 
 def _opened(
     folder: Path,
-    manifest: Mapping[str, Any],
+    manifest: JsonMapping,
     source: Source,
     tokenizer: Tokenizer,
     name: str,
@@ -170,9 +170,7 @@ def _opened(
     )
 
 
-def _raise_unknown(
-    folder: Path, manifest: Mapping[str, Any], source: Source, vocabulary: int
-) -> None:
+def _raise_unknown(folder: Path, manifest: JsonMapping, source: Source, vocabulary: int) -> None:
     """Finds the first token that is not below the vocabulary, and says where it is."""
     rows, file = rows_of(folder), _file(folder, manifest)
     whole = np.flatnonzero(
@@ -189,7 +187,7 @@ def _raise_unknown(
         )
 
 
-def _file(folder: Path, manifest: Mapping[str, Any]) -> TokenFile:
+def _file(folder: Path, manifest: JsonMapping) -> TokenFile:
     return TokenFile(
         path=folder / "tokens.bin",
         dtype=np.dtype(manifest["dtype"]),
@@ -210,7 +208,7 @@ def _placed(source: Source, rows: np.ndarray) -> Callable[[int], str]:
 
 
 def _noticed(
-    manifest: Mapping[str, Any], source: Source, tokenizer: Tokenizer, name: str
+    manifest: JsonMapping, source: Source, tokenizer: Tokenizer, name: str
 ) -> list[Finding]:
     found = list[Finding]()
     if source.reading == "text" and manifest["empty_parts"]:

@@ -10,9 +10,7 @@ Ray 2.60).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.engines.ray_hosts import RayHosts
@@ -20,6 +18,7 @@ from shardlib.launching.engines.shared.shell import check_job, check_one_line, c
 from shardlib.launching.engines.shared.submission import Submission
 from shardlib.launching.engines.shared.tpus import is_tpu
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,10 @@ class RaySettings:
 
 def ray(job: Job, settings: RaySettings | None = None) -> Submission:
     """The command that submits a job to Ray.
+
+    Args:
+        job: what to run.
+        settings: of the cluster; by default those of `RaySettings()`.
 
     Raises:
         LaunchError: Ray cannot run this job.
@@ -132,17 +135,27 @@ class Ray:
     help = "Submit to a Ray cluster."
     settings = RaySettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 
     def submission(self, job: Job, settings: RaySettings) -> Submission:
-        """See `ray`."""
+        """See `ray`.
+
+        Args:
+            job: what to run.
+            settings: of the cluster.
+        """
         return ray(job, settings)
 
 
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:
-    """What the driver is told."""
+    """What the driver is told.
+
+    Args:
+        job: what to run.
+        settings: of the cluster.
+    """
     gpus = {} if job.machine.chip.vendor == "cpu" else {"GPU": job.devices_per_host}
     return RayHosts(
         words=job.words,

@@ -16,7 +16,6 @@ import shlex
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.engines.shared.shell import (
@@ -35,6 +34,7 @@ from shardlib.launching.engines.shared.submission import Submission
 from shardlib.launching.engines.shared.tpus import accelerator_type, check_tpu, is_tpu, kind_of
 from shardlib.launching.job import Job
 from shardlib.processes.place import AUTO, port_of_job
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 TASK = "task.yaml"
 #: Variables that `sky` takes out of its own environment, by name.
@@ -96,6 +96,10 @@ class SkyPilotSettings:
 def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
     """A task and the command that launches it.
 
+    Args:
+        job: what to run.
+        settings: of the clouds; by default those of `SkyPilotSettings()`.
+
     Raises:
         LaunchError: SkyPilot cannot run this job.
     """
@@ -142,12 +146,17 @@ class SkyPilot:
     help = "Launch with SkyPilot."
     settings = SkyPilotSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 
     def submission(self, job: Job, settings: SkyPilotSettings) -> Submission:
-        """See `skypilot`."""
+        """See `skypilot`.
+
+        Args:
+            job: what to run.
+            settings: of the clouds.
+        """
         return skypilot(job, settings)
 
 
@@ -178,8 +187,13 @@ def _failures(job: Job) -> list[str]:
     return found
 
 
-def task(job: Job, settings: SkyPilotSettings) -> dict[str, Any]:
-    """The task as plain data."""
+def task(job: Job, settings: SkyPilotSettings) -> JsonObject:
+    """The task as plain data.
+
+    Args:
+        job: what to run.
+        settings: of the clouds.
+    """
     resources = {
         "infra": settings.infra,
         "use_spot": True if settings.spot else None,
@@ -208,7 +222,7 @@ def task(job: Job, settings: SkyPilotSettings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in (None, {})}
 
 
-def _accelerators(job: Job) -> dict[str, Any]:
+def _accelerators(job: Job) -> JsonObject:
     if is_tpu(job):  # a slice is one node of SkyPilot, however many hosts it has
         return {
             "accelerators": f"tpu-{accelerator_type(job)}",

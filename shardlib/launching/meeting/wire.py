@@ -21,11 +21,11 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Mapping
 from typing import Any, cast
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.untrusted import Limits, parse_json
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Bytes of a line, at most.
 LINE_BYTES = 1 << 16
@@ -59,7 +59,7 @@ def greeted(line: bytes) -> str:
     return match[1].decode()
 
 
-def sealed(secret: str, asked: str, who: str, said: Mapping[str, Any]) -> bytes:
+def sealed(secret: str, asked: str, who: str, said: JsonMapping) -> bytes:
     """A line.
 
     Args:
@@ -72,8 +72,14 @@ def sealed(secret: str, asked: str, who: str, said: Mapping[str, Any]) -> bytes:
     return json.dumps({"said": text, "seal": _seal(secret, asked, who, text)}).encode() + b"\n"
 
 
-def opened(secret: str, asked: str, who: str, line: bytes) -> dict[str, Any]:
+def opened(secret: str, asked: str, who: str, line: bytes) -> JsonObject:
     """What a line says.
+
+    Args:
+        secret: the word of the job.
+        asked: the number that this end has said.
+        who: "member" or "first", who must have sealed it.
+        line: as it came.
 
     Raises:
         StrangerError: it is no line, or of somebody who does not know the secret.
@@ -100,7 +106,7 @@ def opened(secret: str, asked: str, who: str, line: bytes) -> dict[str, Any]:
         raise StrangerError(str(error)) from error
 
 
-def _object(found: Any) -> dict[str, Any]:
+def _object(found: Any) -> JsonObject:
     if not isinstance(found, dict):
         raise StrangerError("its line is no object")
     return cast("dict[str, Any]", found)

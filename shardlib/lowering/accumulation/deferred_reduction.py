@@ -93,7 +93,7 @@ class Once:
             for path, leaf in sums.items()
         }
 
-    def leaving(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Any:
+    def leaving(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
         """The loss of a microbatch, whose gradient by `sums` are the partial sums of its
         weights.
         """
@@ -101,7 +101,7 @@ class Once:
             params, state, batch, sums, {path: use.run for path, use in self.uses.items()}
         )
 
-    def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Any:
+    def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
         """The loss of the last microbatch, whose gradient by the weights is that of all of them,
         and by `sums` what devices keep for the next step.
         """
@@ -111,7 +111,7 @@ class Once:
 
     def _loss(
         self, params: Tree, state: Tree, batch: Tree, sums: Sums, beside: Mapping[str, Any]
-    ) -> Any:
+    ) -> Tree:
         def change(walk: Walk) -> Walk:
             return replace(walk, beside=beside, arrays=sums)
 
@@ -159,7 +159,7 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
 
 def accumulated_once(
     found: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
-) -> Callable[[Tree, Tree, Sums | None], Any]:
+) -> Callable[[Tree, Tree, Sums | None], Tree]:
     """Gradients over all microbatches: (params, state, kept) -> ((loss, (metrics, state)),
     gradients, kept), where `kept` is what devices keep of partial sums from step to step.
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
+from shardlib.jax_types import KeyPath
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.runtime.random_keys import Fold
 from shardlib.lowering.weights.reduction_plan import GradientReductions
@@ -26,6 +27,11 @@ from shardlib.lowering.weights.reduction_plan import GradientReductions
 
 def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
     """The abstract batch of one part.
+
+    Args:
+        batch: tree of arrays or abstract arrays.
+        dims: dim of the rows of each array, by path; None where it has none.
+        parts: number of microbatches.
 
     Raises:
         BatchError: no array has a batch dim, or one does not divide; all of them are listed.
@@ -38,7 +44,7 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
         else ["no array has a dim called 'batch'"]
     )
 
-    def part(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    def part(path: KeyPath, leaf: Any) -> jax.ShapeDtypeStruct:
         dim = dims[batch_path(path)]
         shape = list(leaf.shape)
         if dim is not None:
@@ -72,7 +78,7 @@ class Microbatches:
     dims: Mapping[str, int | None]
     count: int
 
-    def split(self, batch: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
         """Stacks the parts along a new leading dim.
 
         Returns:
@@ -91,7 +97,7 @@ class Microbatches:
             if dim is not None
         ]
 
-        def join(slices: list[Any]) -> Tree:
+        def join(slices: list[jax.Array]) -> Tree:
             rest = iter(slices)
             return structure.unflatten(
                 [
@@ -117,7 +123,7 @@ def accumulated(
     microbatches: Microbatches,
     cut: Callable[[Tree], Tree],
     reductions: GradientReductions,
-) -> Callable[[Tree, Tree], Any]:
+) -> Callable[[Tree, Tree], Tree]:
     """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
 
     Args:
@@ -155,9 +161,16 @@ def accumulated(
     return run
 
 
-def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Any:
+def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Tree:
     """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim,
     and of the last.
+
+    Args:
+        values: losses of all microbatches but the last, [parts - 1].
+        metrics: of these, along a leading dim.
+        value: loss of the last.
+        last: metrics of the last.
+        after: model state after the last.
     """
 
     def mean(some: jax.Array, one: jax.Array) -> jax.Array:

@@ -88,13 +88,13 @@ class Member:
         product: what one device does.
         weight: which operand the weight is.
         gather: the weight as it rests -> in use.
-        held: how the weight is cut in use.
-        result: how the result is cut.
+        held: how the weight is sharded in use.
+        result: how the result is sharded.
     """
 
     product: Product
     weight: int
-    gather: Callable[[Any], Any]
+    gather: Callable[[jax.Array], jax.Array]
     held: jax.sharding.PartitionSpec
     result: jax.sharding.PartitionSpec
 
@@ -108,7 +108,7 @@ class Loop:
         machine: where it runs.
         members: the matmuls; one where it scatters.
         gathers: whether it gathers the activation; otherwise it scatters the result.
-        activation: how the activation is cut.
+        activation: how the activation is sharded.
     """
 
     ring: Ring
@@ -117,7 +117,7 @@ class Loop:
     gathers: bool
     activation: jax.sharding.PartitionSpec
 
-    def run(self, operands: Sequence[Sequence[Any]]) -> list[Any]:
+    def run(self, operands: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The results of all matmuls, from the operands of each."""
         activation = operands[0][1 - self.members[0].weight]
         found = self._differentiable(
@@ -132,7 +132,7 @@ class Loop:
         run.defvjp(lambda *operands: (self._forward(*operands), operands), self._backward)
         return run
 
-    def _gathered(self, weights: Sequence[Any]) -> list[Any]:
+    def _gathered(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
         return [one.gather(weight) for one, weight in zip(self.members, weights, strict=True)]
 
     def _forward(self, activation: Any, *weights: Any) -> tuple[Any, ...]:

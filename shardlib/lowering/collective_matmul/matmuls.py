@@ -2,9 +2,9 @@
 the tensor axis?
 
 A matmul gathers where its weight is sharded over tensor along columns, its activation along another
-dim (the sequence, beside the norms), and its result no longer there. It scatters where tensor cuts
-what is summed over and the result along such a dim. Matmuls of one activation are one group: it is
-gathered once for all of them.
+dim (the sequence, beside the norms), and its result no longer there. It scatters where tensor
+shards what is summed over and the result along such a dim. Matmuls of one activation are one group:
+it is gathered once for all of them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def found_in(
     one: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], ways: int
 ) -> Found | None:
     """How a loop can take the place of a matmul under a plan; None where its operands and result
-    are cut otherwise.
+    are sharded otherwise.
 
     Args:
         one: the matmul.
@@ -171,7 +171,9 @@ def found_in(
 
 
 def _whole_elsewhere(layout: Layout, own: Any, held: int | None) -> bool:
-    """Whether nothing but its own dims, and the one that the weight is sharded along, is cut."""
+    """Whether nothing but its own dims, and the one that the weight is sharded along, is
+    sharded.
+    """
     return not any(layout[dim] for dim in range(len(layout)) if dim not in set(own) and dim != held)
 
 

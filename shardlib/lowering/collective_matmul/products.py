@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Index
 from shardlib.lowering.collective_matmul.ring import Ring
 from shardlib.lowering.weights.contraction import Contraction
 
@@ -37,8 +38,8 @@ class Product:
 
 
 def gathering(
-    products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any]
-) -> tuple[Any, ...]:
+    products: Sequence[Product], ring: Ring, activation: jax.Array, weights: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
     """Products of an activation of which every device has a piece.
 
     Args:
@@ -65,21 +66,31 @@ def gathering(
 def gathering_back(
     products: Sequence[Product],
     ring: Ring,
-    activation: Any,
-    weights: Sequence[Any],
-    cotangents: Sequence[Any],
-) -> tuple[Any, tuple[Any, ...]]:
+    activation: jax.Array,
+    weights: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
     device's examples.
+
+    Args:
+        products: the matmuls that share the activation.
+        ring: the devices of the tensor axis.
+        activation: this device's shard of it.
+        weights: one per product.
+        cotangents: one per product, of its result.
+
+    Returns:
+        (gradient of the shard of the activation, gradients of the weights).
     """
 
-    def given(device: Any) -> list[Any]:
+    def given(device: Index) -> list[jax.Array]:
         return [
             piece_of(cotangent, product.result, device, ring.ways)
             for product, cotangent in zip(products, cotangents, strict=True)
         ]
 
-    def back(pieces: list[Any]) -> Any:
+    def back(pieces: list[jax.Array]) -> jax.Array:
         total: Any = None
         for product, weight, piece in zip(products, weights, pieces, strict=True):
             own = product.parts.to_activation(activation, weight, piece)
@@ -105,7 +116,7 @@ def gathering_back(
     )
 
 
-def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
+def scattering(product: Product, ring: Ring, activation: jax.Array, weight: jax.Array) -> jax.Array:
     """A product that is a sum over devices, each of which is to have a piece.
 
     Args:
@@ -124,10 +135,20 @@ def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> An
 
 
 def scattering_back(
-    product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any
-) -> tuple[Any, Any]:
+    product: Product, ring: Ring, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's
     examples.
+
+    Args:
+        product: the matmul.
+        ring: the devices of the tensor axis.
+        activation: its activation.
+        weight: its weight.
+        cotangent: of this device's shard of the result.
+
+    Returns:
+        (gradient of the activation, gradient of the weight).
     """
     piece_shape = jax.eval_shape(
         lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
@@ -153,14 +174,27 @@ def scattering_back(
     return to_activation, total.astype(weight.dtype)
 
 
-def added(total: Any, part: Any) -> Any:
-    """A sum of parts of a gradient, at least in float32."""
+def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
+    """A sum of parts of a gradient, at least in float32.
+
+    Args:
+        total: the sum so far; None for nothing.
+        part: what is added.
+    """
     part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
     return part if total is None else total + part
 
 
-def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
-    """The array with the piece of a device in its place; an array is begun where there is none."""
+def put(whole: Any, piece: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+    """The array with the shard of a device in its place; an array is begun where there is none.
+
+    Args:
+        whole: the array; None for none yet.
+        piece: the shard.
+        dim: that is sharded.
+        device: number of the device along the axis, int32 scalar.
+        ways: size of the axis.
+    """
     if whole is None:
         whole = jax.lax.empty(
             (*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
@@ -168,7 +202,14 @@ def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
 
 
-def piece_of(whole: Any, dim: int, device: Any, ways: int) -> Any:
-    """The piece of a device."""
+def piece_of(whole: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+    """The shard of a device.
+
+    Args:
+        whole: the array.
+        dim: that is sharded.
+        device: number of the device along the axis, int32 scalar.
+        ways: size of the axis.
+    """
     size = whole.shape[dim] // ways
     return jax.lax.dynamic_slice_in_dim(whole, device * size, size, axis=dim)

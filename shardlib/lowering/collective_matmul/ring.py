@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.annotation.trees.paths import Tree
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
@@ -56,7 +58,7 @@ class Ring:
         """Turns in which pieces go forwards, and in which they go backwards."""
         return self.ways // 2, (self.ways - 1) // 2
 
-    def folded(self, array: Any, work: Callable[[Any, Any, Any], Any]) -> Any:
+    def folded(self, array: jax.Array, work: Callable[[Any, Any, Any], Any]) -> Any:
         """What is made of the pieces of all devices, one after the other, the own one first.
 
         Args:
@@ -72,7 +74,9 @@ class Ring:
                 made = work(made, self._device(place - way * turn), coming[way])
         return made
 
-    def summed(self, given: Callable[[Any], Any], product: Callable[[Any], Any]) -> Any:
+    def summed(
+        self, given: Callable[[jax.Array], Tree], product: Callable[[Tree], jax.Array]
+    ) -> jax.Array:
         """The sum over all devices of what they have for this one.
 
         Args:
@@ -94,7 +98,7 @@ class Ring:
             sums[way] = self._passed(_plus(sums[way], made), way)
         return _plus(sums[-1], _plus(sums[1], next(products)))
 
-    def after(self, arrays: Any, made: Any) -> tuple[Any, Any]:
+    def after(self, arrays: Tree, made: Tree) -> tuple[Tree, Tree]:
         """Both as they are; what is computed from the first waits for the second, where matmuls
         come in turn.
 
@@ -102,10 +106,19 @@ class Ring:
         (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last
         message. That for TPUs joins none, and adds sums inside of matmuls where nothing stands
         between the two.
+
+        Args:
+            arrays: what waits, a tree.
+            made: what it waits for, a tree.
+
+        Returns:
+            (arrays, made).
         """
         return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
 
-    def _products(self, given: Sequence[Any], product: Callable[[Any], Any]) -> Iterator[Any]:
+    def _products(
+        self, given: Sequence[Tree], product: Callable[[Tree], jax.Array]
+    ) -> Iterator[jax.Array]:
         made = product(given[0])
         for arrays in given[1:]:
             arrays, made = self.after(arrays, made)
@@ -113,15 +126,15 @@ class Ring:
             made = product(arrays)
         yield made
 
-    def _place(self) -> Any:
+    def _place(self) -> jax.Array:
         """The place of this device."""
         return jnp.asarray(np.argsort(self.order), jnp.int32)[jax.lax.axis_index(self.axis)]
 
-    def _device(self, place: Any) -> Any:
+    def _device(self, place: jax.Array) -> jax.Array:
         """The device at a place, counted around."""
         return jnp.asarray(self.order, jnp.int32)[place % self.ways]
 
-    def _passed(self, array: Any, far: int) -> Any:
+    def _passed(self, array: jax.Array, far: int) -> jax.Array:
         """What the neighbour has."""
         return jax.lax.ppermute(
             array,
@@ -133,7 +146,7 @@ class Ring:
         )
 
 
-def _plus(total: Any, part: Any) -> Any:
+def _plus(total: jax.Array | None, part: jax.Array) -> jax.Array:
     return part if total is None else total + part
 
 

@@ -39,7 +39,12 @@ class Scores:
     block: int = BLOCK
 
     def of(self, query: Any, key: Any) -> Any:
-        """Scores [B, G, H / G, Q, K]."""
+        """Scores [B, G, H / G, Q, K].
+
+        Args:
+            query: [B, Q, H, D].
+            key: [B, K, G, D].
+        """
         raw = (
             jnp.einsum(
                 "bqghd,bkgd->bghqk",
@@ -52,7 +57,12 @@ class Scores:
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
     def back(self, scores: Any, cotangent: Any) -> Any:
-        """The cotangent of products of queries and keys, for that of scores."""
+        """The cotangent of products of queries and keys, for that of scores.
+
+        Args:
+            scores: as `of` gives them.
+            cotangent: of the scores.
+        """
         return cotangent * (1 - (scores / self.softcap) ** 2 if self.softcap else 1.0) * self.scale
 
 
@@ -80,7 +90,12 @@ jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fie
 
 
 def nothing(query: Any, width: int) -> Part:
-    """Attention to no keys."""
+    """Attention to no keys.
+
+    Args:
+        query: [B, Q, H, D].
+        width: of a head of values.
+    """
     return Part(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
         total=jnp.full(query.shape[:3], NOTHING, jnp.float32),
@@ -88,7 +103,12 @@ def nothing(query: Any, width: int) -> Part:
 
 
 def grouped(query: Any, groups: int) -> Any:
-    """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D]."""
+    """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D].
+
+    Args:
+        query: [B, Q, H, D].
+        groups: heads of keys, G.
+    """
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 

@@ -38,6 +38,10 @@ class Blocks:
         Blocks(length=10, size=4)
         >>> Blocks.of(9, 4).size, Blocks.of(3, 4).size, Blocks.of(9, 4).missing
         (3, 3, 0)
+
+        Args:
+            length: positions of the sequence.
+            most: positions of a block.
         """
         return cls(length=length, size=-(-length // -(-length // most)))
 
@@ -52,7 +56,12 @@ class Blocks:
         return self.count * self.size - self.length
 
     def full(self, array: Any, dim: int = 1) -> Any:
-        """An array whose last block is filled up, with its last value."""
+        """An array whose last block is filled up, with its last value.
+
+        Args:
+            array: with a dim of `length` positions.
+            dim: number of that dim.
+        """
         return (
             jnp.pad(
                 array,
@@ -73,11 +82,22 @@ class Blocks:
         )
 
     def at(self, number: Any, array: Any, dim: int = 1) -> Any:
-        """The block of a number, of an array that is full."""
+        """The block of a number, of an array that is full.
+
+        Args:
+            number: of the block, int32 scalar.
+            array: whose last block is filled up.
+            dim: of the positions.
+        """
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
     def tokens_at(self, number: Any, tokens: Tokens) -> Tokens:
-        """The same for tokens."""
+        """The same for tokens.
+
+        Args:
+            number: of the block, int32 scalar.
+            tokens: whose last block is filled up.
+        """
         position, real = (
             None if array is None else self.at(number, array, 0)
             for array in (tokens.position, tokens.real)
@@ -89,7 +109,13 @@ class Blocks:
         )
 
     def added(self, number: Any, array: Any, more: Any) -> Any:
-        """A full array with a block added to."""
+        """A full array with a block added to.
+
+        Args:
+            number: of the block, int32 scalar.
+            array: [B, positions, ...], whose last block is filled up.
+            more: [B, size, ...].
+        """
         return jax.lax.dynamic_update_slice_in_dim(
             array, self.at(number, array) + more, number * self.size, 1
         )

@@ -26,13 +26,13 @@ from shardlib.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How heads are cut.
+    """How heads are sharded.
 
     Attributes:
-        axes: mesh axes that cut the heads of queries.
+        axes: mesh axes that shard the heads of queries.
         ways: their number of devices.
-        together: whether they cut the heads of keys and values too; those are whole on every device
-            otherwise, which picks the ones of its queries.
+        together: whether they shard the heads of keys and values too; those are whole on every
+            device otherwise, which picks the ones of its queries.
     """
 
     axes: tuple[str, ...]
@@ -41,7 +41,14 @@ class Heads:
 
     @staticmethod
     def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
-        """Heads sharded over axes where that is possible, and whole otherwise."""
+        """Heads sharded over axes where that is possible, and whole otherwise.
+
+        Args:
+            axes: names of mesh axes.
+            ways: devices along them.
+            heads: of queries.
+            groups: heads of keys.
+        """
         local = heads // ways
         if heads % ways == 0 and (groups % ways == 0 or (heads // groups) % local == 0):
             return Heads(axes=axes, ways=ways, together=groups % ways == 0)
@@ -50,6 +57,10 @@ class Heads:
     def own(self, array: Any, heads: int) -> Any:
         """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
         inside of the region.
+
+        Args:
+            array: keys or values, [B, T, K, H].
+            heads: of all queries.
         """
         if self.together:
             return array
@@ -64,6 +75,15 @@ def around_devices(
 ) -> Callable[..., Sequence[Any]] | None:
     """What takes the place of a call of attention; None where that is left to automatic
     partitioning, which gathers keys and values.
+
+    Args:
+        site: the call in the traced loss.
+        plan: the decisions.
+        placements: layouts of values, by op and result.
+        machine: the mesh and its collectives.
+
+    Returns:
+        Arrays of the call -> its results.
     """
     form, context = site.call.form, list(machine.parts(("context",)))
     aval = site.avals[0]
@@ -129,8 +149,8 @@ class Local:
     Attributes:
         form: what is computed.
         ring: whether keys and values go around.
-        along: how the sequence is cut; None where it is whole.
-        heads: how heads are cut.
+        along: how the sequence is sharded; None where it is whole.
+        heads: how heads are sharded.
         count: heads of queries, of all devices.
         kernels: what computes attention of what a device has; a ring has its own.
     """

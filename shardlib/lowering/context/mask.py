@@ -77,6 +77,10 @@ class Sight:
     def seen(self, query: Tokens, key: Tokens) -> Any:
         """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all
         are.
+
+        Args:
+            query: positions and documents of the queries.
+            key: those of the keys.
         """
         far = query.position[:, None] - key.position[None, :]
         found = [far >= 0] if self.causal else []
@@ -91,6 +95,10 @@ class Sight:
     def some(self, query: Tokens, key: Tokens) -> Any:
         """A scalar that is false only where none of the queries sees any of the keys; None where
         nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
+
+        Args:
+            query: positions and documents of the queries.
+            key: those of the keys.
         """
         first, last = (
             query.position.min() - key.position.max(),

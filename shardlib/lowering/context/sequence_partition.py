@@ -63,7 +63,7 @@ class Cut:
         )
 
     def check(self, length: int) -> None:
-        """Checks that a sequence can be cut.
+        """Checks that a sequence can be sharded.
 
         Raises:
             LayoutError: the runs do not divide it.
@@ -76,11 +76,21 @@ class Cut:
             )
 
     def dealt(self, array: Any, dim: int = 1) -> Any:
-        """A whole array with its sequence in the order of the devices."""
+        """A whole array with its sequence in the order of the devices.
+
+        Args:
+            array: in the order of the sequence.
+            dim: of the positions.
+        """
         return jnp.take(array, self.order(array.shape[dim]), axis=dim) if self.zigzag else array
 
     def collected(self, array: Any, dim: int = 1) -> Any:
-        """The reverse of `dealt`."""
+        """The reverse of `dealt`.
+
+        Args:
+            array: in the order of the devices.
+            dim: of the positions.
+        """
         return (
             jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim)
             if self.zigzag
@@ -93,6 +103,10 @@ class Cut:
 
         Contiguous, a device has the runs 2 i and 2 i + 1. All first ones are one message, and all
         second ones another, for no two of either go to the same device; nothing is gathered.
+
+        Args:
+            array: this device's shard, in the order of the sequence.
+            dim: of the positions.
         """
         if not self.zigzag:
             return array
@@ -105,7 +119,12 @@ class Cut:
         return self._by_parity(even, odd, dim)
 
     def collected_inside(self, array: Any, dim: int = 1) -> Any:
-        """The reverse of `dealt_inside`."""
+        """The reverse of `dealt_inside`.
+
+        Args:
+            array: this device's shard, in the order of the devices.
+            dim: of the positions.
+        """
         if not self.zigzag:
             return array
         first, second = jnp.split(array, 2, axis=dim)
@@ -147,7 +166,12 @@ class Cut:
         )
 
     def positions(self, device: Any, local: int) -> Any:
-        """Positions of the sequence that a device has, [local], by its number."""
+        """Positions of the sequence that a device has, [local], by its number.
+
+        Args:
+            device: its number along the axis, int32 scalar.
+            local: positions that each device has.
+        """
         run = jnp.arange(local // self.runs)
         return jnp.concatenate(
             [number * (local // self.runs) + run for number in self.numbers(device)]
@@ -169,7 +193,12 @@ class Cut:
         return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
 
     def passed(self, array: Any, far: int = 1) -> Any:
-        """What the device `far` numbers before this one has."""
+        """What the device `far` numbers before this one has.
+
+        Args:
+            array: this device's shard.
+            far: how many devices further it goes.
+        """
         return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
 
     def numbers(self, device: Any) -> tuple[Any, ...]:

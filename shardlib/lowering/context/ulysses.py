@@ -121,6 +121,11 @@ class Exchange:
         """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
         / N, H / group, D].
 
+        Args:
+            query: [B, S / N, H, D].
+            key: [B, S / N, G, D].
+            value: [B, S / N, G, V].
+
         Raises:
             LayoutError: the neighbours do not divide the heads.
         """

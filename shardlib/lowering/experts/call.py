@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -39,7 +38,7 @@ class Matrices:
     """How one operand of experts comes, and how it is used.
 
     Attributes:
-        rest: how it is cut as it comes.
+        rest: how it is sharded as it comes.
         gathered: mesh axes by dim that it is gathered over before use, the minor ones.
     """
 
@@ -56,6 +55,13 @@ class Matrices:
     ) -> Matrices:
         """An operand that is a parameter, or a layer of it, comes as that rests; another one as it
         is wanted.
+
+        Args:
+            parameter: layouts of it; None for an operand that is none.
+            dims: dim of the parameter that each dim of the operand is; None where it is none.
+            shape: elements per dim of the operand.
+            wanted: how it is to be sharded in use.
+            machine: the mesh and its collectives.
         """
         rest: Cuts = (
             {}
@@ -80,15 +86,19 @@ class Matrices:
             gathered={dim: axes[len(wanted.get(dim, ())) :] for dim, axes in rest.items()},
         )
 
-    def whole(self, array: Any, machine: Machine) -> Any:
+    def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
         """The operand as it is used; inside of the region. Its gradient is scattered as other
         gradients are (`shardlib.lowering.weights.gradients`).
+
+        Args:
+            array: this device's shard of the operand.
+            machine: the mesh and its collectives.
         """
         back = Reduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
         )
 
-        def forward(array: Any) -> Any:
+        def forward(array: jax.Array) -> jax.Array:
             for dim, axes in self.gathered.items():
                 array = machine.gathered(array, dim, axes)
             return array
@@ -103,14 +113,14 @@ class Matrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """How a call is cut.
+    """How a call is sharded.
 
     Attributes:
         form: what experts compute.
         where: on which axes.
-        tokens: mesh axes that cut batch and sequence of the tokens.
-        over: mesh axes that cut the hidden width, over which results are added up.
-        scattered: whether they cut the sequence of the results.
+        tokens: mesh axes that shard batch and sequence of the tokens.
+        over: mesh axes that shard the hidden width, over which results are added up.
+        scattered: whether they shard the sequence of the results.
         matrices: up, down, and gate where there is one.
     """
 
@@ -122,11 +132,29 @@ class Placed:
     matrices: tuple[Matrices, ...]
 
     def local(
-        self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any
-    ) -> tuple[Any, Any]:
-        """What one device does."""
+        self,
+        machine: Machine,
+        x: jax.Array,
+        weights: jax.Array,
+        chosen: jax.Array,
+        *parameters: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """What one device does, inside of the manual region.
 
-        def run(x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
+        Args:
+            machine: the mesh and its collectives.
+            x: this device's tokens.
+            weights: of the experts that they chose.
+            chosen: numbers of these.
+            parameters: shards of the matrices of the experts.
+
+        Returns:
+            (results of these tokens, assignments that were dropped on all devices).
+        """
+
+        def run(
+            x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             used = [
                 checkpoint_name(one.whole(array, machine), GATHERED)
                 for one, array in zip(self.matrices, parameters, strict=True)
@@ -153,7 +181,7 @@ def on_their_devices(
     parameters: Sequence[ParameterLayout | None],
     placements: Mapping[tuple[str, int], Layout],
     machine: Machine,
-) -> Callable[..., Sequence[Any]] | None:
+) -> Callable[..., Sequence[jax.Array]] | None:
     """What takes the place of a call of experts; None where that is left to automatic partitioning,
     which gathers all tokens.
 
@@ -238,7 +266,7 @@ def on_their_devices(
         lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec())
     )
 
-    def call(*arrays: Any) -> list[Any]:
+    def call(*arrays: jax.Array) -> list[jax.Array]:
         # In the dtype of use matrices are gathered, and their gradients added up, as those of other
         # weights are.
         return list(run(*arrays[:3], *(array.astype(arrays[0].dtype) for array in arrays[3:])))

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Index
 from shardlib.lowering.experts.groups import Where
 from shardlib.lowering.experts.queue import Queue
 
@@ -33,16 +33,22 @@ class Round:
         ordered: whether what arrives is in the order of the experts.
     """
 
-    there: Any
-    back: Any
-    expert: Any
-    dispatch: Callable[[Any], Any]
-    combine: Callable[[Any], Any]
+    there: jax.Array
+    back: jax.Array
+    expert: jax.Array
+    dispatch: Callable[[jax.Array], jax.Array]
+    combine: Callable[[jax.Array], jax.Array]
     ordered: bool = False
 
 
-def round_of(where: Where, queue: Queue, number: Any) -> Round:
-    """The round of a number, from 0."""
+def round_of(where: Where, queue: Queue, number: Index) -> Round:
+    """The round of a number, from 0.
+
+    Args:
+        where: experts over devices, and how rows are exchanged.
+        queue: assignments in the order in which they are sent.
+        number: of the round, int32 scalar.
+    """
     if where.ways == 1:
         return _without_exchange(queue)
     return (_dense if where.exchange == "dense" else _ragged)(where, queue, number)
@@ -61,7 +67,7 @@ def _without_exchange(queue: Queue) -> Round:
     )
 
 
-def _dense(where: Where, queue: Queue, number: Any) -> Round:
+def _dense(where: Where, queue: Queue, number: Index) -> Round:
     count, assignments, ways = queue.counts.shape[1], queue.order.shape[0], where.ways
     local, room = where.local(count), where.room(assignments)
     passed = number * room
@@ -78,7 +84,7 @@ def _dense(where: Where, queue: Queue, number: Any) -> Round:
         (passed + jnp.arange(room))[None, :, None] >= ends[:, None, :], -1, dtype=jnp.int32
     ).reshape(-1)
 
-    def exchanged(rows: Any) -> Any:
+    def exchanged(rows: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(
             rows.reshape(ways, room, -1), where.expert, split_axis=0, concat_axis=0, tiled=True
         ).reshape(ways * room, -1)
@@ -86,7 +92,7 @@ def _dense(where: Where, queue: Queue, number: Any) -> Round:
     return Round(there=there, back=back, expert=expert, dispatch=exchanged, combine=exchanged)
 
 
-def _for_me(where: Where, queue: Queue) -> Any:
+def _for_me(where: Where, queue: Queue) -> jax.Array:
     """Assignments of every device for every expert of this one, [X, L]."""
     local = where.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
@@ -107,12 +113,12 @@ class _Pieces:
         origin: where they were dispatched from there.
     """
 
-    first: Any
-    sent: Any
-    landing: Any
-    arrival: Any
-    taken: Any
-    origin: Any
+    first: jax.Array
+    sent: jax.Array
+    landing: jax.Array
+    arrival: jax.Array
+    taken: jax.Array
+    origin: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +139,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-def _ragged(where: Where, queue: Queue, number: Any) -> Round:
+def _ragged(where: Where, queue: Queue, number: Index) -> Round:
     assignments, local = queue.order.shape[0], where.local(queue.counts.shape[1])
     window = where.window(assignments)
     from_to = queue.counts.reshape(where.ways, where.ways, local).sum(2)
@@ -167,7 +173,7 @@ def _ragged(where: Where, queue: Queue, number: Any) -> Round:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dispatched(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: Any) -> Any:
+def _dispatched(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
     """Rows to the devices of their experts; zeros in places that no row goes to."""
     out = jnp.zeros((room.there, rows.shape[1]), rows.dtype)
     offsets = (pieces.first, pieces.sent, pieces.landing, pieces.taken)
@@ -175,7 +181,7 @@ def _dispatched(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: Any) 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combined(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: Any) -> Any:
+def _combined(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
     """Rows back to where they were dispatched from; zeros in places that no row goes to."""
     out = jnp.zeros((room.here, rows.shape[1]), rows.dtype)
     offsets = (pieces.arrival, pieces.taken, pieces.origin, pieces.sent)

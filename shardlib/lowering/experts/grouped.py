@@ -40,7 +40,7 @@ class Grouped:
                 " or blocks of 128"
             )
 
-    def matmul(self, rows: Any, weights: Any, sizes: Any) -> Any:
+    def matmul(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """Products of rows with the matrix of their group.
 
         Args:
@@ -72,22 +72,22 @@ class _Steps:
         block: rows of a block.
     """
 
-    count: Any
-    last: Any
-    starts: Any
-    ends: Any
+    count: jax.Array
+    last: jax.Array
+    starts: jax.Array
+    ends: jax.Array
     rows: int
     block: int
 
     @staticmethod
-    def of(sizes: Any, rows: int, block: int) -> _Steps:
+    def of(sizes: jax.Array, rows: int, block: int) -> _Steps:
         block, ends = min(block, rows), jnp.cumsum(sizes)
         last = jnp.cumsum(-(-sizes // block))
         return _Steps(
             count=last[-1], last=last, starts=ends - sizes, ends=ends, rows=rows, block=block
         )
 
-    def at(self, step: Any) -> tuple[Any, Any, Any]:
+    def at(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(group, first row that is read, which of the rows read are of the block [block, 1])."""
         group = jnp.sum(self.last <= step)
         before = jnp.where(group > 0, self.last[group - 1], 0)
@@ -98,22 +98,28 @@ class _Steps:
         row = first + jnp.arange(self.block)
         return group, first, ((row >= wanted) & (row < self.ends[group]))[:, None]
 
-    def run(self, work: Callable[[Any, Any, Any, Any], Any], start: Any) -> Any:
+    def run(
+        self,
+        work: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+        start: jax.Array,
+    ) -> jax.Array:
         """Runs work(result so far, group, first row, rows of the block) for every block."""
         return jax.lax.fori_loop(
             0, self.count, lambda step, result: work(result, *self.at(step)), start
         )
 
-    def read(self, array: Any, first: Any) -> Any:
+    def read(self, array: jax.Array, first: jax.Array) -> jax.Array:
         """Rows of an array [M, ...] from a first one on."""
         return jax.lax.dynamic_slice_in_dim(array, first, self.block)
 
 
-def _product(block: int, rows: Any, weights: Any, sizes: Any, *, turned: bool = False) -> Any:
+def _product(
+    block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, turned: bool = False
+) -> jax.Array:
     """Products [M, F] of rows [M, D] with weights [G, D, F]; or, turned, [M, D] of rows [M, F]."""
     steps = _Steps.of(sizes, rows.shape[0], block)
 
-    def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
+    def work(result: jax.Array, group: jax.Array, first: jax.Array, mine: jax.Array) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
         made = jax.lax.dot_general(
             steps.read(rows, first),
@@ -130,11 +136,13 @@ def _product(block: int, rows: Any, weights: Any, sizes: Any, *, turned: bool = 
     )
 
 
-def _outer(block: int, rows: Any, cotangent: Any, weights: Any, sizes: Any) -> Any:
+def _outer(
+    block: int, rows: jax.Array, cotangent: jax.Array, weights: jax.Array, sizes: jax.Array
+) -> jax.Array:
     """The gradient of the weights: sums over the rows of each group."""
     steps = _Steps.of(sizes, rows.shape[0], block)
 
-    def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
+    def work(result: jax.Array, group: jax.Array, first: jax.Array, mine: jax.Array) -> jax.Array:
         a, b = (
             jnp.where(mine, steps.read(rows, first), 0),
             jnp.where(mine, steps.read(cotangent, first), 0),
@@ -146,15 +154,17 @@ def _outer(block: int, rows: Any, cotangent: Any, weights: Any, sizes: Any) -> A
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_blocks(block: int, rows: Any, weights: Any, sizes: Any) -> Any:
+def _in_blocks(block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return _product(block, rows, weights, sizes)
 
 
-def _forward(block: int, rows: Any, weights: Any, sizes: Any) -> tuple[Any, Any]:
+def _forward(block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
     return _product(block, rows, weights, sizes), (rows, weights, sizes)
 
 
-def _backward(block: int, saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, None]:
+def _backward(
+    block: int, saved: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, sizes = saved
     return (
         _product(block, cotangent, weights, sizes, turned=True),

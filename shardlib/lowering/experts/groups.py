@@ -21,9 +21,9 @@ class Where:
         expert: mesh axes that share the experts, the major one first; empty where every device has
             all of them.
         ways: devices that share the experts: the product of the sizes of these axes.
-        tensor: mesh axes that cut the hidden width of an expert.
-        every: mesh axes that cut the tokens, the major one first; those of `expert` are among them,
-            if tokens are not to be multiplied twice.
+        tensor: mesh axes that shard the hidden width of an expert.
+        every: mesh axes that shard the tokens, the major one first; those of `expert` are among
+            them, if tokens are not to be multiplied twice.
         exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every
             platform), "ragged" what is to be sent and no more (`jax.lax.ragged_all_to_all`, on TPU
             and GPU).

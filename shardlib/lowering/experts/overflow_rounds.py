@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.experts import ExpertForm
+from shardlib.jax_types import Index
 from shardlib.lowering.experts.dispatch_and_combine import round_of
 from shardlib.lowering.experts.groups import Where
 from shardlib.lowering.experts.permute import moved
@@ -45,9 +46,11 @@ class Work:
     form: ExpertForm
     where: Where
 
-    def all(self, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
+    def all(
+        self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    ) -> jax.Array:
         """Weighted results [N, D] of the assignments of all rounds; partial sums where the hidden
-        width is cut.
+        width is sharded.
 
         Args:
             queue: the assignments.
@@ -63,9 +66,22 @@ class Work:
         return self.round(queue, 0, x, weights, parameters) + further
 
     def round(
-        self, queue: Queue, number: Any, x: Any, weights: Any, parameters: tuple[Any, ...]
-    ) -> Any:
-        """The same of the assignments of one round."""
+        self,
+        queue: Queue,
+        number: Index,
+        x: jax.Array,
+        weights: jax.Array,
+        parameters: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """The same of the assignments of one round.
+
+        Args:
+            queue: assignments in the order in which they are sent.
+            number: of the round.
+            x: this device's tokens [N, D].
+            weights: of the chosen experts, [N, K].
+            parameters: matrices of the experts of this device.
+        """
         per_token = weights.shape[1]
         now = round_of(self.where, queue, number)
         there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))
@@ -82,12 +98,19 @@ class Work:
             "nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1)
         )
 
-    def _rest(self, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
+    def _rest(
+        self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    ) -> jax.Array:
         return _further(self, queue, x, weights, parameters)
 
     def _experts(
-        self, rows: Any, expert: Any, parameters: tuple[Any, ...], *, ordered: bool
-    ) -> Any:
+        self,
+        rows: jax.Array,
+        expert: jax.Array,
+        parameters: tuple[jax.Array, ...],
+        *,
+        ordered: bool,
+    ) -> jax.Array:
         """Results [M, D] of rows [M, D] for the experts [M] of this device."""
         if ordered:
             return self._multiplied(rows, expert, parameters)
@@ -100,7 +123,9 @@ class Work:
             order,
         )
 
-    def _multiplied(self, rows: Any, expert: Any, parameters: tuple[Any, ...]) -> Any:
+    def _multiplied(
+        self, rows: jax.Array, expert: jax.Array, parameters: tuple[jax.Array, ...]
+    ) -> jax.Array:
         """The same, for rows in the order of their experts."""
         up, down, *gate = (array.astype(rows.dtype) for array in parameters)
         sizes = jnp.diff(
@@ -115,14 +140,14 @@ class Work:
         )
 
 
-def kept(array: Any) -> Any:
+def kept(array: jax.Array) -> jax.Array:
     """An array that the backward pass finds."""
     return checkpoint_name(array, KEPT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _further(
-    work: Work, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]
+    work: Work, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """Results of all rounds but the first, and the other arguments as they are.
 
@@ -130,7 +155,7 @@ def _further(
     further rounds are added where they are.
     """
 
-    def turn(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, result = state
         return number + 1, result + work.round(queue, number, x, weights, parameters)
 
@@ -148,7 +173,7 @@ def _further(
 
 
 def _further_forward(
-    work: Work, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]
+    work: Work, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any]:
     return _further(work, queue, x, weights, parameters), (queue, x, weights, parameters)
 

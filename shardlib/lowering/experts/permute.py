@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 
-def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
+def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     """Copies of rows in their places.
 
     Args:
@@ -30,12 +30,21 @@ def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
+def _moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     return taken(rows, there, copies)
 
 
-def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
-    """Rows by the numbers of their copies, zeros for -1."""
+def taken(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
+    """Rows by the numbers of their copies, zeros for -1.
+
+    Args:
+        rows: [N, D].
+        numbers: of copies, int [M]; -1 for none.
+        copies: of each row that are numbered on.
+
+    Returns:
+        [M, D].
+    """
     return jnp.where(
         (numbers >= 0)[:, None],
         jnp.take(rows, jnp.maximum(numbers, 0) // copies, axis=0, mode="clip"),
@@ -43,11 +52,11 @@ def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
     )
 
 
-def _forward(copies: int, rows: Any, there: Any, back: Any) -> tuple[Any, Any]:
+def _forward(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> tuple[Any, Any]:
     return taken(rows, there, copies), back
 
 
-def _backward(copies: int, back: Any, cotangent: Any) -> tuple[Any, None, None]:
+def _backward(copies: int, back: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
     home = taken(cotangent, back)
     if copies > 1:
         home = (

@@ -7,7 +7,6 @@ of their experts, which is that of the devices that hold them; those that are dr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +29,12 @@ class Queue:
             all devices.
     """
 
-    expert: Any
-    order: Any
-    rank: Any
-    starts: Any
-    counts: Any
-    rounds: Any
+    expert: jax.Array
+    order: jax.Array
+    rank: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    rounds: jax.Array
 
 
 jax.tree_util.register_dataclass(
@@ -43,7 +42,9 @@ jax.tree_util.register_dataclass(
 )
 
 
-def queue_of(form: ExpertForm, where: Where, chosen: Any, count: int) -> tuple[Queue, Any]:
+def queue_of(
+    form: ExpertForm, where: Where, chosen: jax.Array, count: int
+) -> tuple[Queue, jax.Array]:
     """The queue of a device, and the number of assignments that all devices drop.
 
     Args:
@@ -73,7 +74,7 @@ def queue_of(form: ExpertForm, where: Where, chosen: Any, count: int) -> tuple[Q
     )
 
 
-def _sorted(keys: Any, count: int) -> tuple[Any, Any, Any]:
+def _sorted(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(order, rank, start of each key and the end of all [count + 1]) of keys, those that are equal
     in the order that they have.
     """
@@ -82,7 +83,7 @@ def _sorted(keys: Any, count: int) -> tuple[Any, Any, Any]:
     return order, jnp.argsort(order).astype(jnp.int32), starts.astype(jnp.int32)
 
 
-def _rounds(where: Where, counts: Any, assignments: int) -> Any:
+def _rounds(where: Where, counts: jax.Array, assignments: int) -> jax.Array:
     """Rounds until the longest message between two devices, or all that arrives at one, has
     passed.
     """
@@ -95,7 +96,7 @@ def _rounds(where: Where, counts: Any, assignments: int) -> Any:
     return jax.lax.pmax(jnp.maximum(-(-most // held), 1).astype(jnp.int32), where.axes)
 
 
-def _kept(form: ExpertForm, where: Where, chosen: Any, count: int) -> Any:
+def _kept(form: ExpertForm, where: Where, chosen: jax.Array, count: int) -> jax.Array:
     """Which assignments [N, K] an expert takes: the first of all devices' tokens, which are in the
     order of the devices; all first choices are before all second ones.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from shardlib.functions.experts import ExpertForm
@@ -15,13 +13,13 @@ from shardlib.lowering.experts.queue import queue_of
 def routed(
     form: ExpertForm,
     where: Where,
-    x: Any,
-    weights: Any,
-    chosen: Any,
-    up: Any,
-    down: Any,
-    gate: Any = None,
-) -> tuple[Any, Any]:
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    gate: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """What `shardlib.functions.experts.visit` computes, inside of a region that is manual over the
     axes of `where`.
 

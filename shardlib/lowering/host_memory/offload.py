@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import KeyPath
 from shardlib.lowering.mesh.owners import owned, shapes_of
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
@@ -72,14 +73,19 @@ def offloading(
         )
     shapes = shapes_of(params)
 
-    def place(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    def place(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
         return sharding if owned(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
 
     return jax.tree_util.tree_map_with_path(place, opt_state, cut), ()
 
 
 def fetched(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays on the device; those that rest there are passed on."""
+    """Arrays on the device; those that are stored there are passed on.
+
+    Args:
+        tree: arrays.
+        shardings: how they are stored, a tree like it.
+    """
     return _moved(
         tree,
         shardings,
@@ -88,7 +94,12 @@ def fetched(tree: Tree, shardings: Tree) -> Tree:
 
 
 def to_host(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays where they rest; those that rest on the device are passed on."""
+    """Arrays where they are stored; those that are stored on the device are passed on.
+
+    Args:
+        tree: arrays.
+        shardings: how they are stored, a tree like it.
+    """
     return _moved(tree, shardings, jax.device_put)
 
 

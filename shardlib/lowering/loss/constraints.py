@@ -17,27 +17,41 @@ from shardlib.lowering.mesh.shardings import (
 from shardlib.planning.plan import Plan
 
 
-def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
+def laid_out(value: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding) -> jax.Array:
     """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
     is needed whole.
+
+    Args:
+        value: the parameter as it is stored.
+        whole: whether it is needed gathered at once.
+        use: its sharding while it is used.
+        back: the sharding of its gradient.
     """
     same = returning(back)(value)
     return jax.lax.with_sharding_constraint(same, use) if whole else same
 
 
 def constrained(
-    value: Any,
+    value: jax.Array,
     layout: Layout,
     plan: Plan,
     mesh: Mesh | AbstractMesh,
     path: str,
     *,
     loose: bool = False,
-) -> Any:
-    """A value pinned to a layout; loosely, only along the dims that it cuts.
+) -> jax.Array:
+    """A value pinned to a layout; loosely, only along the dims that it shards.
+
+    Args:
+        value: array or tracer.
+        layout: mesh axes per dim.
+        plan: with the sizes of these axes.
+        mesh: of the program.
+        path: of the op that makes the value, for messages.
+        loose: whether dims that the layout does not shard are left to the compiler.
 
     Raises:
-        LayoutError: the layout does not fit the value.
+        LayoutError: a dim does not divide.
     """
     try:
         layout.local_shape(value.shape, plan.mesh)
@@ -65,8 +79,13 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     )
 
 
-def whole(value: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A value that the automatic axes of a region do not cut."""
+def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """A value that the automatic axes of a region do not shard.
+
+    Args:
+        value: array or scalar.
+        mesh: of the region.
+    """
     return (
         jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
         if jnp.ndim(value)
@@ -75,7 +94,12 @@ def whole(value: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
-    """A sharding in a region where some axes of the mesh are manual: there, they cut nothing."""
+    """A sharding in a region where some axes of the mesh are manual: there, they shard nothing.
+
+    Args:
+        mesh: of the region.
+        sharding: over the whole mesh.
+    """
     manual = manual_axes(mesh)
     if not manual:
         return sharding

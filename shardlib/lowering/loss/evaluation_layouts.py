@@ -247,7 +247,13 @@ def _experts_as_written() -> Finding:
 
 
 def abstract_batch(batch: Tree, found: LaidOut, shard: Any) -> Tree:
-    """A batch with the shardings that `shard` makes of its layouts."""
+    """A batch with the shardings that `shard` makes of its layouts.
+
+    Args:
+        batch: tree of abstract arrays.
+        found: their layouts.
+        shard: layout -> sharding.
+    """
     layouts = [layout for _, layout in found.batch]
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(

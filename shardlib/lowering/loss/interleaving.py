@@ -1,6 +1,6 @@
 """Which ops of a program run otherwise where its fused dims are interleaved?
 
-Read from the graph of the loss and a plan: the fused dims that the tensor axis cuts
+Read from the graph of the loss and a plan: the fused dims that the tensor axis shards
 (`shardlib.propagation.pieces`), the ops that take them apart, and the ops that do not treat all
 positions alike, whose operands are put in the model's order before and whose results are
 interleaved after (`shardlib.lowering.reading.fused_dims`). A fused dim that something reads that

@@ -49,7 +49,7 @@ from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.walk import Together, Walk
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
-#: aborts the process on those of arrays that two automatic axes cut (seen on CPU with JAX 0.12:
+#: aborts the process on those of arrays that two automatic axes shard (seen on CPU with JAX 0.12:
 #: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole
 #: arrays.
 INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
@@ -116,8 +116,8 @@ class Placing(WeightPlacing):
 
         Args:
             mesh: the mesh around the walk; inside of a manual region, that of the region, whose
-                manual axes cut nothing there.
-            loose: leave dims that the plan does not cut to the compiler, and every gradient.
+                manual axes shard nothing there.
+            loose: leave dims that the plan does not shard to the compiler, and every gradient.
         """
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)
@@ -125,7 +125,7 @@ class Placing(WeightPlacing):
         kernels = self._whole(functions)[0]
         narrow = {path for path, use in self.uses.items() if use.product is not None}
 
-        def place(path: str, index: int, value: Any) -> Any:
+        def place(path: str, index: int, value: jax.Array) -> jax.Array:
             if path in self.loss.slices:
                 i = self.loss.slices[path]
                 used = self._used(
@@ -145,7 +145,7 @@ class Placing(WeightPlacing):
                 else constrained(value, layout, self.plan, mesh, path, loose=loose)
             )
 
-        def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+        def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
             asked = equation.params.get("sharding")
             if (
                 equation.name == "sharding_constraint"
@@ -215,7 +215,7 @@ class Placing(WeightPlacing):
             self.machine(mesh),
         )
 
-    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[Any]]]:
+    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
         """What runs in place of custom calls, by path."""
         machine = self.machine(mesh)
         found = {

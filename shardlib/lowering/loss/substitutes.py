@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+import jax
 
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
@@ -22,7 +23,7 @@ def substitute(
     parameters: Sequence[ParameterLayout | None],
     placements: Mapping[tuple[str, int], Layout],
     machine: Machine,
-) -> Callable[..., Sequence[Any]] | None:
+) -> Callable[..., Sequence[jax.Array]] | None:
     """A program for many devices with the results of a call.
 
     Args:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.layout import Layout
@@ -70,12 +71,17 @@ class WeightPlacing:
         """Where regions of a mesh run, and how partial sums of gradients are exchanged there."""
         return machine_of(self.plan, mesh, self.reductions.exchange)
 
-    def start(self, leaves: Sequence[Any]) -> list[Any]:
+    def start(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The parameters as the loss takes them; those with a slice a layer as they rest."""
         return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
 
-    def enter(self, parameter: int, leaf: Any) -> Any:
-        """One parameter as the loss takes it."""
+    def enter(self, parameter: int, leaf: jax.Array) -> jax.Array:
+        """One parameter as the loss takes it.
+
+        Args:
+            parameter: its number in tree order.
+            leaf: as it is stored.
+        """
         if parameter in self.loss.slices.values():
             return leaf
         kernels, tables = self._whole(self._at_rest)
@@ -88,8 +94,13 @@ class WeightPlacing:
         )
 
     def _taken(
-        self, parameter: int, value: Any, orders: Orders, whole: bool, mesh: Mesh | AbstractMesh
-    ) -> Any:
+        self,
+        parameter: int,
+        value: jax.Array,
+        orders: Orders,
+        whole: bool,
+        mesh: Mesh | AbstractMesh,
+    ) -> jax.Array:
         """A parameter, or a layer of it, with its fused dims interleaved."""
         if not orders:
             return value
@@ -110,8 +121,8 @@ class WeightPlacing:
         )
 
     def _used(
-        self, parameter: int, leaf: Any, whole: bool, use: NamedSharding, back: NamedSharding
-    ) -> Any:
+        self, parameter: int, leaf: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding
+    ) -> jax.Array:
         """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
         one as stored.
         """
@@ -126,12 +137,21 @@ class WeightPlacing:
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
-        are manual: there, they cut nothing.
+        are manual: there, they shard nothing.
+
+        Args:
+            use: the operation.
+            mesh: of the region.
         """
         return self._parameter(use.view.parameter, mesh)
 
     def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
-        """The use of a parameter in the layouts that the plan has for the operation."""
+        """The use of a parameter in the layouts that the plan has for the operation.
+
+        Args:
+            use: the operation.
+            mesh: of the region.
+        """
         return replace(use, pins=Pins.of(use.equation, self.placements, mesh))
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:

@@ -18,7 +18,7 @@ from shardlib.planning.plan import Plan
 #: Partial sums are sent as they are.
 PLAIN = InDtype()
 
-#: Mesh axes per dim; dims that are not cut may be left out.
+#: Mesh axes per dim; dims that are not sharded may be left out.
 Cuts = dict[int, tuple[str, ...]]
 
 
@@ -48,7 +48,12 @@ class Machine:
         return ways
 
     def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
-        """Cuts as JAX says them."""
+        """How each dim is sharded, as JAX says it.
+
+        Args:
+            cuts: mesh axes by dim.
+            rank: number of dims.
+        """
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
     def manual(
@@ -59,6 +64,11 @@ class Machine:
     ) -> Callable[..., Any]:
         """A function of what one device holds as a function of whole arrays; axes that are manual
         around it stay so.
+
+        Args:
+            function: of shards.
+            arguments: one spec per argument.
+            result: one spec per result.
         """
         automatic = {
             name
@@ -74,9 +84,14 @@ class Machine:
             check_vma=False,
         )
 
-    def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
-        """A device's piece of an array as the whole, along a dim that is sharded over axes; inside
+    def gathered(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+        """A device's shard of an array as the whole, along a dim that is sharded over axes; inside
         of a manual region. See `gather`.
+
+        Args:
+            array: the shard.
+            dim: that is sharded.
+            axes: mesh axes, the major one first.
         """
         parts = self.parts(axes)
         if parts and dim and not self.torus:
@@ -93,7 +108,7 @@ class Machine:
 
     def gather(
         self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts
-    ) -> Callable[[Any], Any]:
+    ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
         One all-gather over all parts of an axis; on a torus of three dims, where the TPU compiler
@@ -115,7 +130,7 @@ class Machine:
             return lambda array: jax.lax.with_sharding_constraint(array, sharding)
         missing = {dim: axes[len(whole.get(dim, ())) :] for dim, axes in pieces.items()}
 
-        def local(array: Any) -> Any:
+        def local(array: jax.Array) -> jax.Array:
             for dim, axes in missing.items():
                 array = self.gathered(array, dim, axes)
             return array
@@ -123,7 +138,7 @@ class Machine:
         return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))
 
 
-def row_major(array: Any) -> Any:
+def row_major(array: jax.Array) -> jax.Array:
     """An array with its last dim innermost in memory.
 
     Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole
@@ -136,7 +151,13 @@ def row_major(array: Any) -> Any:
 def machine_of(
     plan: Plan, mesh: Mesh | AbstractMesh, exchange: GradientExchange | None = None
 ) -> Machine:
-    """The machine that a plan's program runs on; by default gradients are sent in their dtype."""
+    """The machine that a plan's program runs on; by default gradients are sent in their dtype.
+
+    Args:
+        plan: with the links of its axes.
+        mesh: of the program.
+        exchange: how partial sums of gradients are exchanged.
+    """
     return Machine(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),

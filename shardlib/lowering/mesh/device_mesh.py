@@ -48,6 +48,10 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
 
     >>> axis_names(MeshShape(fsdp=256), {"fsdp": (16, 16)})
     (('stage', 'data', 'fsdp_0', 'fsdp_1', 'expert', 'context', 'tensor'), (1, 1, 16, 16, 1, 1, 1))
+
+    Args:
+        shape: sizes of the mesh axes.
+        parts: sizes of the physical parts of an axis, by its name.
     """
     pairs = [
         (f"{axis}_{i}", size) for axis in MESH_AXES for i, size in enumerate(parts.get(axis, ()))
@@ -64,6 +68,10 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
 def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """The names that mesh axes have in a program's mesh: themselves, or those of their parts, the
     major one first.
+
+    Args:
+        mesh: of the program.
+        axes: names of mesh axes.
     """
     return tuple(
         name
@@ -87,7 +95,12 @@ def logical_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def on_mesh(mesh: Mesh | AbstractMesh, sharding: Any) -> Any:
-    """A sharding over the logical mesh as one over the program's mesh."""
+    """A sharding over the logical mesh as one over the program's mesh.
+
+    Args:
+        mesh: of the program.
+        sharding: any; other than a `NamedSharding` it is passed on.
+    """
     if not isinstance(sharding, NamedSharding):
         return sharding
 
@@ -102,7 +115,12 @@ def on_mesh(mesh: Mesh | AbstractMesh, sharding: Any) -> Any:
 
 
 def abstract_mesh(plan: Plan, *, split: bool = True) -> AbstractMesh:
-    """The mesh of a plan without devices."""
+    """The mesh of a plan without devices.
+
+    Args:
+        plan: with its mesh.
+        split: whether axes are kept as their physical parts.
+    """
     names, sizes = axis_names(plan.mesh, physical_parts(plan) if split else {})
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
@@ -175,7 +193,7 @@ def _ordered(shape: MeshShape, devices: list[jax.Device], topology: str | None) 
     return _grid(tuple(shape[axis] for axis in MESH_AXES), devices).reshape(-1)
 
 
-def tpu_place(device: Any) -> tuple[int, ...]:
+def tpu_place(device: jax.Device) -> tuple[int, ...]:
     """(slice, coordinates, core on chip) of a TPU device."""
     return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
 
@@ -183,6 +201,13 @@ def tpu_place(device: Any) -> tuple[int, ...]:
 def tpu_places(shape: MeshShape, topology: str) -> list[tuple[int, ...]]:
     """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
     is no TPU's.
+
+    Args:
+        shape: sizes of the mesh axes.
+        topology: its spelling.
+
+    Returns:
+        (slice, coordinates of the chip, core on the chip), one per device.
     """
     try:
         known = parse_topology(topology)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ BACK = jnp.float8_e5m2
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-def is_eight_bit(dtype: Any) -> bool:
+def is_eight_bit(dtype: jax.typing.DTypeLike | None) -> TypeGuard[np.dtype]:
     """Whether a dtype needs scales."""
     return dtype is not None and jnp.dtype(dtype).itemsize == 1
 
@@ -43,8 +43,11 @@ def require_qwix() -> None:
 
 
 def product(
-    numbers: Numbers, ranks: tuple[int, int], dtype: Any, result: Any
-) -> Callable[[Any, Any], Any]:
+    numbers: Numbers,
+    ranks: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    result: jax.typing.DTypeLike,
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A product of two arrays in 8 bits, with gradients.
 
     Args:
@@ -55,10 +58,12 @@ def product(
     """
 
     @jax.custom_vjp
-    def run(left: Any, right: Any) -> Any:
+    def run(left: jax.Array, right: jax.Array) -> jax.Array:
         return _dot(left, right, numbers, dtype, dtype).astype(result)
 
-    def backward(saved: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+    def backward(
+        saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         left, right = saved
         return gradient(numbers, ranks, 0, right, cotangent, dtype).astype(left.dtype), gradient(
             numbers, ranks, 1, left, cotangent, dtype
@@ -69,10 +74,23 @@ def product(
 
 
 def gradient(
-    numbers: Numbers, ranks: tuple[int, int], wanted: int, other: Any, cotangent: Any, dtype: Any
-) -> Any:
+    numbers: Numbers,
+    ranks: tuple[int, int],
+    wanted: int,
+    other: jax.Array,
+    cotangent: jax.Array,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
     """The gradient of one operand of a product, float32, from the other one and the cotangent of
     the result.
+
+    Args:
+        numbers: contracted and batch dims, as `dot_general` has them.
+        ranks: of the two operands.
+        wanted: 0 or 1, the operand whose gradient it is.
+        other: the other operand.
+        cotangent: of the result.
+        dtype: of 8 bits, that the product is made in.
     """
     contracted, batch = numbers
     free = [
@@ -95,7 +113,13 @@ def gradient(
     return _dot(cotangent, other, back, BACK, dtype).transpose(np.argsort(order))
 
 
-def _dot(left: Any, right: Any, numbers: Numbers, left_dtype: Any, right_dtype: Any) -> Any:
+def _dot(
+    left: jax.Array,
+    right: jax.Array,
+    numbers: Numbers,
+    left_dtype: jax.typing.DTypeLike,
+    right_dtype: jax.typing.DTypeLike,
+) -> jax.Array:
     import qwix
 
     return qwix.dot_general(

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 #: Reduces one device's share, inside a manual region, in the dtype that it has: reduce-scatters
 #: over the mesh axes that shard the gradient, all-reduces over the others.
@@ -30,7 +31,7 @@ class GradientExchange(Protocol):
     """How partial sums of a gradient are exchanged, inside a manual region."""
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype | None:
         """The dtype in which partial sums are sent; None for their own."""
         ...
 
@@ -63,7 +64,7 @@ class InDtype:
         dtype: it; None for the dtype that they have.
     """
 
-    dtype: Any = None
+    dtype: np.dtype | None = None
 
     @property
     def keeps(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
 from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.jax_types import KeyPath
 
 
-def owned(path: tuple[Any, ...], leaf: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def owned(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """The parameter that an array of optimizer state belongs to: its path ends the array's, and it
     has the array's shape. None where there is none.
 

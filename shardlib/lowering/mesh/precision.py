@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shardlib.annotation.trees.paths import Tree
@@ -36,18 +37,18 @@ class Precision:
         moments: of optimizer state with a parameter's shape.
     """
 
-    rest: Any = None
-    products: Any = None
-    kept: Any = None
-    wire: Any = None
-    moments: Any = None
+    rest: np.dtype | None = None
+    products: np.dtype | None = None
+    kept: np.dtype | None = None
+    wire: np.dtype | None = None
+    moments: np.dtype | None = None
 
     @staticmethod
     def of(plan: Plan) -> Precision:
         """The dtypes of a plan."""
         words: Mapping[str, str] = dict(plan.dtypes)
 
-        def dtype(word: str) -> Any:
+        def dtype(word: str) -> np.dtype | None:
             return jnp.dtype(words[word]) if word in words else None
 
         return Precision(
@@ -80,7 +81,7 @@ class Precision:
             params,
         )
 
-    def sums(self, dtype: Any) -> Any:
+    def sums(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a dtype are added up: as the plan says, otherwise float32
         at least.
         """
@@ -111,13 +112,18 @@ def require_products(plan: Plan) -> None:
     require_qwix()
 
 
-def is_real(leaf: Any) -> bool:
+def is_real(leaf: Tree) -> bool:
     """Whether an array holds real floating-point numbers."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def like(tree: Tree, wanted: Tree) -> Tree:
-    """A tree with the dtypes of another; leaves that have them already are passed on."""
+    """A tree with the dtypes of another; leaves that have them already are passed on.
+
+    Args:
+        tree: arrays.
+        wanted: arrays or abstract arrays, a tree like it.
+    """
     return jax.tree.map(
         lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.astype(other.dtype),
         tree,
@@ -125,7 +131,7 @@ def like(tree: Tree, wanted: Tree) -> Tree:
     )
 
 
-def _cast(leaf: Any, dtype: Any) -> Any:
+def _cast(leaf: Tree, dtype: Any) -> Any:
     if leaf.dtype == dtype:
         return leaf
     return (

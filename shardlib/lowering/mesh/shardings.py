@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -20,6 +19,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, raise_all
 from shardlib.graph.problem import STATE
+from shardlib.jax_types import KeyPath
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.owners import owned, shapes_of
@@ -29,7 +29,12 @@ from shardlib.report import Finding
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
-    """The JAX sharding of a layout."""
+    """The JAX sharding of a layout.
+
+    Args:
+        mesh: of the program, whose axes may be physical parts of those of a plan.
+        layout: mesh axes per dim.
+    """
     cuts = (parts_of(mesh, dim) for dim in layout)
     return NamedSharding(
         mesh,
@@ -120,6 +125,11 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
 def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """The sharding of every array of model state: what the loss updates as the plan says,
     everything else replicated. Stages replicate all of it.
+
+    Args:
+        plan: with the layouts of what is updated.
+        state: tree of abstract model state.
+        mesh: of the program.
     """
     planned = (
         {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"}
@@ -127,7 +137,7 @@ def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
         else {}
     )
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         found = planned.get(f"{STATE}.{path_text(path)}")
         return named_sharding(
             mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest
@@ -151,14 +161,14 @@ def optimizer_shardings(
 ) -> tuple[Tree, tuple[Finding, ...]]:
     """The sharding of every leaf of an optimizer's state.
 
-    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is cut
-    like that parameter's state. Every other leaf (counts, factored moments) is whole on every
-    device.
+    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is
+    sharded like that parameter's state. Every other leaf (counts, factored moments) is whole on
+    every device.
 
     Args:
         opt_state: abstract state, as `optimizer.init` makes it.
         params: abstract params.
-        shardings: tree like `params`: how each parameter's optimizer state is cut.
+        shardings: tree like `params`: how each parameter's optimizer state is sharded.
         mesh: the mesh.
 
     Returns:
@@ -169,7 +179,7 @@ def optimizer_shardings(
     whole = named_sharding(mesh, Layout())
     unowned: list[str] = []
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         owner = owned(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
@@ -188,7 +198,7 @@ def optimizer_shardings(
     return tree, (finding,) if unowned else ()
 
 
-def batch_path(path: tuple[Any, ...]) -> str:
+def batch_path(path: KeyPath) -> str:
     """How plans and errors call an array of the batch: "batch.tokens", or "batch" where it is one
     array.
     """
@@ -205,7 +215,7 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     layouts = dict(plan.batch_layouts)
     failures: list[str] = []
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         text = batch_path(path)
         layout = layouts.get(text)
         if layout is None:
@@ -228,6 +238,10 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> ParameterLayout:
     """The layouts of a parameter where some mesh axes shard nothing: in a region that is manual
     over them, or on the devices of one stage.
+
+    Args:
+        parameter: its layouts.
+        axes: names of mesh axes.
     """
 
     def left(layout: Layout) -> Layout:

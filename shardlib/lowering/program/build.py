@@ -63,6 +63,9 @@ def build_program(
         planned: what planning knows of the loss; by default nothing.
         options: where the program runs, and what belongs to it.
 
+    Returns:
+        The program; nothing is compiled or allocated yet.
+
     Raises:
         TopologyError: not enough devices.
         LayoutError: the plan does not fit the model.

@@ -99,11 +99,15 @@ class Evaluation:
             state: of the program that trains.
             batch: host arrays or device arrays, of any number of rows.
 
+        Returns:
+            Metrics by name, arrays on the devices: "loss", and the user's own.
+
         Raises:
             StateError: arrays of the state were donated to a step before, or deleted, or it is the
                 state of another program.
             BatchError: the batch has no rows, or names do not fit it.
             TracingError: the loss does not trace for these shapes.
+            PlanError: the program was lowered for devices that are not here.
         """
         require_state("evaluate", state)
         require_present("evaluate", state.inference)
@@ -117,6 +121,9 @@ class Evaluation:
 
     def compiled(self, batch: Tree) -> EvaluationProgram:
         """The program for batches of these shapes, arrays or abstract; compiled at the first call.
+
+        Args:
+            batch: arrays, or `jax.ShapeDtypeStruct`; only shapes and dtypes matter.
 
         Raises:
             BatchError, TracingError: see `evaluate`.
@@ -214,7 +221,12 @@ class Evaluation:
         )
 
     def of(self, loss: Any, batch_axes: Tree) -> Evaluation:
-        """The same of another loss of the user's."""
+        """The same of another loss of the user's.
+
+        Args:
+            loss: (model, batch) -> scalar or (scalar, metrics); None for this one.
+            batch_axes: logical axes of its batches; None for the convention.
+        """
         return replace(
             self,
             loss=self.loss if loss is None else self.model.evaluated(loss),

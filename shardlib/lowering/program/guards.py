@@ -69,7 +69,15 @@ class Guards:
         )
 
     def after(self, state: GuardState, finite: Any) -> GuardState:
-        """What they carry after a step with gradients that are finite, or not."""
+        """What they carry after a step with gradients that are finite, or not.
+
+        Args:
+            state: before the step.
+            finite: whether loss and gradients are finite, boolean scalar.
+
+        Returns:
+            The state with the scale halved or doubled, where there is one.
+        """
         if state.scale is None:
             return state
         grown = state.good + 1 >= self.growth
@@ -101,7 +109,12 @@ class Checked:
     wanted: Any
 
     def chosen(self, new: Tree, old: Tree) -> Tree:
-        """New arrays where the update is wanted, otherwise those before it."""
+        """New arrays where the update is wanted, otherwise those before it.
+
+        Args:
+            new: arrays after the update.
+            old: arrays before it, a tree like it.
+        """
         return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
 
     def metrics(self, state: GuardState) -> dict[str, Any]:
@@ -118,9 +131,9 @@ def checked(
     Args:
         guards: the guards.
         state: what they carry.
-        loss: the loss, scaled where there is a scale.
-        gradients: the same of gradients.
-        shardings: how gradients are cut.
+        loss: float scalar, multiplied by the scale where there is one.
+        gradients: tree of gradients, of the same scaled loss.
+        shardings: how each gradient is sharded, a tree like them.
     """
     if state.scale is not None:
         loss, gradients = (
@@ -141,6 +154,13 @@ def checked(
 def global_norm(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> Any:
     """Euclidean norm of all elements of all arrays, float32 at least: every device adds up its own
     pieces, and one reduction adds up all devices.
+
+    Args:
+        leaves: arrays, at least one.
+        shardings: how each of them is sharded, all on one mesh.
+
+    Returns:
+        Scalar, float32 or wider, the same on all devices.
     """
     mesh = shardings[0].mesh
 
@@ -177,6 +197,10 @@ def _ways(sharding: NamedSharding) -> int:
 
 def limited(state: TrainState, limit: float) -> TrainState:
     """The state with a limit for the loss of the steps to come: those above it are skipped.
+
+    Args:
+        state: of a program with `Guards(spike=True)`.
+        limit: the largest loss that is not skipped.
 
     Raises:
         PlanError: the program has no such guard.

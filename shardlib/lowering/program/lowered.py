@@ -37,7 +37,11 @@ from shardlib.schedules import picture
 
 
 def shardings_of(tree: Tree) -> Tree:
-    """The shardings of abstract arrays, as a tree like them."""
+    """The shardings of abstract arrays, as a tree like them.
+
+    Args:
+        tree: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
+    """
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
@@ -92,6 +96,9 @@ class LoweredProgram:
     def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
         """The step before it is compiled, for those who compile it otherwise.
 
+        Returns:
+            (state, batch) -> (state, metrics), not jitted.
+
         Raises:
             PlanError: see `lower`.
         """
@@ -119,6 +126,9 @@ class LoweredProgram:
 
         Where a step is several programs, of the one that needs the most; what stages that are
         programs of their own keep beside it is not counted.
+
+        Returns:
+            Bytes by name.
         """
         several = self._several
         return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()

@@ -112,7 +112,13 @@ def part_as_planned(
 
 
 def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
-    """Attention that is not computed as it was planned."""
+    """Attention that is not computed as it was planned.
+
+    Args:
+        chosen: the plan.
+        lowered: the plan as far as it was lowered.
+        lost: whether the loss computes other operations on a microbatch than on the whole batch.
+    """
     if chosen.attention != lowered.attention:
         return (
             Finding(

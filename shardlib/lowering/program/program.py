@@ -54,6 +54,12 @@ class Program(LoweredProgram):
         """Makes the state before the first step, each array where it will stay, with the numbers of
         the user's own constructor.
 
+        Args:
+            seed: of the random streams of the constructor, 0 to 2**31 - 1.
+
+        Returns:
+            The state; `step` donates it.
+
         Raises:
             ArgumentError: the seed is no integer from 0 to 2**31 - 1.
         """
@@ -65,10 +71,11 @@ class Program(LoweredProgram):
 
         Args:
             state: from `init` or the step before; its buffers are donated and cannot be used again.
-            batch: host arrays, or arrays that `put` has placed.
+            batch: the global batch, host arrays, or arrays that `put` has placed.
 
         Returns:
-            The next state, and metrics: "loss", the mean over the global batch, and the user's own.
+            The next state, and metrics as arrays on the devices: "loss", the mean over the global
+            batch, those of guards ("gradient_norm", "skipped", "loss_scale"), and the user's own.
 
         Raises:
             StateError: arrays of the state were donated to a step before, or deleted, or it is the
@@ -102,11 +109,20 @@ class Program(LoweredProgram):
         pytrees do what their loss says, so give `compile` an `evaluation` loss for them where it
         trains. See `docs/evaluation.md`.
 
+        Args:
+            state: from `init` or a step.
+            batch: the rows, host arrays or arrays on devices; dims other than the first as compiled
+                for.
+
+        Returns:
+            "loss" and the user's own metrics, by name.
+
         Raises:
             StateError: arrays of the state were donated to a step before, or deleted, or it is the
                 state of another program.
             BatchError: the batch has no rows, or has not the dims that it was compiled for.
             TracingError: the loss does not trace for these shapes.
+            PlanError: the program was lowered for devices that are not here.
         """
         return self.evaluated.evaluate(state, batch)
 
@@ -121,6 +137,10 @@ class Program(LoweredProgram):
                 shards them; by default that of `evaluate`.
             batch_axes: logical axes of its batch, see `shardlib.compile`; by default those of a
                 step, or else by convention.
+
+        Returns:
+            What evaluates: `evaluation.evaluate(state, batch)` gives metrics by name. Programs are
+            compiled at their first use.
         """
         return (
             self.evaluated
@@ -132,6 +152,12 @@ class Program(LoweredProgram):
         """Places the arrays of a batch on the devices where a step expects them.
 
         Every process gives the whole global batch; arrays that are in place already are passed on.
+
+        Args:
+            batch: the global batch, a tree like the one that was traced.
+
+        Returns:
+            The same tree of arrays, sharded as a step takes them.
 
         Raises:
             BatchError: tree, shapes or dtypes differ from the batch that was traced; all arrays
@@ -173,6 +199,9 @@ class Program(LoweredProgram):
             array: laid out as in `state`.
             sums: its sums, see `shardlib.lowering.runtime.checksums`.
 
+        Returns:
+            What stands for the array in the state.
+
         Raises:
             PlanError: the program keeps nothing on disk.
             DiskError: the disk is full or cannot be written.
@@ -183,6 +212,12 @@ class Program(LoweredProgram):
 
     def anew(self, state: TrainState) -> TrainState:
         """A state with its optimizer and guards as before the first step.
+
+        Args:
+            state: of this program; parameters and model state are taken over and not copied.
+
+        Returns:
+            A state for `step`, of the same step number.
 
         Raises:
             StateError: parameters or model state were donated to a step before, or deleted, or are
@@ -218,6 +253,12 @@ class Program(LoweredProgram):
 
     def module(self, state: TrainState) -> Any:
         """The user's own model around the arrays of a state: an nnx module, or a params tree.
+
+        Args:
+            state: of this program.
+
+        Returns:
+            The model; its arrays are those of the state, sharded as they are.
 
         Raises:
             StateError: parameters or model state were donated to a step before, or deleted, or are

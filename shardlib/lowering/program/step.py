@@ -49,7 +49,12 @@ class Run:
 
     @staticmethod
     def of(function: Callable[[Tree, Tree, Tree], Any], table: Timetable | None = None) -> Run:
-        """A run that keeps nothing; `function` gives results and gradients."""
+        """A run that keeps nothing; `function` gives results and gradients.
+
+        Args:
+            function: (params, state, batch) -> (results, gradients).
+            table: which stage does what in which tick; None without stages.
+        """
 
         def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
             return *function(params, state, batch), None
@@ -161,7 +166,12 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None
 
 
 def of_trained(run: Run, partition: Partition) -> Run:
-    """A run that gives the gradients of trained parameters, for one that has some for all."""
+    """A run that gives the gradients of trained parameters, for one that has some for all.
+
+    Args:
+        run: gives gradients of all parameters.
+        partition: which of them are trained.
+    """
 
     def gradients(*arguments: Any) -> Any:
         results, found, kept = run.gradients(*arguments)
@@ -177,7 +187,18 @@ def init_function(
     guards: Guards | None = None,
     kept: Kept = None,
 ) -> Callable[[Any], TrainState]:
-    """seed -> the state before the first step; `kept` is abstract, see `Run`."""
+    """seed -> the state before the first step; `kept` is abstract, see `Run`.
+
+    Args:
+        model: the model.
+        optimizer: an optax transformation.
+        precision: dtypes of stored arrays.
+        guards: None for none.
+        kept: abstract, see `Run`.
+
+    Returns:
+        Function of an int32 scalar.
+    """
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
@@ -261,6 +282,11 @@ def step_function(
 def named(function: Callable[..., Any], kind: str, digest: str) -> Callable[..., Any]:
     """Gives a function the plan's digest as part of its name, which becomes the name of the
     compiled module.
+
+    Args:
+        function: any; changed.
+        kind: "step", "init" and the like.
+        digest: of the plan.
     """
     function.__name__ = function.__qualname__ = f"shardlib_{kind}_{digest}"
     return function

@@ -61,6 +61,12 @@ def store_of(
 ) -> Store:
     """How a plan stores the parameters of a model and the state of an optimizer.
 
+    Args:
+        plan: the decisions.
+        model: with its abstract parameters.
+        optimizer: an optax transformation.
+        mesh: of the program.
+
     Raises:
         LayoutError: the plan does not fit the model.
         PinError: the plan puts state where this machine has no memory for it.

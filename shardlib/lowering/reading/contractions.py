@@ -69,15 +69,20 @@ class Pins:
             settles=not _follows(placements.get((equation.path, 0)), operands, result),
         )
 
-    def read(self, at: int, value: Any) -> Any:
-        """An operand as the contraction reads it; also the gradient of that operand."""
+    def read(self, at: int, value: jax.Array) -> jax.Array:
+        """An operand as the contraction reads it; also the gradient of that operand.
+
+        Args:
+            at: 0 or 1, which operand it is.
+            value: the operand, or its gradient.
+        """
         return jax.lax.with_sharding_constraint(value, self.operands[at])
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: jax.Array) -> jax.Array:
         """The result as the contraction makes it."""
         return jax.lax.with_sharding_constraint(value, self.result) if self.settles else value
 
-    def cotangent(self, value: Any) -> Any:
+    def cotangent(self, value: jax.Array) -> jax.Array:
         """The cotangent of the result as gradients read it."""
         return jax.lax.with_sharding_constraint(value, self.result)
 
@@ -101,15 +106,26 @@ def _follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -
 class Contraction(Protocol):
     """An operation that is linear in each of its first two operands."""
 
-    def run(self, operands: Sequence[Any], /) -> Any:
+    def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
         """The operation."""
         ...
 
     def slope(
-        self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /
-    ) -> Any:
+        self,
+        wanted: int,
+        operands: Sequence[Any],
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        /,
+    ) -> jax.Array:
         """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not
         looked at.
+
+        Args:
+            wanted: the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
         """
         ...
 
@@ -120,16 +136,28 @@ class AsWritten:
 
     equation: Equation
 
-    def run(self, operands: Sequence[Any], /) -> Any:
+    def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
         """The operation."""
         return bind(self.equation, operands)[0]
 
     def slope(
-        self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /
-    ) -> Any:
-        """The gradient of one operand."""
+        self,
+        wanted: int,
+        operands: Sequence[Any],
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        /,
+    ) -> jax.Array:
+        """The gradient of one operand.
 
-        def linear(one: Any) -> Any:
+        Args:
+            wanted: the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
+        """
+
+        def linear(one: jax.Array) -> jax.Array:
             return self.run(
                 [one if at == wanted else operand for at, operand in enumerate(operands)]
             )
@@ -137,12 +165,18 @@ class AsWritten:
         return jax.linear_transpose(linear, like)(cotangent)[0]
 
 
-def pinned(contraction: Contraction, pins: Pins, operands: Sequence[Any]) -> Any:
-    """The result of a contraction that runs in its own layouts, and whose gradients do."""
+def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) -> jax.Array:
+    """The result of a contraction that runs in its own layouts, and whose gradients do.
+
+    Args:
+        contraction: the operation.
+        pins: its layouts.
+        operands: both operands.
+    """
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
     @jax.custom_vjp
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> jax.Array:
         return pins.made(
             contraction.run([pins.read(at, operand) for at, operand in enumerate(operands)])
         )

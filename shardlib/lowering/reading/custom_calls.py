@@ -1,7 +1,7 @@
 """Which custom calls does a loss have, and how are their operands laid out?
 
 A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
-place of the equations of its call. For that, it must be known how the plan cuts the operands, and
+place of the equations of its call. For that, it must be known how the plan shards the operands, and
 which of them are parameters, that come as they rest.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.graph.graph import input_source
+from shardlib.jax_types import Aval
 from shardlib.lowering.reading.parameter_uses import seen_through
 from shardlib.lowering.reading.use import View
 from shardlib.tracing.program import (
@@ -44,8 +45,8 @@ class Site:
     """
 
     call: Call
-    avals: tuple[Any, ...]
-    results: tuple[Any, ...]
+    avals: tuple[Aval, ...]
+    results: tuple[Aval, ...]
     sources: tuple[Source | None, ...]
     views: tuple[View | None, ...]
 

@@ -1,6 +1,6 @@
 """How is a fused dim sharded so that each of its pieces is?
 
-Where the tensor axis cuts a fused dim (`shardlib.propagation.pieces`), the program works on it in
+Where the tensor axis shards a fused dim (`shardlib.propagation.pieces`), the program works on it in
 another order: device t of T has part t of the first piece, then part t of the second, and so on.
 That is the order of Megatron-LM's fused weights, here for any pieces:
 
@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from shardlib.axes import MeshShape
 from shardlib.graph.factors import Window
@@ -39,7 +40,7 @@ Sizes = tuple[int, ...]
 Orders = Mapping[int, Sizes]
 
 
-def interleaved(value: Any, dim: int, sizes: Sizes, ways: int) -> Any:
+def interleaved(value: jax.Array, dim: int, sizes: Sizes, ways: int) -> jax.Array:
     """A value with the positions of a dim in the interleaved order.
 
     >>> interleaved(jnp.arange(8), 0, (4, 4), 2).tolist()
@@ -48,17 +49,17 @@ def interleaved(value: Any, dim: int, sizes: Sizes, ways: int) -> Any:
     return joined(cut(value, dim, sizes), dim, ways)
 
 
-def in_order(value: Any, dim: int, sizes: Sizes, ways: int) -> Any:
+def in_order(value: jax.Array, dim: int, sizes: Sizes, ways: int) -> jax.Array:
     """The reverse of `interleaved`."""
     return jnp.concatenate(pieces(value, dim, sizes, ways), axis=dim)
 
 
-def cut(value: Any, dim: int, sizes: Sizes) -> list[Any]:
+def cut(value: jax.Array, dim: int, sizes: Sizes) -> list[jax.Array]:
     """The pieces of a dim in the model's order."""
     return jnp.split(value, list(accumulate(sizes))[:-1], axis=dim)
 
 
-def pieces(value: Any, dim: int, sizes: Sizes, ways: int) -> list[Any]:
+def pieces(value: jax.Array, dim: int, sizes: Sizes, ways: int) -> list[jax.Array]:
     """The pieces of an interleaved dim; where each device has its part of the dim, it has its part
     of every piece, and nothing moves.
     """
@@ -70,14 +71,14 @@ def pieces(value: Any, dim: int, sizes: Sizes, ways: int) -> list[Any]:
     ]
 
 
-def joined(values: Sequence[Any], dim: int, ways: int) -> Any:
+def joined(values: Sequence[jax.Array], dim: int, ways: int) -> jax.Array:
     """The reverse of `pieces`."""
     parts = [_seen(value, dim, (ways, value.shape[dim] // ways)) for value in values]
     whole = jnp.concatenate(parts, axis=dim + 1)
     return whole.reshape(*whole.shape[:dim], ways * whole.shape[dim + 1], *whole.shape[dim + 2 :])
 
 
-def _seen(value: Any, dim: int, sizes: tuple[int, ...]) -> Any:
+def _seen(value: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
     return value.reshape(*value.shape[:dim], *sizes, *value.shape[dim + 1 :])
 
 
@@ -95,7 +96,7 @@ class Taken:
     sizes: Sizes
     windows: tuple[Window, ...]
 
-    def run(self, equation: Equation, operands: Sequence[Any], ways: int) -> list[Any]:
+    def run(self, equation: Equation, operands: Sequence[jax.Array], ways: int) -> list[jax.Array]:
         """The results of the op; the long dim is interleaved, the short ones are not."""
         if equation.name in ("split", "slice"):
             parts = pieces(operands[0], self.dim, self.sizes, ways)
@@ -125,11 +126,11 @@ class Taken:
         whole = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
         return [joined(cut(whole, self.dim, self.sizes), self.dim, ways)]
 
-    def _covered(self, parts: Sequence[Any], window: Window) -> Any:
+    def _covered(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
         found = [parts[at] for at in self._inside(window)]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=self.dim)
 
-    def _cut(self, operand: Any, window: Window) -> list[Any]:
+    def _cut(self, operand: jax.Array, window: Window) -> list[jax.Array]:
         return cut(operand, self.dim, tuple(self.sizes[at] for at in self._inside(window)))
 
     def _inside(self, window: Window) -> list[int]:
@@ -156,7 +157,7 @@ class Reshaped:
     sizes: Sizes
     apart: bool
 
-    def run(self, equation: Equation, operands: Sequence[Any], ways: int) -> list[Any]:
+    def run(self, equation: Equation, operands: Sequence[jax.Array], ways: int) -> list[jax.Array]:
         """The result of the reshape; the fused dim is interleaved."""
         (value,), shape = operands, tuple(equation.eqn.outvars[0].aval.shape)
         count, size = len(self.sizes), self.sizes[0]
@@ -202,8 +203,8 @@ class Interleaving:
             else walk
         )
 
-    def _place(self, walk: Walk) -> Callable[[str, int, Any], Any]:
-        def place(path: str, index: int, value: Any) -> Any:
+    def _place(self, walk: Walk) -> Callable[[str, int, jax.Array], jax.Array]:
+        def place(path: str, index: int, value: jax.Array) -> jax.Array:
             made = value
             for dim, sizes in self.results.get((path, index), {}).items():
                 made = interleaved(made, dim, sizes, self.ways)
@@ -227,7 +228,7 @@ class Interleaving:
 
         return run
 
-    def _turned(self, value: Any, dims: Mapping[int, tuple[Sizes, bool]]) -> Any:
+    def _turned(self, value: jax.Array, dims: Mapping[int, tuple[Sizes, bool]]) -> jax.Array:
         for dim, (sizes, wanted) in dims.items():
             value = (interleaved if wanted else in_order)(value, dim, sizes, self.ways)
         return value
@@ -238,8 +239,12 @@ AS_WRITTEN = Interleaving()
 
 
 def taken(
-    value: Any, orders: Orders, ways: int, forth: tuple[Any, Any], back: tuple[Any, Any]
-) -> Any:
+    value: jax.Array,
+    orders: Orders,
+    ways: int,
+    forth: tuple[NamedSharding, NamedSharding],
+    back: tuple[NamedSharding, NamedSharding],
+) -> jax.Array:
     """A parameter as the program takes it, with interleaved dims.
 
     Args:
@@ -264,7 +269,7 @@ def taken(
         )
 
     @jax.custom_vjp
-    def function(value: Any) -> Any:
+    def function(value: jax.Array) -> jax.Array:
         return moved(value, interleaved, forth)
 
     function.defvjp(
@@ -275,8 +280,8 @@ def taken(
 
 
 def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape) -> Layout:
-    """The layout in which a parameter changes the order of its fused dims: nothing cuts them; what
-    did cuts another dim, where one divides.
+    """The layout in which a parameter changes the order of its fused dims: nothing shards them;
+    what did cuts another dim, where one divides.
 
     >>> str(dealt(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'

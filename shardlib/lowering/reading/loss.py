@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+
+import numpy as np
 
 from shardlib.lowering.reading.custom_calls import (
     Site,
@@ -73,7 +74,7 @@ class LossReading:
         return convolved(equation.eqn for equation in self.program.equations)
 
     @cached_property
-    def dtypes(self) -> tuple[Any, ...]:
+    def dtypes(self) -> tuple[np.dtype, ...]:
         """Traced dtype of each parameter."""
         inputs = self.program.inputs[: self.parameters]
         return tuple(self.program.avals[number].dtype for number in inputs)

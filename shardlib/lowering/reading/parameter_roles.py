@@ -25,6 +25,13 @@ from shardlib.tracing.program import (
 def looked_up(program: Program, parameters: int) -> frozenset[int]:
     """Which parameters are tables, read by lookups and nothing else? Their gathered form is not
     needed for the backward pass.
+
+    Args:
+        program: of the loss.
+        parameters: how many of its first inputs are parameters.
+
+    Returns:
+        Their numbers in tree order.
     """
     tables: set[int] = set()
     others: set[int] = set(program.outputs)

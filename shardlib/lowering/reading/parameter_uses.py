@@ -72,6 +72,11 @@ def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) 
 def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
     """What the result of an equation is a view of, for views of its operands; None where it is
     none.
+
+    Args:
+        equation: the operation.
+        operands: views of its operands; None where one is none.
+        program: that it stands in.
     """
     if len(operands) != 1 or operands[0] is None:
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
+from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib._jax_compat import in_mesh
@@ -31,8 +31,8 @@ class LossJaxpr:
         out_tree: structure of (loss, (metrics, state)).
     """
 
-    closed_jaxpr: Any
-    out_tree: Any
+    closed_jaxpr: jex.ClosedJaxpr
+    out_tree: jax.tree_util.PyTreeDef
 
     @cached_property
     def program(self) -> Program:
@@ -61,6 +61,14 @@ def trace_loss(
 ) -> LossJaxpr:
     """Traces a loss under a mesh, or under none; `what` says of what, for errors.
 
+    Args:
+        loss: as the model binds it.
+        params: abstract parameters.
+        state: abstract model state.
+        batch: abstract batch.
+        mesh: that it is traced under; None for none.
+        what: what is traced, for messages.
+
     Raises:
         TracingError: the loss does not trace for these shapes under this mesh.
     """
@@ -82,7 +90,12 @@ def trace_loss(
 
 
 def same_program(one: LossJaxpr, other: LossJaxpr) -> bool:
-    """Whether two traces have the same equations in the same places, whatever their shapes."""
+    """Whether two traces have the same equations in the same places, whatever their shapes.
+
+    Args:
+        one: a traced loss.
+        other: the same for another number of rows.
+    """
     return [(e.path, e.name) for e in one.program.equations] == [
         (e.path, e.name) for e in other.program.equations
     ]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
+from shardlib.jax_types import Aval
 from shardlib.lowering.mesh import eight_bit as eightbit
 from shardlib.lowering.mesh.eight_bit import is_eight_bit
 from shardlib.lowering.reading.contractions import Pins
@@ -59,11 +61,11 @@ class Use:
         return tuple(self.equation.eqn.invars[self.operand].aval.shape)
 
     @property
-    def other(self) -> Any:
+    def other(self) -> Aval:
         """Abstract value of the other operand of two."""
         return self.equation.eqn.invars[1 - self.operand].aval
 
-    def run(self, operands: Sequence[Any]) -> Any:
+    def run(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation, in the dtype of the product; its result has the traced dtype."""
         if self.product is None:
             return bind(
@@ -83,7 +85,7 @@ class Use:
         )
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The traced dtype of the operand."""
         return self.equation.eqn.invars[self.operand].aval.dtype
 
@@ -92,9 +94,21 @@ class Use:
         left, right = self.equation.eqn.invars
         return self.equation.params["dimension_numbers"], (left.aval.ndim, right.aval.ndim)
 
-    def gradient(self, wanted: int, other: Any, cotangent: Any, like: jax.ShapeDtypeStruct) -> Any:
+    def gradient(
+        self,
+        wanted: int,
+        other: jax.Array,
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct | jax.Array,
+    ) -> jax.Array:
         """The gradient of one operand of a contraction, from the other one and the cotangent of the
         result; in the dtype of `like`.
+
+        Args:
+            wanted: 0 or 1, the operand whose gradient it is.
+            other: the other operand.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
         """
         if is_eight_bit(self.product):
             return eightbit.gradient(*self._dims, wanted, other, cotangent, self.product).astype(
@@ -105,14 +119,24 @@ class Use:
         )(cotangent)[0]
 
     def slope(
-        self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct
-    ) -> Any:
+        self,
+        wanted: int,
+        operands: Sequence[jax.Array],
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+    ) -> jax.Array:
         """The gradient of one operand, see `gradient`; among `operands`, that one is not looked
         at.
+
+        Args:
+            wanted: 0 or 1, the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            like: shape and dtype of the gradient.
         """
         return self.gradient(wanted, operands[1 - wanted], cotangent, like)
 
-    def pinned(self, operands: Sequence[Any]) -> Any:
+    def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation in its own layouts."""
         pins = self.pins
         return (
@@ -123,8 +147,16 @@ class Use:
             )
         )
 
-    def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
-        """The gradient of the other operand, in the operation's own layouts."""
+    def to_activation(
+        self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
+    ) -> jax.Array:
+        """The gradient of the other operand, in the operation's own layouts.
+
+        Args:
+            activation: the other operand.
+            weight: as it is used.
+            cotangent: of the result.
+        """
         pins, at = self.pins, 1 - self.operand
         if pins is None:
             return self.gradient(at, weight, cotangent, activation)
@@ -135,7 +167,7 @@ class Use:
             ),
         )
 
-    def kept(self, activation: Any) -> Any:
+    def kept(self, activation: jax.Array) -> jax.Array:
         """The other operand as the backward pass keeps it."""
         return (
             activation
@@ -143,7 +175,7 @@ class Use:
             else as_dtype(activation, self.product)
         )
 
-    def moved(self, weight: Any) -> Any:
+    def moved(self, weight: jax.Array) -> jax.Array:
         """The operand in the narrowest dtype that it can be gathered in with no change of the
         result.
         """
@@ -157,7 +189,7 @@ class Use:
                 found = found.astype(dtype)
         return found
 
-    def narrowed(self, operands: Sequence[Any]) -> list[Any]:
+    def narrowed(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands in the dtypes that they are moved in."""
         return [
             self.moved(value) if at == self.operand else self.kept(value)
@@ -165,6 +197,11 @@ class Use:
         ]
 
 
-def as_dtype(value: Any, dtype: Any) -> Any:
-    """A value in a dtype; itself where it is in that one."""
+def as_dtype(value: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A value in a dtype; itself where it is in that one.
+
+    Args:
+        value: array or tracer.
+        dtype: wanted.
+    """
     return value if value.dtype == dtype else value.astype(dtype)

@@ -27,8 +27,8 @@ def sums(arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any] | None = 
 
     Args:
         arrays: by path.
-        shardings: how arrays are cut, where that is known: every device then adds up its own piece
-            in one pass, and only the sums travel.
+        shardings: how arrays are sharded, where that is known: every device then adds up its own
+            piece in one pass, and only the sums travel.
     """
     rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
@@ -122,7 +122,12 @@ def _scrambled(index: jax.Array) -> jax.Array:
 
 
 def by_path(arrays: Mapping[str, jax.Array], found: np.ndarray) -> dict[str, tuple[int, int]]:
-    """The result of `sums` on the host by path."""
+    """The result of `sums` on the host by path.
+
+    Args:
+        arrays: those that were summed, by path.
+        found: uint32 [arrays, 2], in the order of the sorted paths.
+    """
     return {
         path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), found, strict=True)
     }

@@ -157,7 +157,7 @@ class Executable:
     sources: tuple[tuple[bool, int], ...]
     draft: Draft
 
-    def __call__(self, inputs: Sequence[Any]) -> Arrays:
+    def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
         """Results, for all inputs; those that are not read may be anything."""
         made = self.call(*[inputs[k] for k in self.reads])
         return [made[k] if fresh else inputs[k] for fresh, k in self.sources]

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
+from shardlib.jax_types import Jaxpr
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 
@@ -48,7 +50,7 @@ _DRAWS: frozenset[str] = frozenset(
 )
 
 
-def draws(jaxpr: Any) -> bool:
+def draws(jaxpr: Jaxpr) -> bool:
     """Whether a program, or anything it calls, draws random numbers."""
     return any(
         eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn)))
@@ -56,19 +58,24 @@ def draws(jaxpr: Any) -> bool:
     )
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Tree) -> bool:
     """Whether an array, concrete or abstract, holds typed random keys."""
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Tree) -> Any:
     """The dtype that JAX gives an array; that of typed keys is one already."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def placed_keys(keys: Any, sharding: NamedSharding) -> jax.Array:
-    """Typed keys as they are to be sharded; several processes each take what their devices hold."""
+def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Typed keys as they are to be sharded; several processes each take what their devices hold.
+
+    Args:
+        keys: the same on every process.
+        sharding: of the keys, without the dims of their words.
+    """
     if jax.process_count() == 1:
         return jax.device_put(keys, sharding)
     words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
@@ -92,9 +99,13 @@ class Fold:
 
     dtype: Any = None
 
-    def stacked(self, leaf: Any, parts: int) -> Any:
+    def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
         """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
         itself.
+
+        Args:
+            leaf: the key of the whole batch.
+            parts: number of microbatches.
         """
         if parts == 1:
             return leaf[None]
@@ -169,9 +180,12 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     }
 
 
-def key_inputs(dims: Mapping[str, Any], jaxpr: Any) -> frozenset[int]:
-    """Positions of the keys of the whole batch among the inputs of a loss; `dims` as `with_keys`
-    has them.
+def key_inputs(dims: Mapping[str, Any], jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
+    """Positions of the keys of the whole batch among the inputs of a loss.
+
+    Args:
+        dims: dim of the rows of each array of the batch, by path; a `Fold` for a key.
+        jaxpr: of the loss; the batch is its last inputs.
     """
     first = len(jaxpr.in_avals) - len(dims)
     return frozenset(first + at for at, dim in enumerate(dims.values()) if isinstance(dim, Fold))

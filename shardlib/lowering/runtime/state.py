@@ -67,5 +67,13 @@ class TrainState:
 
 
 def scaled_state(model_state: Tree, scale: Any) -> dict[str, Any]:
-    """Model state with the scale of the loss beside it."""
+    """Model state with the scale of the loss beside it.
+
+    Args:
+        model_state: what the model itself updates.
+        scale: what the loss is multiplied by, float32 scalar.
+
+    Returns:
+        {"model": the model state, "scale": the scale}.
+    """
     return {"model": model_state, "scale": scale}

@@ -27,17 +27,34 @@ class Contraction(Apart):
     """A contraction of a weight, taken apart."""
 
     def op(self, activation: Any, weight: Any) -> Any:
-        """The operation."""
+        """The operation.
+
+        Args:
+            activation: one operand.
+            weight: the other, as it is used.
+        """
         return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
 
     def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
-        """The gradient of the weight from one device's examples, inside a manual region."""
+        """The gradient of the weight from one device's examples, inside a manual region.
+
+        Args:
+            activation: this device's shard.
+            cotangent: this device's shard of that of the result.
+            dtype: of the sums.
+        """
         return self.use.gradient(
             self.use.operand, activation, cotangent, jax.ShapeDtypeStruct(self.local_shape, dtype)
         )
 
     def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
-        """The gradient of the activation."""
+        """The gradient of the activation.
+
+        Args:
+            activation: one operand.
+            weight: the other, as it is used.
+            cotangent: of the result.
+        """
         return self.use.to_activation(activation, weight, cotangent)
 
     def adds_in(self, sums: Any) -> Any:
@@ -48,8 +65,14 @@ class Contraction(Apart):
 def contraction_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Contraction | None:
-    """A contraction taken apart; None where the batch is not cut, or the gradient cannot be taken
-    one device at a time.
+    """A contraction taken apart; None where the batch is not sharded, or the gradient cannot be
+    taken one device at a time.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        parameter: layouts of its weight.
+        machine: the mesh and its collectives.
     """
     held = held_in_use(use, parameter)
     cuts = None if held is None else operand_cuts(use, result, held)
@@ -81,6 +104,15 @@ def contraction_of(
 def reduced_contraction(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Callable[..., Any] | None:
+    """A contraction whose gradient by the weight is reduced to the stored layout at once; None
+    where it cannot be taken apart.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        parameter: layouts of its weight.
+        machine: the mesh and its collectives.
+    """
     found = contraction_of(use, result, parameter, machine)
     if found is None:
         return None

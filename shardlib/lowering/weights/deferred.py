@@ -38,7 +38,7 @@ class Deferred:
         gathers: whether the weight is stored sharded.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].
-        cuts: how they are cut.
+        cuts: how they are sharded.
         reduce: partial sums -> the gradient of the operand, as it rests.
     """
 
@@ -57,6 +57,13 @@ def deferred(
 ) -> Deferred | None:
     """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are
     asked for.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        parameter: layouts of its weight.
+        machine: the mesh and its collectives.
+        lookups: whether lookups are asked for.
     """
     looks = use.equation.name == "gather"
     if (looks and not lookups) or not parameter.trained:

@@ -24,6 +24,11 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
     """Gathers an operand that is stored sharded, as the plan has its parameter in use.
 
     Where the stored shards are no pieces of the operand, the compiler is left to find a way.
+
+    Args:
+        use: the operation.
+        parameter: layouts of its weight.
+        machine: the mesh and its collectives.
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
@@ -42,6 +47,11 @@ def gather_updated(plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh) -> Call
 
     Stacks of matrices are gathered one by one, into the place where the stack is stored: gathered
     at once they would be there twice.
+
+    Args:
+        plan: the decisions.
+        trained: tree of trained parameters.
+        mesh: of the program.
     """
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
 

@@ -27,8 +27,8 @@ def reduced(
         machine: where it runs.
 
     Returns:
-        A function of the operands; None where the batch is not cut, or the gradient cannot be taken
-        one device at a time.
+        A function of the operands; None where the batch is not sharded, or the gradient cannot be
+        taken one device at a time.
     """
     if not parameter.trained:
         return (

@@ -53,6 +53,10 @@ class Lookup(Apart):
     def op(self, indices: Any, table: Any) -> Any:
         """The operation, on a table that may be in a narrower dtype than its own; where rows are on
         several devices, each looks into its own, and what they find is summed.
+
+        Args:
+            indices: int array.
+            table: as it is used.
         """
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
         if not self.held[0]:
@@ -118,7 +122,13 @@ class Lookup(Apart):
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
 
     def partial_sums(self, indices: Any, cotangent: Any, dtype: Any) -> Any:
-        """The gradient of the table from one device's examples, inside a manual region."""
+        """The gradient of the table from one device's examples, inside a manual region.
+
+        Args:
+            indices: this device's shard.
+            cotangent: this device's shard of that of the result.
+            dtype: of the sums.
+        """
         rank, inside = len(self.result), self._inside(indices)
         numbers = jax.lax.ScatterDimensionNumbers(
             update_window_dims=(rank - 1,),
@@ -147,7 +157,14 @@ class Lookup(Apart):
 def lookup_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Lookup | None:
-    """A lookup taken apart; None where the batch is not cut, or it is no lookup of whole rows."""
+    """A lookup taken apart; None where the batch is not sharded, or it is no lookup of whole rows.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        parameter: layouts of the table.
+        machine: the mesh and its collectives.
+    """
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
     held: Cuts = {
@@ -179,6 +196,15 @@ def lookup_of(
 def reduced_lookup(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Callable[..., Any] | None:
+    """A lookup whose gradient by the table is reduced to the stored layout at once; None where it
+    cannot be taken apart.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        parameter: layouts of the table.
+        machine: the mesh and its collectives.
+    """
     found = lookup_of(use, result, parameter, machine)
     if found is None:
         return None

@@ -26,10 +26,10 @@ class Apart:
     Attributes:
         use: the operation.
         plan: the reduction of its gradient.
-        held: how the weight is cut in use.
+        held: how the weight is sharded in use.
         partial: mesh axes that hold partial sums.
         arguments: how activation and cotangent are cut where partial sums are made.
-        kept: how the gradient is cut in the end.
+        kept: how the gradient is sharded in the end.
         local_shape: shape of the weight in use on one device.
     """
 
@@ -44,12 +44,12 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class OperandCuts:
-    """How the operands of a weight's gradient are cut inside the region.
+    """How the operands of a weight's gradient are sharded inside the region.
 
     Attributes:
         activation: cuts of the activation.
         result: cuts of the cotangent of the result.
-        partial: mesh axes that cut what is summed over.
+        partial: mesh axes that shard what is summed over.
     """
 
     activation: Cuts
@@ -58,8 +58,12 @@ class OperandCuts:
 
 
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
-    """How a weight in use is cut; None where the batch is sharded along one of its dims, or a dim
-    of the parameter is none of the operand's.
+    """How a weight in use is sharded; None where the batch is sharded along one of its dims, or a
+    dim of the parameter is none of the operand's.
+
+    Args:
+        use: the operation.
+        parameter: layouts of its weight.
     """
     held: Cuts = {
         dim: parameter.compute[source]
@@ -72,7 +76,12 @@ def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
 
 def operand_cuts(use: Use, result: Layout, held: Cuts) -> OperandCuts | None:
     """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the
-    result has them; None where the batch is not cut.
+    result has them; None where the batch is not sharded.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        held: mesh axes by dim of the weight in use.
     """
     dims = dims_of(use.equation, use.operand)
     taken = {axis for cut in held.values() for axis in cut}
@@ -112,7 +121,12 @@ class Dims:
 
 
 def dims_of(equation: Equation, weight: int) -> Dims:
-    """The dims that a matmul or convolution matches, for the operand that is the weight."""
+    """The dims that a matmul or convolution matches, for the operand that is the weight.
+
+    Args:
+        equation: a matmul or convolution.
+        weight: 0 or 1, the operand that is the weight.
+    """
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
         whole = (

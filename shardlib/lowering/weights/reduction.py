@@ -34,9 +34,9 @@ class Reduction:
     """How the partial sums of one gradient become the gradient that the optimizer reads.
 
     Attributes:
-        scattered: dims of the operand that the stored gradient is sharded along, beyond what cuts
+        scattered: dims of the operand that the stored gradient is sharded along, beyond what shards
             them already.
-        summed: mesh axes that hold partial sums and cut no dim.
+        summed: mesh axes that hold partial sums and shard no dim.
     """
 
     scattered: Cuts
@@ -56,11 +56,23 @@ class Reduction:
     def exchanged(
         self, partial: jax.Array, machine: Machine, *, stacked: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The same, and what the device keeps for the next step; None where it keeps nothing."""
+        """The same, and what the device keeps for the next step; None where it keeps nothing.
+
+        Args:
+            partial: this device's sums.
+            machine: the mesh and its collectives.
+            stacked: see `apply`.
+        """
         return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
 
     def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
-        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`."""
+        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`.
+
+        Args:
+            partial: this device's sums.
+            machine: the mesh and its collectives.
+            stacked: see `apply`.
+        """
         for dim, axes in self.scattered.items():
             partial = (
                 _scattered_rows(partial, dim, machine.parts(axes), stacked)
@@ -105,10 +117,10 @@ def reduction(
 
     Args:
         use: how the operand relates to the parameter.
-        gradient: how the optimizer wants the parameter's gradient cut.
+        gradient: how the optimizer wants the parameter's gradient sharded.
         partial: mesh axes that hold partial sums.
         machine: where it runs.
-        held: what cuts the operand already, inside the region.
+        held: what shards the operand already, inside the region.
     """
     scattered: Cuts = {}
     for dim, source in enumerate(use.view.dims):

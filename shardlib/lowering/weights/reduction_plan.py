@@ -87,6 +87,10 @@ def exchange_of(plan: Plan) -> GradientExchange:
 def moment(plan: Plan, exchange: GradientExchange) -> str:
     """When a plan reduces the gradients that can wait; see `EACH`.
 
+    Args:
+        plan: the decisions.
+        exchange: how partial sums of gradients are exchanged.
+
     Raises:
         PlanError: the exchange keeps something from step to step, and the plan reduces gradients at
             moments that have no place for it.

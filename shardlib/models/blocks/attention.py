@@ -203,7 +203,12 @@ def _heads(x: jax.Array, w: nnx.Param[jax.Array]) -> jax.Array:
 def make_attention(
     config: TransformerConfig, rngs: nnx.Rngs
 ) -> Attention | MultiHeadLatentAttention:
-    """Makes the attention that the configuration asks for."""
+    """Makes the attention that the configuration asks for.
+
+    Args:
+        config: of the model; with `latent`, multi-head latent attention.
+        rngs: streams that initialise parameters.
+    """
     return (
         MultiHeadLatentAttention(config, config.latent, rngs)
         if config.latent

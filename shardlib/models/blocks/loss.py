@@ -15,6 +15,14 @@ def cross_entropy(
     The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be sharded
     over devices; a gather (`take_along_axis`) there would bring the logits together on every
     device.
+
+    Args:
+        logits: [batch, seq, vocab].
+        targets: numbers of tokens, int [batch, seq].
+        weights: float [batch, seq]; None where all positions count alike.
+
+    Returns:
+        Float32 scalar.
     """
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, 2)

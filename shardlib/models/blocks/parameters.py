@@ -18,7 +18,15 @@ from shardlib.models.config import TransformerConfig
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, std: float, dtype: str
 ) -> nnx.Param[jax.Array]:
-    """Draws a normal weight with standard deviation `std`."""
+    """Draws a normal weight with standard deviation `std`.
+
+    Args:
+        rngs: its stream "params" is drawn from.
+        shape: elements per dim.
+        axes: logical axis per dim.
+        std: standard deviation.
+        dtype: name of it.
+    """
     return nnx.Param(
         std * jax.random.normal(rngs.params(), shape, jnp.dtype(dtype)),
         out_sharding=axes,
@@ -29,7 +37,14 @@ def weight(
 def constant(
     value: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: str
 ) -> nnx.Param[jax.Array]:
-    """Makes a parameter that starts as `value` everywhere: a bias, or the scale of a norm."""
+    """Makes a parameter that starts as `value` everywhere: a bias, or the scale of a norm.
+
+    Args:
+        value: of all elements.
+        shape: elements per dim.
+        axes: logical axis per dim.
+        dtype: name of it.
+    """
     return nnx.Param(
         jnp.full(shape, value, jnp.dtype(dtype)), out_sharding=axes, eager_sharding=False
     )

@@ -46,6 +46,13 @@ def position_bias(
 ) -> jax.Array:
     """Bias [heads, queries, keys] of scores, float32, from a table [buckets, heads]; see
     `distance_buckets`.
+
+    Args:
+        table: float [buckets, heads].
+        queries: positions of queries, from 0.
+        keys: positions of keys, from 0.
+        max_distance: from which on all distances share a bucket.
+        both: whether keys after the query have buckets of their own.
     """
     found = distance_buckets(
         queries, keys, buckets=table.shape[0], max_distance=max_distance, both=both

@@ -35,14 +35,30 @@ class Rotary:
 
 
 def rotary(seq: int, dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
-    """Tables for positions 0 to seq - 1 and heads whose turned part has `dim` dims."""
+    """Tables for positions 0 to seq - 1 and heads whose turned part has `dim` dims.
+
+    Args:
+        seq: number of positions.
+        dim: of a head, as far as it is turned; even.
+        theta: base of the wavelengths.
+        scaling: how wavelengths are stretched; None for not at all.
+
+    Returns:
+        Cosines and sines, float32 [seq, dim / 2] each.
+    """
     positions = jax.lax.broadcasted_iota(jnp.float32, (seq, dim // 2), 0)
     angles = positions * jnp.asarray(frequencies(dim, theta, scaling), jnp.float32)
     return Rotary(cos=jnp.cos(angles), sin=jnp.sin(angles))
 
 
 def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Radians a position for each pair, [dim / 2], stretched as `scaling` says."""
+    """Radians a position for each pair, [dim / 2], stretched as `scaling` says.
+
+    Args:
+        dim: of a head, as far as it is turned; even.
+        theta: base of the wavelengths.
+        scaling: how wavelengths are stretched; None for not at all.
+    """
     plain = theta ** (-np.arange(0, dim, 2) / dim)
     if scaling is None:
         return plain

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from shardlib.models.config_parts import RopeScaling
 from shardlib.models.families.keys import Keys
 from shardlib.untrusted import shown
+from shardlib.untrusted.json_types import Json, JsonObject
 
 ACTIVATIONS_BY_NAME: Mapping[str, str] = {
     "silu": "silu",
@@ -20,7 +20,7 @@ ACTIVATIONS_BY_NAME: Mapping[str, str] = {
 }
 
 
-def decoder(keys: Keys, **special: Any) -> dict[str, Any]:
+def decoder(keys: Keys, **special: Json) -> JsonObject:
     """What all families with rotary positions and a gated feed-forward share."""
     embed, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     theta, scaling = _rope(keys)
@@ -43,6 +43,13 @@ def decoder(keys: Keys, **special: Any) -> dict[str, Any]:
 
 
 def activation_of(keys: Keys, key: str, default: str) -> str:
+    """Name of the activation in our words; unknown ones are refused at the end.
+
+    Args:
+        keys: of the configuration.
+        key: with the activation.
+        default: where the key is absent.
+    """
     word = keys.get(key, default)
     keys.refuse(
         word not in ACTIVATIONS_BY_NAME,
@@ -81,14 +88,14 @@ def _rope(keys: Keys) -> tuple[float, RopeScaling | None]:
     )
 
 
-def llama(keys: Keys) -> dict[str, Any]:
+def llama(keys: Keys) -> JsonObject:
     attention_bias = keys.get("attention_bias", False)
     return decoder(
         keys, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=keys.get("mlp_bias", False)
     )
 
 
-def mistral(keys: Keys) -> dict[str, Any]:
+def mistral(keys: Keys) -> JsonObject:
     return decoder(keys, sliding_window=keys.get("sliding_window", 0))
 
 
@@ -99,12 +106,12 @@ def qwen_window(keys: Keys) -> None:
     )
 
 
-def qwen2(keys: Keys) -> dict[str, Any]:
+def qwen2(keys: Keys) -> JsonObject:
     qwen_window(keys)
     return decoder(keys, qkv_bias=True)
 
 
-def qwen3(keys: Keys) -> dict[str, Any]:
+def qwen3(keys: Keys) -> JsonObject:
     qwen_window(keys)
     bias = keys.get("attention_bias", False)
     return decoder(
@@ -112,7 +119,7 @@ def qwen3(keys: Keys) -> dict[str, Any]:
     )
 
 
-def gemma(keys: Keys, **special: Any) -> dict[str, Any]:
+def gemma(keys: Keys, **special: Json) -> JsonObject:
     bias = keys.get("attention_bias", False)
     activation = activation_of(keys, "hidden_activation", "gelu_pytorch_tanh")
     return decoder(
@@ -130,7 +137,7 @@ def gemma(keys: Keys, **special: Any) -> dict[str, Any]:
     )
 
 
-def gemma2(keys: Keys) -> dict[str, Any]:
+def gemma2(keys: Keys) -> JsonObject:
     return gemma(
         keys,
         post_norms=True,
@@ -142,7 +149,7 @@ def gemma2(keys: Keys) -> dict[str, Any]:
     )
 
 
-def gemma3(keys: Keys) -> dict[str, Any]:
+def gemma3(keys: Keys) -> JsonObject:
     """Gemma 3; the multimodal files hold the text model in `text_config`, without what equals
     `Gemma3TextConfig`'s defaults.
     """
@@ -173,7 +180,7 @@ def gemma3(keys: Keys) -> dict[str, Any]:
     )
 
 
-def gpt2(keys: Keys) -> dict[str, Any]:
+def gpt2(keys: Keys) -> JsonObject:
     embed, heads = keys.need("n_embd"), keys.need("n_head")
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         keys.refuse(keys.get(key, False), f"{key} true")

@@ -9,12 +9,13 @@ from typing import Any
 
 from shardlib.models.config_parts import SIZE
 from shardlib.untrusted import shown
+from shardlib.untrusted.json_types import Json, JsonMapping
 
 
 class Keys:
     """Reads keys of a configuration and remembers what is wrong with them."""
 
-    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
+    def __init__(self, data: JsonMapping, defaults: JsonMapping | None = None):
         self.data = {**(defaults or {}), **data}
         self.missing: list[str] = []
         self.wrong: list[str] = []
@@ -23,6 +24,10 @@ class Keys:
     def need(self, key: str, least: int = 1) -> int:
         """The size that a key has, at least `least`; what is missing or no size is remembered, and
         1 stands in for it.
+
+        Args:
+            key: of the configuration.
+            least: smallest size.
         """
         value = self.data.get(key)
         if value is None:
@@ -35,9 +40,13 @@ class Keys:
             return value
         return 1
 
-    def get(self, key: str, default: Any) -> Any:
+    def get(self, key: str, default: Json) -> Any:
         """The value of a key, or the default where it is absent or null; one of another type than
         the default is remembered.
+
+        Args:
+            key: of the configuration.
+            default: where it is absent; its type is asked for.
         """
         value = self.data.get(key)
         if value is None:
@@ -56,12 +65,17 @@ class Keys:
         return found
 
     def refuse(self, wrong: object, message: str) -> None:
-        """Remembers a setting that the reference model does not have."""
+        """Remembers a setting that the reference model does not have.
+
+        Args:
+            wrong: whether it is one.
+            message: what to say.
+        """
         if wrong:
             self.refused.append(message)
 
 
-def _unlike(value: Any, default: Any) -> str:
+def _unlike(value: Json, default: Json) -> str:
     """Of what type a value should be like a default; empty where it is."""
     if isinstance(default, bool) or isinstance(value, bool):
         return (

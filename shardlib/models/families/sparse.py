@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardlib.models.config_parts import Experts, LatentAttention
 from shardlib.models.families.dense import ACTIVATIONS_BY_NAME, decoder, qwen2, qwen3
 from shardlib.models.families.keys import Keys
 from shardlib.untrusted import shown
+from shardlib.untrusted.json_types import JsonObject
 
 
-def mixtral(keys: Keys) -> dict[str, Any]:
+def mixtral(keys: Keys) -> JsonObject:
     keys.data = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **keys.data}
     return decoder(
         keys,
@@ -49,7 +48,7 @@ def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
     )
 
 
-def qwen2_moe(keys: Keys) -> dict[str, Any]:
+def qwen2_moe(keys: Keys) -> JsonObject:
     return {
         **qwen2(keys),
         "experts": _qwen_experts(
@@ -58,14 +57,14 @@ def qwen2_moe(keys: Keys) -> dict[str, Any]:
     }
 
 
-def qwen3_moe(keys: Keys) -> dict[str, Any]:
+def qwen3_moe(keys: Keys) -> JsonObject:
     keys.data.setdefault(
         "num_experts", keys.data.get("num_local_experts")
     )  # as newer versions of transformers call it
     return {**qwen3(keys), "experts": _qwen_experts(keys, 0, False)}
 
 
-def _deepseek(keys: Keys, router: str, normalise: bool, group_score: int) -> dict[str, Any]:
+def _deepseek(keys: Keys, router: str, normalise: bool, group_score: int) -> JsonObject:
     latent = LatentAttention(
         q_lora=keys.get("q_lora_rank", 0),
         kv_lora=keys.need("kv_lora_rank"),
@@ -98,15 +97,15 @@ def _deepseek(keys: Keys, router: str, normalise: bool, group_score: int) -> dic
     return decoder(keys, latent=latent, experts=experts, head_dim=latent.nope_dim + latent.rope_dim)
 
 
-def deepseek_v2(keys: Keys) -> dict[str, Any]:
+def deepseek_v2(keys: Keys) -> JsonObject:
     return _deepseek(keys, "softmax", False, 1)
 
 
-def deepseek_v3(keys: Keys) -> dict[str, Any]:
+def deepseek_v3(keys: Keys) -> JsonObject:
     return _deepseek(keys, "sigmoid", True, 2)
 
 
-def switch(keys: Keys) -> dict[str, Any]:
+def switch(keys: Keys) -> JsonObject:
     """Switch (arXiv:2101.03961). Files say how many layers of encoder and decoder have experts, and
     how many tokens of a sequence an expert takes.
     """

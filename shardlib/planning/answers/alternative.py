@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.axes import MeshShape
 from shardlib.planning.units.quantity import bytes_text, ratio_text, seconds_text
 from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Alternative:
     differs: tuple[str, ...]
     ties: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The alternative as plain data."""
         return {**self.__dict__, "mesh": dict(self.mesh), "differs": list(self.differs)}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.axes import MeshShape
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.untrusted.json_types import JsonObject
 
 #: Rows of the table of plans that do not fit.
 _MOST_ROWS = 8
@@ -32,7 +32,7 @@ class OutOfReach:
     peak_bytes: int
     short_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The plan as plain data."""
         return {**self.__dict__, "mesh": dict(self.mesh)}
 
@@ -53,7 +53,7 @@ class Binding:
     message: str
     step_seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The constraint as plain data."""
         return dict(self.__dict__)
 
@@ -73,7 +73,7 @@ class Constraints:
     binding: tuple[Binding, ...]
     staircase: tuple[OutOfReach, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The constraints as plain data."""
         return {
             "step_seconds": self.step_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from shardlib.planning.units.quantity import (
     seconds_text,
 )
 from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.untrusted.json_types import JsonObject
 
 P = TypeVar("P", bound=PlanData)
 #: Parts that the text lists.
@@ -56,12 +57,16 @@ class Part:
     def ranges(self, device: int, survivors: Sequence[int]) -> tuple[Ranges | None, Ranges | None]:
         """The part of the array that a device of the new machine holds before and after, first and
         end per dim; None where it holds none.
+
+        Args:
+            device: number of the device in the new machine.
+            survivors: number in the old machine of every device that stays.
         """
         return (
             self.before.ranges(survivors[device]) if device < len(survivors) else None
         ), self.after.ranges(device)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The part as plain data, without the places of its shards."""
         return {
             "path": self.path,
@@ -126,7 +131,7 @@ class Replan(Generic[P]):
     def __str__(self) -> str:
         return self.text
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The change as plain data; the plan is under "plan"."""
         return {
             "plan": plan_to_data(self.plan),

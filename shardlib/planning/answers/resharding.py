@@ -128,7 +128,12 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
 
 
 def lost_elements(old: Shards, survivors: Ints) -> int:
-    """Elements that no surviving device holds."""
+    """Elements that no surviving device holds.
+
+    Args:
+        old: shards of the array on the old machine.
+        survivors: numbers of the old devices that stay.
+    """
     first, sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
     kept = first[:, survivors[np.isin(survivors, old.order)]]
     cells = np.zeros(kept.shape[1], np.int64)

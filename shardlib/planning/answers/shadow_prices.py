@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib.axes import MeshShape
 from shardlib.planning.units.quantity import TIE, bytes_text, count_text, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Price:
     break_seconds: float = 0.0
     limit: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The price as plain data."""
         return {
             **self.__dict__,
@@ -73,7 +73,7 @@ class Shock:
         """Seconds of a step lost by having chosen this plan."""
         return max(0.0, self.plan_seconds - self.best_seconds)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The shock as plain data, with the regret."""
         return {
             **self.__dict__,
@@ -100,7 +100,7 @@ class Sensitivity:
     prices: tuple[Price, ...]
     shocks: tuple[Shock, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The sensitivity as plain data."""
         return {
             "step_seconds": self.step_seconds,

@@ -51,10 +51,16 @@ class OnMachine:
 
     @classmethod
     def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
-        """A candidate of a model on a topology."""
+        """A candidate of a model on a topology.
+
+        Args:
+            load: the prepared problem.
+            topology: the machine; the mesh of the candidate must fit it.
+            candidate: all of its decisions.
+        """
         one = candidate.decisions
         load = load.under(one.dtypes, one.fused)
-        pricer = Pricer(topology, load.stack)
+        pricer = Pricer(topology, load.profile)
         placed = place(one.mesh, topology, one.axis_order)
         assert placed is not None, f"{one.mesh} does not fit {topology.name}"
         c = candidates([(one.mesh, placed)], [one.microbatches], pricer.topology)
@@ -153,12 +159,23 @@ class OnMachine:
 
         if one.groups:
             return between(one.groups, fullest_by_class(how, load.model, c), corner)
-        lean = corner((how.remat,))
+        rematerialised = corner((how.remat,))
         if not how.remat_layers:
-            return lean
-        return mix(corner(("none",)), lean, how.remat_layers / fullest(how, load.model, c))
+            return rematerialised
+        return mix(
+            corner(("none",)), rematerialised, how.remat_layers / fullest(how, load.model, c)
+        )
 
 
 def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
-    """Prices one candidate on its own."""
+    """Prices one candidate on its own.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        candidate: all of its decisions.
+
+    Returns:
+        Seconds and bytes, arrays of one candidate.
+    """
     return OnMachine.of(load, topology, candidate).totals()

@@ -22,7 +22,14 @@ from shardlib.schedules.table import named
 def notes(
     load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...]
 ) -> tuple[Finding, ...]:
-    """Findings about a finished plan."""
+    """Findings about a finished plan.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        plan: the plan.
+        left_out: what the search did not look at, in words.
+    """
     found = [
         *load.problem.forward.findings,
         *load.colouring.findings,
@@ -94,7 +101,7 @@ def _kept(load: Workload, plan: PlanData) -> list[Finding]:
     if (
         not named(plan.schedule).backward_in_two
         or plan.remat == "none"
-        or load.stack.pipeline != "lockstep"
+        or load.profile.pipeline != "lockstep"
     ):
         return []
     return [
@@ -148,7 +155,7 @@ def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
 
 def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Finding]:
     """What experts with a capacity are expected to drop; the price does not depend on it."""
-    known = Pricer(topology, load.stack).constants.skew
+    known = Pricer(topology, load.profile).constants.skew
     skew = BALANCED if known is None else known
 
     def dropped(layer: capped.Capped) -> float:
@@ -194,7 +201,12 @@ def waiting(plan: PlanData) -> tuple[Finding, ...]:
 
 
 def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
-    """A finding where a plan puts state on disks whose rate is not known."""
+    """A finding where a plan puts state on disks whose rate is not known.
+
+    Args:
+        plan: the plan.
+        topology: the machine.
+    """
     if "disk" not in plan.offload or topology.chip.disk_bytes_per_s:
         return ()
     return (
@@ -212,7 +224,7 @@ def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
 
 
 def _doubled(load: Workload, plan: PlanData) -> list[Finding]:
-    """Colours that the plan cuts and that occur twice in some value, such as the sequence in
+    """Colours that the plan shards and that occur twice in some value, such as the sequence in
     attention scores.
     """
     colouring, forward = load.colouring, load.problem.forward

@@ -11,7 +11,7 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.report import Finding
 from shardlib.rules import Rules
 
-#: A parameter larger than this that no axis cuts deserves a word, bytes.
+#: A parameter larger than this that no axis shards deserves a word, bytes.
 LARGE_BYTES = 64 * 2**20
 #: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
 #: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
@@ -28,11 +28,11 @@ def at_rest(
     Dims whose shards are no whole tiles come last: a TPU pads them, and trades rows between
     neighbours after every reduce-scatter.
 
-    Vectors (scales of norms, biases) are stored replicated: cutting them saves next to nothing, and
-    each would cost two collectives a layer.
+    Vectors (scales of norms, biases) are stored replicated: sharding them saves next to nothing,
+    and each would cost two collectives a layer.
 
     Args:
-        layout: how the parameter is cut in compute.
+        layout: how the parameter is sharded in compute.
         shape: elements per dim.
         mesh: sizes of the mesh axes.
         frozen: dims that must stay as they are (a stack of layers that a scan walks).
@@ -63,8 +63,12 @@ def at_rest(
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
     """Splits pinned rules into those for compute and those that also say where parameters rest.
 
-    A rule that cuts a colour other than the batch over data or fsdp concerns stored parameters
+    A rule that shards a colour other than the batch over data or fsdp concerns stored parameters
     only; where there is no such rule, there is nothing to say about rest.
+
+    Args:
+        rules: as the user pinned them.
+        batch: colour of the batch.
     """
     storing = set(BATCH_AXES) - set(COMPUTE_AXES)
     compute = Rules(
@@ -165,6 +169,15 @@ def batch_layouts(
 ) -> tuple[tuple[str, Layout], ...]:
     """Layout of every batch array: cut along the batch and over the context axis; the tensor axis
     cuts the sequence inside the program.
+
+    Args:
+        problem: with the arrays of the batch.
+        colours: colour of every dim, by path.
+        mesh: sizes of the mesh axes.
+        rules: colour -> mesh axes.
+
+    Returns:
+        (path, layout) of each.
     """
     outer = Rules(
         tuple(
@@ -182,7 +195,14 @@ def batch_layouts(
 def layout_findings(
     layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
 ) -> tuple[Finding, ...]:
-    """What is worth saying about the layouts: large parameters that nothing cuts."""
+    """What is worth saying about the layouts: large parameters that nothing shards.
+
+    Args:
+        layouts: of all parameters.
+        mesh: sizes of the mesh axes.
+        zero: ZeRO stage.
+        itemsize: bytes of an element, by dtype.
+    """
     found: list[Finding] = []
     for p in layouts:
         size = itemsize.get(p.dtype, 4)

@@ -40,7 +40,13 @@ class Situation:
 
 
 def situation_of(load: Workload, topology: Topology, plan: PlanData) -> Situation:
-    """The situation of a plan for a model."""
+    """The situation of a plan for a model.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        plan: the plan.
+    """
     vocabulary = load.colouring.canonical("vocab")
     weights = sum(
         math.prod(p.shape)

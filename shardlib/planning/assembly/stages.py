@@ -24,15 +24,15 @@ def stage_seconds(one: OnMachine) -> StageSeconds | None:
     how = candidate.decisions
     if candidate.mesh["stage"] == 1 or candidate.groups:
         return None
-    lean = _seconds(one, load.programs[how.remat, candidate.routes])
+    rematerialised = _seconds(one, load.programs[how.remat, candidate.routes])
     if not how.remat_layers:
-        return lean
+        return rematerialised
     fast = _seconds(one, load.programs["none", candidate.routes])
     share = how.remat_layers / float(fullest(how, load.model, one.c)[0])
     return replace(
-        lean,
+        rematerialised,
         **{
-            name: getattr(fast, name) * (1 - share) + getattr(lean, name) * share
+            name: getattr(fast, name) * (1 - share) + getattr(rematerialised, name) * share
             for name in ("forward", "backward", "weights")
         },
     )
@@ -54,5 +54,5 @@ def _seconds(one: OnMachine, program: Program) -> StageSeconds:
         forward=forward,
         backward=whole - forward - weights,
         weights=weights,
-        lockstep=pricer.stack.pipeline == "lockstep",
+        lockstep=pricer.profile.pipeline == "lockstep",
     )

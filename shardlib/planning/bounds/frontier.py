@@ -180,20 +180,22 @@ class Entries:
             self.at(entries),
         )
 
-    def pairs(self, entries: Array, limit: float = np.inf, *, lean: bool = False) -> Pairs:
+    def pairs(
+        self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
+    ) -> Pairs:
         """Some entries under every choice that fits, with a bound that is below a limit, the least
         first.
 
         Args:
             entries: indices of entries.
             limit: seconds, or bytes.
-            lean: the bound is that of bytes, and not of seconds.
+            minimum_memory: the bound is that of bytes, and not of seconds.
         """
         found: list[Bounded] = []
         for ways in np.unique(self.sizes["tensor"][entries]):
             mine = entries[self.sizes["tensor"][entries] == ways]
             for number in self._fit(int(ways)):
-                found += self._under(number, mine, np.inf if lean else limit)
+                found += self._under(number, mine, np.inf if minimum_memory else limit)
         if not found:
             return joined([])
         every = np.concatenate([mine for _, mine, _ in found])
@@ -207,13 +209,15 @@ class Entries:
                 entries=every,
                 choices=choices,
                 least=(
-                    np.zeros(len(every)) if lean else self._fitting.fastest(ticks, self.at(every))
+                    np.zeros(len(every))
+                    if minimum_memory
+                    else self._fitting.fastest(ticks, self.at(every))
                 ),
             ).below(limit)
         footprints = self._of(found, self.at(every))
         least = (
             self._fitting.leanest(footprints)
-            if lean
+            if minimum_memory
             else self._fitting.seconds(ticks, footprints, self.at(every))
         )
         return Pairs(entries=every, choices=choices, least=least).below(limit)

@@ -1,8 +1,8 @@
 """How few bytes can a plan take? Lower bounds of memory, before anything is priced.
 
 Memory does not depend on links, and almost all of it is a sum over the components of the colours.
-With all that ZeRO may cut in shards, all stages equally full and the fewest microbatches in flight
-of any schedule, that sum is a bound of the peak under every ZeRO stage and schedule.
+With all that ZeRO may shard sharded, all stages equally full and the fewest microbatches in
+flight of any schedule, that sum is a bound of the peak under every ZeRO stage and schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESTING = (Q.PARAMETERS_CUT, Q.STATE_CUT, Q.KEPT_CUT)
 #: What occupies memory at a point, by what divides it: stacks that the forward pass saves for every
 #: microbatch in flight, what else layers have, the ends, and what every stage has; and how many
 #: bytes of stacks there are fewer than at the point that has the most, below zero.
-STACKS, LAYERS, ENDS, EVERYWHERE, LACKING = KINDS = range(5)
+STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, LACKING = KINDS = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,9 @@ class Footprints:
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values, at: Array) -> None:
-        self._model, self._stack, self._room, self._at, accounts = (
+        self._model, self._profile, self._room, self._at, accounts = (
             scope.load.model,
-            pricer.stack,
+            pricer.profile,
             scope.room,
             at,
             scope.accounts,
@@ -108,7 +108,15 @@ class Footprints:
         return self._rest.least(), {policy: parts.least() for policy, parts in self._points.items()}
 
     def total(self, choice: Choice, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """What a choice takes on some of the shapes, by number; see `of`."""
+        """What a choice takes on some of the shapes, by number; see `of`.
+
+        Args:
+            choice: what shards colours.
+            shapes: numbers of shapes.
+
+        Returns:
+            Bytes of all moments of the step, and by remat policy.
+        """
         where = np.searchsorted(self._at, shapes)
         return self._rest.total(choice, where), {
             policy: parts.total(choice, where) for policy, parts in self._points.items()
@@ -130,7 +138,7 @@ class Footprints:
                 stages=stages,
                 chunks=np.full_like(stages, chunks),
                 microbatches=together,
-                lockstep=self._stack.pipeline == "lockstep",
+                lockstep=self._profile.pipeline == "lockstep",
             )
 
         longest = np.maximum.reduce(
@@ -164,8 +172,8 @@ class Footprints:
         self, rest: Array, points: Array, sizes: Mapping[str, Array], held: Array, most: Array
     ) -> Footprint:
         """See `of`, with the least and the most microbatches in flight."""
-        stack, stages, micro = self._stack, sizes["stage"], sizes["micro"]
-        spread = stack.embedding_and_head == "spread"
+        profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
+        spread = profile.embedding_and_head == "spread"
         layers, ends = rest.reshape(2, len(RESTING), -1)
         parameters, state, kept = layers / stages + ends * (
             1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
@@ -182,13 +190,13 @@ class Footprints:
             + self._model.state_bytes
         )
         return Footprint(
-            resting=stack.fragmentation
-            * (parameters + batch + np.where((micro > 1) | stack.gradient_buffer, kept, 0.0))
-            + (stack.fragmentation - 1) * state
-            + stack.runtime_bytes,
+            resting=profile.fragmentation
+            * (parameters + batch + np.where((micro > 1) | profile.gradient_buffer, kept, 0.0))
+            + (profile.fragmentation - 1) * state
+            + profile.runtime_bytes,
             state=state,
-            occupied=stack.fragmentation * (stacks * flying + others).max(0),
-            bare=stack.fragmentation * (lacking * most * self._fullest(stages) + others).max(0),
+            occupied=profile.fragmentation * (stacks * flying + others).max(0),
+            bare=profile.fragmentation * (lacking * most * self._fullest(stages) + others).max(0),
             turns=micro / most,
         )
 
@@ -228,14 +236,14 @@ def _occupying(account: Account, pricer: Pricer) -> Array:
             Q.SAVED,
             Q.TEMPORARY,
             Q.COPY_CUT,
-            *(() if pricer.stack.gradient_buffer else (Q.GRADIENT_CUT,)),
+            *(() if pricer.profile.gradient_buffer else (Q.GRADIENT_CUT,)),
         ):
             factor = factors[quantity]
             found[point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity] = (
                 factor
             )
             found[point, EVERYWHERE, point, layers, quantity] = found[
-                point, ENDS, point, layers + 1, quantity
+                point, OUTSIDE_LAYERS, point, layers + 1, quantity
             ] = factor
     return found.reshape(account.lists * len(KINDS), -1)
 

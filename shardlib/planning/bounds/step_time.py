@@ -45,7 +45,7 @@ class Bounds:
         self._along = ALONG[scope.room.strategy.decisions.context]
         self._layers, self._put_off = (
             len(scope.load.counts),
-            most_put_off(lockstep=pricer.stack.pipeline == "lockstep"),
+            most_put_off(lockstep=pricer.profile.pipeline == "lockstep"),
         )
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
@@ -87,7 +87,13 @@ class Bounds:
         )
 
     def tick(self, policy: str, choice: Choice, at: Array) -> Tick:
-        """What a microbatch takes under a choice, on some shapes by number."""
+        """What a microbatch takes under a choice, on some shapes by number.
+
+        Args:
+            policy: remat policy.
+            choice: what shards colours.
+            at: numbers of shapes.
+        """
         if policy != EACH:
             return Tick(self._parts[policy].total(choice, self._values.which[at]))
         return Tick(
@@ -105,6 +111,11 @@ class Bounds:
     def least(self, policy: str, at: Array, first: int | None = None) -> Tick:
         """The least of all choices on some shapes, by number; infinite where no choice fits. With
         `first`, as `Parts.least` takes it, a bound of it.
+
+        Args:
+            policy: remat policy.
+            at: numbers of shapes.
+            first: see `Parts.least`.
         """
         if policy != EACH:
             return Tick(self._parts[policy].least(first)[:, self._values.which[at]])
@@ -120,7 +131,7 @@ class Bounds:
 
     @property
     def components(self) -> int:
-        """Number of components of colours that the tensor axis may cut."""
+        """Number of components of colours that the tensor axis may shard."""
         return max(parts.components for parts in self._parts.values())
 
     def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:
@@ -181,13 +192,18 @@ class Bounds:
 def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
     """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by
     candidate; see `step_seconds`.
+
+    Args:
+        tick: what a microbatch takes.
+        stages: number of stages, [candidates].
+        pricer: machine and framework profile.
     """
     latency, per_byte = least_hops(stages, pricer.topology)
     return np.where(
         np.isfinite(tick.messages),
         np.nan_to_num(tick.messages) * latency + np.nan_to_num(tick.message_bytes) * per_byte,
         0.0,
-    ) * (1 - pricer.stack.send_overlap)
+    ) * (1 - pricer.profile.send_overlap)
 
 
 def step_seconds(

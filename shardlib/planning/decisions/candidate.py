@@ -48,7 +48,13 @@ class Candidate:
         return self.decisions.mesh
 
     def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
-        """The candidate on a mesh, without what the mesh has no axis for."""
+        """The candidate on a mesh, without what the mesh has no axis for.
+
+        Args:
+            mesh: sizes of the mesh axes.
+            microbatches: of a step.
+            order: the mesh axes from the slowest links to the fastest; empty for the usual order.
+        """
         staged = "stage" in mesh
         one = self.decisions
         return replace(
@@ -169,7 +175,12 @@ def by_group(each: Each) -> tuple[str, int]:
 
 
 def microbatches_text(micro: int, groups: int) -> str:
-    """Microbatches of a step in words."""
+    """Microbatches of a step in words.
+
+    Args:
+        micro: microbatches of a step.
+        groups: groups whose gradients are accumulated one after the other.
+    """
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import LARGEST, Seconds
 from shardlib.errors import PlanError
 from shardlib.untrusted import Form, construct
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: How a mesh is written.
 MESH = Form(plain=Mapping[str, int], build=MeshShape)
@@ -58,7 +58,7 @@ class Trial:
         """Whether the compiler made a program that fits."""
         return self.verdict in (CHOSEN, SLOWER)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The trial as plain data."""
         return {**self.__dict__, "mesh": dict(self.mesh)}
 
@@ -102,7 +102,7 @@ class Refined:
         """Bytes per device of the chosen plan."""
         return dict(self.device_bytes)["peak"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The record as plain data, with totals."""
         return {
             "wanted": self.wanted,
@@ -118,7 +118,7 @@ class Refined:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Refined:
+    def from_json(cls, data: JsonMapping) -> Refined:
         """Reads what `to_json` wrote; totals are recomputed.
 
         Raises:

@@ -2,9 +2,9 @@
 
 Dtypes change the numbers that a program computes, so a plan has those of the traced model unless
 the user pins others or allows them: then each is a decision like any other. A combination of dtypes
-is another problem under another stack, and everything that prices plans works as it does on any:
+is another problem under another profile, and everything that prices plans works as it does on any:
 stored parameters are the graph's, products of layers' weights, communicated gradients and gradients
-that are kept are facts of the stack (`shardlib.cost.terms.framework`), moments are bytes of
+that are kept are facts of the profile (`shardlib.cost.terms.framework`), moments are bytes of
 optimizer state.
 
 >>> combinations((("moment_dtype", "bfloat16"),), (("reduction_dtype", ("bfloat16",)),))
@@ -28,6 +28,10 @@ from shardlib.graph.problem import Parameter, Problem, StepGraph
 def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     """Every combination of dtypes, those nearest to the traced model first: of equally fast plans
     the one that changes the least is found first.
+
+    Args:
+        pinned: (word, dtype) pairs that are fixed.
+        allowed: (word, dtypes) that may be chosen.
     """
     fixed, others = dict(pinned), dict(allowed)
     options = [
@@ -45,22 +49,28 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
 
 
 def effective(
-    dtypes: Dtypes, problem: Problem, stack: FrameworkProfile, pinned: Dtypes = ()
+    dtypes: Dtypes, problem: Problem, profile: FrameworkProfile, pinned: Dtypes = ()
 ) -> Dtypes:
-    """Dtypes without those that problem and stack have already.
+    """Dtypes without those that problem and profile have already.
 
     Pinned dtypes of gradients stay: in communication most gradients of a model that computes in 16
     bits are in these, and those of tables in that of the parameters; programs add gradients up in
     float32 where nothing else is said.
+
+    Args:
+        dtypes: (word, dtype) pairs.
+        problem: as it was traced.
+        profile: framework profile.
+        pinned: those of the user.
     """
     own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
     has = {
         "param_dtype": own,
-        "matmul_dtype": {stack.matmul_dtype or problem.compute_dtype},
-        "reduction_dtype": {stack.reduction_dtype or problem.compute_dtype},
+        "matmul_dtype": {profile.matmul_dtype or problem.compute_dtype},
+        "reduction_dtype": {profile.reduction_dtype or problem.compute_dtype},
         "gradient_dtype": (
-            {stack.gradient_dtype}
-            if stack.gradient_dtype
+            {profile.gradient_dtype}
+            if profile.gradient_dtype
             else {dict(dtypes).get("param_dtype", "")}
             if "param_dtype" in dict(dtypes)
             else own
@@ -82,19 +92,25 @@ def effective(
 
 
 def under(
-    dtypes: Dtypes, problem: Problem, stack: FrameworkProfile
+    dtypes: Dtypes, problem: Problem, profile: FrameworkProfile
 ) -> tuple[Problem, FrameworkProfile]:
-    """The problem and the stack with other dtypes.
+    """The problem and the framework profile with other dtypes.
+
+    Args:
+        dtypes: (word, dtype) pairs.
+        problem: as it was traced.
+        profile: framework profile.
 
     Raises:
-        PinError: the stack says how many bytes of optimizer state there are, whatever their dtype.
+        PinError: the profile says how many bytes of optimizer state there are, whatever their
+            dtype.
     """
     words = dict(dtypes)
     if "moment_dtype" in words:
-        if stack.state_bytes is not None:
+        if profile.state_bytes is not None:
             raise PinError(
                 f"moment_dtype={words['moment_dtype']!r} changes the bytes of optimizer state, and"
-                f" the stack {stack.name!r} says them itself (state_bytes={stack.state_bytes})"
+                f" the stack {profile.name!r} says them itself (state_bytes={profile.state_bytes})"
             )
         problem = replace(
             problem,
@@ -113,11 +129,11 @@ def under(
             steps={policy: _resting(step, dtype) for policy, step in problem.steps.items()},
         )
     facts = {word: dtype for word, dtype in dtypes if word not in ("moment_dtype", "param_dtype")}
-    if "param_dtype" in words and not stack.gradient_dtype:
+    if "param_dtype" in words and not profile.gradient_dtype:
         facts.setdefault(
             "gradient_dtype", "float32"
         )  # stored parameters in 16 bits do not narrow what gradients are added up in
-    return problem, replace(stack, **facts) if facts else stack
+    return problem, replace(profile, **facts) if facts else profile
 
 
 def _moments(parameter: Parameter, dtype: str) -> Parameter:

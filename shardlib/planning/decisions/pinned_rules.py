@@ -14,6 +14,10 @@ from shardlib.rules import Rules
 def check_rules(rules: Rules, colouring: Colouring) -> Rules:
     """Translates pinned rules to colours.
 
+    Args:
+        rules: logical axis or colour -> mesh axes.
+        colouring: what the names are called.
+
     Raises:
         PinError: a logical name that no dim has, or a cut that plans cannot express; all of them
             are listed.
@@ -43,6 +47,11 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
 
 def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     """The choice that pinned rules stand for.
+
+    Args:
+        rules: colour -> mesh axes.
+        colouring: the colours of batch and sequence among them.
+        pins: with the mesh axes that are pinned.
 
     Raises:
         PinError: the rules do not shard the batch over an axis that is pinned.

@@ -21,6 +21,7 @@ from shardlib.layout import Layout
 from shardlib.planning.decisions.compiled_trials import Refined
 from shardlib.report import Finding
 from shardlib.rules import Rules
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -35,10 +36,10 @@ class ParameterLayout:
         shape: elements per dim.
         dtype: stored dtype.
         colours: colour per dim; None where the dim has none.
-        compute: how it is cut while it is used.
-        rest: how it is cut between uses (ZeRO 3 differs from `compute`).
-        gradient: how its gradient is cut when the optimizer reads it.
-        state: how its optimizer state is cut (ZeRO 1 and 2 differ from `rest`).
+        compute: how it is sharded while it is used.
+        rest: how it is sharded between uses (ZeRO 3 differs from `compute`).
+        gradient: how its gradient is sharded when the optimizer reads it.
+        state: how its optimizer state is sharded (ZeRO 1 and 2 differ from `rest`).
         role: see `shardlib.graph.problem.Parameter`; what is not trained has no gradient and no
             optimizer state, and their layouts are those of use and of rest.
     """
@@ -150,7 +151,7 @@ class PlanData(Decisions):
     origin: tuple[tuple[str, str], ...] = ()
 
     @property
-    def decisions(self) -> dict[str, Any]:
+    def decisions(self) -> JsonObject:
         """The decisions alone, in the words of pins."""
         return plain(self)
 
@@ -179,13 +180,13 @@ class PlanData(Decisions):
         return replace(self, findings=(*self.findings, *findings))
 
 
-def plan_to_data(plan: PlanData) -> dict[str, Any]:
+def plan_to_data(plan: PlanData) -> JsonObject:
     """The plan as plain lists, dicts, strings and numbers."""
     data = _content(plan)
     return {**data, "checksum": checksum(data)}
 
 
-def checksum(content: Mapping[str, Any]) -> str:
+def checksum(content: JsonMapping) -> str:
     """SHA-256 of a plan as plain data, its own checksum left out; whatever the order of keys, and
     whether a whole number has a point.
     """
@@ -210,7 +211,7 @@ def _canonical(value: Any) -> Any:
     )
 
 
-def _content(plan: PlanData) -> dict[str, Any]:
+def _content(plan: PlanData) -> JsonObject:
     return {
         "format": FORMAT,
         "digest": plan.digest,

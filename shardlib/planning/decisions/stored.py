@@ -2,7 +2,7 @@
 
 What a plan may hold follows from the annotations of `PlanData` and of what it is made of
 (`shardlib.untrusted.typed`), so that a new field is checked like the others. Decisions are held to
-the words that pins have; layouts to the shapes and the mesh that they cut.
+the words that pins have; layouts to the shapes and the mesh that they shard.
 
 A plan carries a checksum of its content, which says that nobody has changed it since; it is no
 signature, and whoever changes a plan on purpose can write a new one. Of a plan without one nobody
@@ -25,6 +25,7 @@ from shardlib.planning.decisions.plan_data import FORMAT, ParameterLayout, PlanD
 from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.untrusted import Form, construct, shown
+from shardlib.untrusted.json_types import Json, JsonMapping
 from shardlib.untrusted.shown import bounded
 
 P = TypeVar("P", bound=PlanData)
@@ -43,7 +44,7 @@ class ChangedPlanError(PlanError):
     """A plan that is not what was written."""
 
 
-def read(form: type[P], data: Any, *, changed: bool = False) -> P:
+def read(form: type[P], data: Json, *, changed: bool = False) -> P:
     """A plan of plain data.
 
     Args:
@@ -88,7 +89,7 @@ def _usual(plan: P) -> P:
     return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
 
 
-def _judged(plan: PlanData, data: Mapping[str, Any], changed: bool) -> list[Finding]:
+def _judged(plan: PlanData, data: JsonMapping, changed: bool) -> list[Finding]:
     """What there is to say about who wrote the plan.
 
     Raises:

@@ -27,7 +27,7 @@ class Group:
     Attributes:
         name: "before the layers", "layer", "between layers", "after the layers".
         count: how many.
-        layers: layer group; `ENDS` outside of them.
+        layers: layer group; `OUTSIDE_LAYERS` outside of them.
         first, last: its ops.
         kernels: of one piece.
         weights: bytes of parameters that one piece has for itself.

@@ -57,6 +57,10 @@ class Costs:
 def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
     """The costs of a model's forward pass.
 
+    Args:
+        problem: the traced model.
+        devices: what there is.
+
     Raises:
         TracingError: the model has no layers that repeat.
     """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class EdgePlan:
             )
         return "\n".join(lines) + "\n"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The plan as plain data."""
         return {
             "model": self.model,

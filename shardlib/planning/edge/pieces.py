@@ -13,7 +13,7 @@ from shardlib.cost.items.kernels import kernel_items
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.step.liveness import intervals, leaves_loop
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.terms import ENDS, Compute
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Compute
 from shardlib.errors import TracingError
 from shardlib.graph import Op
 from shardlib.graph.forward import forward_pass
@@ -26,6 +26,10 @@ Array = np.ndarray
 
 def chain_of(problem: Problem, vendor: str) -> Chain:
     """The chain of a model, with kernels as a vendor's compiler makes them.
+
+    Args:
+        problem: the traced model.
+        vendor: of the chip, "nvidia", "google" or "cpu".
 
     Raises:
         TracingError: the model has no layers that repeat.
@@ -78,7 +82,7 @@ def _groups(facts: Facts) -> list[Group]:
     spans: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(facts.graph.ops):
         number = layers.segment(op.region)
-        if number != ENDS:
+        if number != OUTSIDE_LAYERS:
             spans[number] = (spans.get(number, (index, index))[0], index)
     found: list[Group] = []
     at = 0
@@ -88,7 +92,7 @@ def _groups(facts: Facts) -> list[Group]:
                 Group(
                     name="between layers" if found else "before the layers",
                     count=1,
-                    layers=ENDS,
+                    layers=OUTSIDE_LAYERS,
                     first=at,
                     last=first - 1,
                 )
@@ -98,7 +102,12 @@ def _groups(facts: Facts) -> list[Group]:
         )
         at = last + 1
     return (
-        [*found, Group(name="after the layers", count=1, layers=ENDS, first=at, last=total - 1)]
+        [
+            *found,
+            Group(
+                name="after the layers", count=1, layers=OUTSIDE_LAYERS, first=at, last=total - 1
+            ),
+        ]
         if at < total
         else found
     )

@@ -26,7 +26,7 @@ class Best:
 
     Attributes:
         seconds, fastest: of the fastest plan that fits.
-        lean_bytes, lean: of the minimum-memory plan.
+        minimum_memory_bytes, minimum_memory: of the minimum-memory plan.
         chosen: seconds of `fastest`; ties go to simpler plans, so it may be above the least by
             rounding.
         by_mesh: the fastest plan of every mesh that was priced, or the minimum-memory plan where
@@ -36,8 +36,8 @@ class Best:
 
     seconds: float = np.inf
     fastest: Candidate | None = None
-    lean_bytes: float = np.inf
-    lean: Candidate | None = None
+    minimum_memory_bytes: float = np.inf
+    minimum_memory: Candidate | None = None
     chosen: float = np.inf
     by_mesh: dict[MeshShape, tuple[float, float, Candidate]] = field(
         default_factory=dict[MeshShape, tuple[float, float, Candidate]]
@@ -82,7 +82,7 @@ class Seen:
         size = len(block.c)
         self._by_row = np.full((len(block.choices), size), np.inf)
         self._offers: list[Offer] = []
-        self._fast, self._lean, self._peak = Least(size), Least(size), np.zeros(size)
+        self._fast, self._minimum_memory, self._peak = Least(size), Least(size), np.zeros(size)
         self._offset = len(rows)
         if ranking is not None:
             rows += [
@@ -111,7 +111,13 @@ class Seen:
         return self._settles
 
     def at_least(self, choices: Array, candidates: Array, seconds: Array) -> None:
-        """Takes in bounds of plans that fit, in the place of their prices."""
+        """Takes in bounds of plans that fit, in the place of their prices.
+
+        Args:
+            choices: number of the choice, one per row.
+            candidates: number of the candidate, one per row.
+            seconds: bound of a step, one per row.
+        """
         np.minimum.at(self._by_row, (choices, candidates), seconds)
 
     def skip(self, count: int) -> None:
@@ -121,6 +127,11 @@ class Seen:
     def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
         """Takes in prices of plans; `candidates` are positions in the block, of which one may have
         many rows.
+
+        Args:
+            offer: the decisions of the rows.
+            totals: their prices, arrays [rows].
+            candidates: one per row.
         """
         seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._best.counts
         fits = peak <= self._capacity
@@ -143,7 +154,7 @@ class Seen:
             else:
                 np.minimum.at(self._by_row, (offer.choices[at], candidates[at]), seconds[at])
         every = np.arange(len(peak))
-        self._lean.take_in(number, offer, candidates, peak, every)
+        self._minimum_memory.take_in(number, offer, candidates, peak, every)
 
     def _rank(
         self,
@@ -186,12 +197,16 @@ class Seen:
             Where prices do not settle anything, seconds of the fastest plan that fits, by choice
             and candidate.
         """
-        fast, lean = self._fast, self._lean
-        noted = np.flatnonzero((lean.offers >= 0) & (self._settles | ~np.isfinite(fast.values)))
+        fast, minimum_memory = self._fast, self._minimum_memory
+        noted = np.flatnonzero(
+            (minimum_memory.offers >= 0) & (self._settles | ~np.isfinite(fast.values))
+        )
         for row in noted:
             mesh, order, _ = self._block.places[row]
             place = mesh, int(self._block.c.micro[row]), order
-            least = self._offers[int(lean.offers[row])].candidate(int(lean.rows[row]), self.choices)
+            least = self._offers[int(minimum_memory.offers[row])].candidate(
+                int(minimum_memory.rows[row]), self.choices
+            )
             leanest = least.on(*place)
             fastest = (
                 self._offers[int(fast.offers[row])]
@@ -205,17 +220,22 @@ class Seen:
                 leanest,
                 float(fast.values[row]),
                 float(self._peak[row]),
-                float(lean.values[row]),
+                float(minimum_memory.values[row]),
             )
         return self._by_row
 
     def _note(
-        self, fastest: Candidate, lean: Candidate, seconds: float, peak: float, least: float
+        self,
+        fastest: Candidate,
+        minimum_memory: Candidate,
+        seconds: float,
+        peak: float,
+        least: float,
     ) -> None:
         best = self._best
         fits = np.isfinite(seconds)
-        if least < best.lean_bytes * (1 - 1e-9):
-            best.lean_bytes, best.lean = least, lean
+        if least < best.minimum_memory_bytes * (1 - 1e-9):
+            best.minimum_memory_bytes, best.minimum_memory = least, minimum_memory
         if fits and (best.fastest is None or _before(seconds, fastest, best.chosen, best.fastest)):
             best.chosen, best.fastest = seconds, fastest
         entry = seconds, peak if fits else least, fastest

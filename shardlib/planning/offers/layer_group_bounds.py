@@ -208,7 +208,7 @@ class GroupBounds:
                 stages=c.stage,
                 chunks=np.where(c.stage > 1, how.virtual_stages, 1),
                 microbatches=c.micro,
-                lockstep=self.pricer.stack.pipeline == "lockstep",
+                lockstep=self.pricer.profile.pipeline == "lockstep",
             )
         )
         slow = (
@@ -236,6 +236,10 @@ class GroupBounds:
 def rates(seconds: Array, sizes: Array) -> Array:
     """Seconds for a byte that each corner asks for beside the quickest, array [corners, rows]; 0
     where it is not smaller.
+
+    Args:
+        seconds: of a layer, [corners, rows].
+        sizes: bytes of a layer, [corners, rows].
     """
     quickest = np.argmin(seconds, axis=0)[None]
     slower, smaller = (

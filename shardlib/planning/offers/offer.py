@@ -64,7 +64,13 @@ class Offer:
         return replace(self, decisions=replace(self.decisions, **changes))
 
     def candidate(self, at: int, choices: list[tuple[Choice, bool]]) -> Candidate:
-        """The decisions of one row, on no mesh yet."""
+        """The decisions of one row, on no mesh yet.
+
+        Args:
+            at: number of the row.
+            choices: what shards colours, and whether tokens are routed over an expert axis; by
+                number.
+        """
         choice, routes = choices[int(self.choices[at])]
         if self.groups is not None:
             policy, layers = by_group(self.groups[at])

@@ -51,7 +51,12 @@ class RowPricer:
     groups: GroupPricer | None = None
 
     def price(self, rows: Rows, seen: Seen) -> None:
-        """Offers every plan of some rows that no bound excludes."""
+        """Offers every plan of some rows that no bound excludes.
+
+        Args:
+            rows: choices on candidates.
+            seen: takes the offers.
+        """
         for piped in (False, True):
             mine = np.flatnonzero((rows.c.stage > 1) == piped)
             if not len(mine):

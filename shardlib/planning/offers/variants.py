@@ -97,7 +97,7 @@ class Variants:
         self,
         offer: Offer,
         rows: Array,
-        lean: Totals,
+        rematerialised: Totals,
         fast: Totals | None,
         c: Candidates,
         seen: Seen,
@@ -110,17 +110,22 @@ class Variants:
         if self.room.lowered and wanted is None:  # layers of stages recompute alike
             legal &= c.stage == 1
         if wanted is None:
-            legal &= (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
+            legal &= (fast.peak_bytes > self.capacity) & (
+                fast.step_seconds < rematerialised.step_seconds
+            )
         if not legal.any():
             return
         layers = fullest(offer.decisions, self.load.model, c)
         if wanted:
             needed = np.where(layers > wanted, float(wanted), 0.0)
         else:
-            saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
+            saved, less = (
+                fast.device_bytes["activations"],
+                rematerialised.device_bytes["activations"],
+            )
             others = sum(
                 (
-                    np.maximum(size, lean.device_bytes[name])
+                    np.maximum(size, rematerialised.device_bytes[name])
                     for name, size in fast.device_bytes.items()
                     if name != "activations"
                 ),
@@ -134,6 +139,6 @@ class Variants:
             share = needed[at] / layers[at]
             seen.offer(
                 replace(offer.take(at), layers=needed[at].astype(np.int64)),
-                mix(fast.take(at), lean.take(at), share),
+                mix(fast.take(at), rematerialised.take(at), share),
                 rows[at],
             )

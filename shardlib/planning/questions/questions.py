@@ -9,6 +9,7 @@ from shardlib.planning.answers.alternative import Alternative, alternatives_text
 from shardlib.planning.answers.constraint import Constraints
 from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.plan import Plan
+from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Answers:
     constraints: Constraints | None = None
     sensitivity: Sensitivity | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The answers as plain data, each under its name."""
         data: dict[str, Any] = {}
         if self.alternatives is not None:

@@ -59,8 +59,8 @@ def replan(
         topology: the machine that is left; larger ones, and other chips, are allowed.
         lost: numbers of the old devices that are gone; by default the last ones.
         anew: search the whole space. Otherwise the way of running a step stays (`KEPT`) as long as
-            that fits, which is many times as quick; mesh, microbatches and what is cut are found
-            anew.
+            that fits, which is many times as quick; mesh, microbatches and what is sharded are
+            found anew.
 
     Raises:
         PlanError: the plan was read from a file.

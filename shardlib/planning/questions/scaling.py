@@ -33,6 +33,7 @@ from shardlib.planning.units.quantity import (
     seconds_text,
 )
 from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.untrusted.json_types import JsonObject
 
 #: Least parallel efficiency, and least speed-up of a doubling, at which more devices pay.
 LEAST_EFFICIENCY, LEAST_SPEED_UP = 0.5, 1.1
@@ -71,7 +72,7 @@ class Point:
             and (not self.speed_up or self.speed_up >= LEAST_SPEED_UP)
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The point as plain data."""
         data: dict[str, Any] = {
             "devices": self.devices,
@@ -158,7 +159,7 @@ class Curve:
             " tokens a second"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The curve as plain data."""
         return {
             "model": self.model,

@@ -78,7 +78,7 @@ class Explorer:
         *,
         any_plan: bool = False,
     ) -> None:
-        self.load, self.room, self.pricer = load, room, Pricer(topology, load.stack)
+        self.load, self.room, self.pricer = load, room, Pricer(topology, load.profile)
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
@@ -156,7 +156,7 @@ class Explorer:
             scopes = [
                 self._scope(self.load.colouring.sequence_colour, routes)
                 for routes in self.room.routes
-            ]  # over one device nothing is cut
+            ]  # over one device nothing is sharded
             totals = [
                 scope.accounts.work[policy, scope.routes]
                 .on(values, zero)
@@ -253,7 +253,7 @@ class Explorer:
             self._pairs.price(entries, pairs.first(size), 1, None)
             pairs, size = pairs.after(size), size * MORE
 
-    def lean(self) -> None:
+    def minimum_memory(self) -> None:
         """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
         memory does not depend on places.
         """
@@ -266,11 +266,13 @@ class Explorer:
                 block = order[start:end]
                 pairs, size = (
                     entries.pairs(
-                        some[block[bounds[block] < best.lean_bytes]], best.lean_bytes, lean=True
+                        some[block[bounds[block] < best.minimum_memory_bytes]],
+                        best.minimum_memory_bytes,
+                        minimum_memory=True,
                     ),
                     NEAREST,
                 )
-                while len(pairs := pairs.below(best.lean_bytes)):
+                while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
 

@@ -53,9 +53,14 @@ def with_loops(
 def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and
     where links work beside compute, which those of simulated devices do not.
+
+    Args:
+        load: the prepared problem.
+        topology: the machine.
+        mesh: sizes of the mesh axes.
     """
     return (
-        load.stack.name == XLA.name
+        load.profile.name == XLA.name
         and mesh["tensor"] > 1
         and mesh["stage"] == 1
         and all(tier.kind != "memory" for tier in topology.tiers)
@@ -82,7 +87,7 @@ def with_any_loops(
             with_loops(load, topology, one.best.fastest, pins, one.best.seconds),
             key=lambda pair: pair[1],
         )
-    hidden = prepare(load.problem, topology.chip.vendor, replace(load.stack, tensor_overlap=1.0))
+    hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
     fastest = priced_space(hidden, topology, pins, lowered=lowered).best.seconds
     ranking, priced = Ranking[Candidate](), 0
     everywhere = priced_space(

@@ -88,6 +88,10 @@ class PairPricer:
     def on_best_links(self, entries: Entries, pairs: Pairs) -> Pairs:
         """Pairs with the seconds of the fastest plan that fits, if every group of axes had the
         fastest links that it could have alone; infinite where none fits.
+
+        Args:
+            entries: meshes with microbatches.
+            pairs: choices on them.
         """
         if not len(pairs):
             return pairs

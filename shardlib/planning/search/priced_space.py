@@ -51,7 +51,15 @@ class PricedSpace:
         return entry.what.on(*self.rows[entry.index])
 
     def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
-        """Sorts equally fast entries of the ranking."""
+        """Sorts equally fast entries of the ranking.
+
+        Args:
+            what: the decisions.
+            index: of the mesh and microbatches.
+
+        Returns:
+            A key; the smallest is the simplest.
+        """
         return what.on(*self.rows[index]).simplicity()
 
 
@@ -98,7 +106,7 @@ def priced_space(
     explorers: list[Explorer] = []
     rooms: list[Space] = []
     every = dict.fromkeys(
-        effective(one, load.problem, load.stack, pins.dtypes)
+        effective(one, load.problem, load.profile, pins.dtypes)
         for one in combinations(pins.dtypes, lowered_dtypes(pins.allow) if lowered else pins.allow)
     )
 
@@ -119,7 +127,7 @@ def priced_space(
         for devices in _counts(rooms[-1], one, topology, wanted):
             explorer.run(devices, ranking, slack)
 
-    usual, otherwise = strategies(load.problem, pins, load.stack, topology.chip.vendor)
+    usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip.vendor)
     for dtypes, strategy in itertools.product(every, usual):
         explore(dtypes, strategy)
     explorer = explorers[0]
@@ -128,8 +136,8 @@ def priced_space(
             explore(dtypes, strategy)
     if explorer.best.fastest is None and not any_plan:
         for one in explorers:
-            one.lean()
-    if explorer.best.lean is None and not any_plan:
+            one.minimum_memory()
+    if explorer.best.minimum_memory is None and not any_plan:
         raise explain_empty(load.problem, load.colouring, pins, wanted)
     return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
 

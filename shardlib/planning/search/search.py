@@ -8,17 +8,16 @@ how it is priced in `planning/search/branch_and_bound.py`. Ties go to the simple
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA, framework_profile
-from shardlib.decisions.pins import Pins
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
@@ -41,11 +40,11 @@ MOST_REJECTED = 200
 def search(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
-    stack: FrameworkProfile | str | None = None,
+    profile: FrameworkProfile | str | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits.
 
@@ -56,8 +55,8 @@ def search(
         load: the problem already prepared, to search it again.
         lowered: leave out, unless they are pinned, decisions that no program can be made of yet
             (`Decision.waits_for`).
-        stack: the software that will run it, or its name; by default that of `load`, or one program
-            of JAX ("xla").
+        profile: framework profile, or its name: the software that will run it; by default that of
+            `load`, or one program of JAX ("xla").
 
     Returns:
         The plan, with its certificate.
@@ -68,14 +67,14 @@ def search(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = prepared(problem, topology, load, stack, pins)
+    load = prepared(problem, topology, load, profile, pins)
     space = priced_space(load, topology, pins, lowered=lowered)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
     found = space.best.seconds
     candidate, step_seconds = with_loops(load, topology, space.best.fastest, pins, found)
     bound = min(found, step_seconds)
-    if pins.collective_matmul == "any" and load.stack.name == XLA.name:
+    if pins.collective_matmul == "any" and load.profile.name == XLA.name:
         candidate, step_seconds, bound = with_any_loops(load, topology, pins, space)
     seconds = time.perf_counter() - started
     return _plan(
@@ -91,14 +90,25 @@ def prepared(
     problem: Problem,
     topology: Topology,
     load: Workload | None,
-    stack: FrameworkProfile | str | None,
+    profile: FrameworkProfile | str | None,
     pins: Pins,
 ) -> Workload:
-    """The problem prepared for a machine and a stack of software, or `load` itself where that is
+    """The problem prepared for a machine and a framework profile, or `load` itself where that is
     it.
+
+    Args:
+        problem: the traced step.
+        topology: the machine.
+        load: prepared before; None for nothing.
+        profile: framework profile or its name; None for JAX and XLA.
+        pins: decisions fixed by hand.
     """
     wanted = (
-        framework_profile(stack) if stack is not None else load.stack if load is not None else XLA
+        framework_profile(profile)
+        if profile is not None
+        else load.profile
+        if load is not None
+        else XLA
     )
     if pins.pipeline == "programs":  # they wait for nothing but their neighbours
         wanted = replace(wanted, pipeline="asynchronous")
@@ -109,7 +119,7 @@ def prepared(
     if (
         load is not None
         and traits(load.vendor) == traits(topology.chip.vendor)
-        and load.stack == wanted
+        and load.profile == wanted
     ):
         return load
     return prepare(problem, topology.chip.vendor, wanted)
@@ -118,18 +128,18 @@ def prepared(
 def ranked(
     problem: Problem,
     topology: str | Topology,
-    pin: Mapping[str, Any] | Pins | None = None,
+    pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
     lowered: bool = False,
     slack: float = np.inf,
-    stack: FrameworkProfile | str | None = None,
+    profile: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, the fastest first; none is built before it is asked for.
 
     Args:
-        problem, topology, pin, load, lowered, stack: as `search` takes them; its answer is the
+        problem, topology, pin, load, lowered, profile: as `search` takes them; its answer is the
             first.
         slack: leave out candidates of which no plan can be faster than so many times the fastest;
             in a large space, anything else takes long.
@@ -140,7 +150,7 @@ def ranked(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = prepared(problem, topology, load, stack, pins)
+    load = prepared(problem, topology, load, profile, pins)
     ranking = Ranking[Candidate]()
     space = priced_space(load, topology, pins, ranking, slack, lowered=lowered)
     if space.best.fastest is None:
@@ -227,7 +237,7 @@ def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
 def _infeasible(
     load: Workload, topology: Topology, pins: Pins, space: PricedSpace
 ) -> InfeasibleError:
-    assert space.best.lean is not None
+    assert space.best.minimum_memory is not None
 
     def fits(other: Topology, others: Pins) -> bool:
         try:
@@ -236,4 +246,4 @@ def _infeasible(
             return False
         return priced.best.fastest is not None
 
-    return infeasible(load, topology, pins, space.best.lean, fits)
+    return infeasible(load, topology, pins, space.best.minimum_memory, fits)

@@ -27,7 +27,7 @@ class Strategy:
 
 
 def strategies(
-    problem: Problem, pins: Pins, stack: FrameworkProfile, vendor: str
+    problem: Problem, pins: Pins, profile: FrameworkProfile, vendor: str
 ) -> tuple[list[Strategy], list[Strategy]]:
     """How attention may be computed and the context axis used, and what else plans may do where
     nothing fits.
@@ -41,7 +41,7 @@ def strategies(
     Args:
         problem: the model.
         pins: the user's decisions.
-        stack: the software; some fuses attention whatever the plan says.
+        profile: the software; some fuses attention whatever the plan says.
         vendor: of the chips.
 
     Raises:
@@ -61,12 +61,12 @@ def strategies(
             f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'"
         )
     fused, blocks = (
-        stack.attention == "fused",
+        profile.attention == "fused",
         ("blocks" if calls and pins.attention is None else pins.attention or "traced"),
     )
     best = OF_VENDOR.get(vendor, "traced")
     kernel = pins.attention or (
-        "traced" if stack.attention != "traced" or _without(problem, vendor, best) else best
+        "traced" if profile.attention != "traced" or _without(problem, vendor, best) else best
     )
     if pins.context is not None:
         attention = {

@@ -1,9 +1,10 @@
 """What does a program cost under every choice of colours, before shapes and links are known?
 
 Items that depend on the same colours form a group. Colours that no op ties together do not know of
-each other: what cutting one costs does not depend on whether another is cut. So the colours fall
-into *components*, every group belongs to one of them or to none, and the tally of a choice is a sum
-over components, each of which has few ways to be cut. Two things follow, and both are exact:
+each other: what cutting one costs does not depend on whether another is sharded. So the colours
+fall into *components*, every group belongs to one of them or to none, and the tally of a choice is
+a sum over components, each of which has few ways to be sharded. Two things follow, and both are
+exact:
 
 - the least that a choice can cost is the sum of the least that each component can cost;
 - the tallies of all choices are sums of the few tallies of components, which do not depend on
@@ -42,16 +43,26 @@ class Group:
         self._entries: dict[Choice, list[Entry]] = {}
 
     def entries(
-        self, choice: Choice, book: Book, stack: FrameworkProfile, segments: int
+        self, choice: Choice, book: Book, profile: FrameworkProfile, segments: int
     ) -> list[Entry]:
-        """What all items add under a choice."""
+        """What all items add under a choice.
+
+        Args:
+            choice: what shards colours.
+            book: numbers the measures.
+            profile: framework profile.
+            segments: number of segments.
+
+        Returns:
+            (row, number of the measure, amount).
+        """
         key = choice.restrict(self.colours)
         if key not in self._entries:
             self._entries[key] = [
                 ((offset + item.segment % segments) * ROWS + row, book.number(measure), amount)
                 for offset, item in self.items
                 for term in item.terms(key)
-                for row, measure, amount in charges(item.segment, term, stack)
+                for row, measure, amount in charges(item.segment, term, profile)
             ]
         return self._entries[key]
 
@@ -108,7 +119,7 @@ class Account:
         groups: of all items.
         parts: components of the colours; `()` stands for what depends on no colour that could be
             sharded over tensor.
-        book, stack: measures, and the software.
+        book, profile: measures, and the software.
     """
 
     lists: int
@@ -116,7 +127,7 @@ class Account:
     groups: tuple[Group, ...]
     parts: tuple[tuple[str, ...], ...]
     book: Book
-    stack: FrameworkProfile
+    profile: FrameworkProfile
     _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
         default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
     )
@@ -135,6 +146,10 @@ class Account:
     ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
         """The tally of a component under a choice, and what it is known by: choices that cut the
         component alike have the same.
+
+        Args:
+            part: colours of the component.
+            choice: what shards colours.
         """
         asked = part, choice
         if asked not in self._asked:
@@ -152,7 +167,7 @@ class Account:
                 self._known[key] = tallied(
                     entry
                     for group in groups
-                    for entry in group.entries(choice, self.book, self.stack, self.segments)
+                    for entry in group.entries(choice, self.book, self.profile, self.segments)
                 )
             self._asked[asked] = key, self._known[key]
         return self._asked[asked]
@@ -219,7 +234,7 @@ class Ledger:
         points: the memory items of each point, likewise.
         rest: items of stored parameters.
         classes: of layers.
-        stack: the software.
+        profile: the software.
         fixed: colours beside those of a choice's tensor axis that items may depend on.
         book: takes the measures; a new one by default.
     """
@@ -230,17 +245,17 @@ class Ledger:
         points: dict[tuple[str, bool], tuple[list[Item], ...]],
         rest: list[Item],
         classes: int,
-        stack: FrameworkProfile,
+        profile: FrameworkProfile,
         fixed: frozenset[str],
         book: Book | None = None,
     ) -> None:
         self._work, self._points, self._rest = work, points, rest
-        self._segments, self._stack, self._fixed = classes + 2, stack, fixed
+        self._segments, self._profile, self._fixed = classes + 2, profile, fixed
         self.book = Book() if book is None else book
         self._known: dict[tuple[str, ...], Accounts] = {}
 
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
-        """The accounts where the tensor axis may cut some colours."""
+        """The accounts where the tensor axis may shard some colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
             lists: list[Sequence[list[Item]]] = [
@@ -257,7 +272,7 @@ class Ledger:
                     groups=some,
                     parts=parts,
                     book=self.book,
-                    stack=self._stack,
+                    profile=self._profile,
                 )
                 for listed, some in zip(lists, groups, strict=True)
             ]

@@ -49,6 +49,10 @@ def experts_form(problem: Problem) -> str:
 def batch_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
     named a batch.
+
+    Args:
+        problem: with the arrays of the batch.
+        colouring: which colour is the batch.
     """
     name = colouring.batch_colour
     sizes = [
@@ -63,6 +67,10 @@ def batch_size(problem: Problem, colouring: Colouring) -> int:
 def sequence_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
     none.
+
+    Args:
+        problem: with the arrays of the batch.
+        colouring: which colour is the sequence.
     """
     name = colouring.sequence_colour
     sizes = [
@@ -77,6 +85,10 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
 def divisors(number: int, most: int | None = None) -> list[int]:
     """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
     are of use, and to look for all takes the root of the number.
+
+    Args:
+        number: at least 1.
+        most: None for the number itself.
     """
     most = number if most is None else most
     small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
@@ -84,11 +96,11 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Colours that the tensor axis may cut, the most specific first, and those left out for being
+    """Colours that the tensor axis may shard, the most specific first, and those left out for being
     too many.
 
-    The colour of the residual stream is no candidate where the sequence can be cut instead: both
-    cost the same collectives, and along the sequence the normalisation needs none.
+    The colour of the residual stream is no candidate where the sequence can be sharded instead:
+    both cost the same collectives, and along the sequence the normalisation needs none.
     """
     barred = {colouring.batch_colour, colouring.sequence_colour}
     fit = [

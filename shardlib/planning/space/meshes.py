@@ -19,6 +19,11 @@ Array = np.ndarray
 def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     """Every mesh of some number of devices, with every number of microbatches.
 
+    Args:
+        room: the space that is searched.
+        colouring: which dims divide by what.
+        devices: number of devices, all of which are used.
+
     Returns:
         The sizes of every mesh axis and "micro", arrays of equal length.
     """
@@ -48,6 +53,10 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
 def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
     """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
     pins and model allow.
+
+    Args:
+        room: the space that is searched.
+        devices: number of devices, all of which are used.
     """
     pins, limits, lowered, contexts = room.pins, room.limits, room.lowered, room.strategy.contexts
     lowers = ("expert",) if True in room.routes else ()
@@ -113,6 +122,15 @@ def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
 def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
     """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
     sequence divides, and an expert axis has tokens to route.
+
+    Args:
+        choice: what shards colours.
+        limits: sizes of the model that axes must divide.
+        routes: whether tokens can be routed over an expert axis.
+        sizes: of mesh axes, arrays [candidates].
+
+    Returns:
+        Boolean array [candidates].
     """
     fits = (
         limits.sequence

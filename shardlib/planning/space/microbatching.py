@@ -29,6 +29,10 @@ _TRY = (
 def require_whole(rows: Rows, microbatches: int) -> None:
     """Raises where a batch is to be worked through in parts, and that would change the results.
 
+    Args:
+        rows: how the loss depends on the rows of the batch.
+        microbatches: of a step, as pinned.
+
     Raises:
         PinError: several microbatches, and a loss whose rows meet.
     """
@@ -43,7 +47,12 @@ def require_whole(rows: Rows, microbatches: int) -> None:
 
 
 def coupled(rows: Rows, microbatches: int) -> list[Finding]:
-    """Findings about a loss whose rows meet."""
+    """Findings about a loss whose rows meet.
+
+    Args:
+        rows: how the loss depends on the rows of the batch.
+        microbatches: of the plan.
+    """
     if not rows.splits:
         return [
             Finding(

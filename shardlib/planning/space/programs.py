@@ -53,7 +53,7 @@ def program_of(
     problem: Problem,
     colouring: Colouring,
     frozen: frozenset[tuple[str, int]],
-    stack: FrameworkProfile,
+    profile: FrameworkProfile,
     vendor: str,
     *,
     policy: str,
@@ -65,15 +65,15 @@ def program_of(
         problem: the model.
         colouring: its colours.
         frozen: (path, dim) that count layers.
-        stack: the framework that runs it.
+        profile: the framework that runs it.
         vendor: of the chips, whose compiler makes the kernels.
         policy: remat policy.
         routes: whether tokens are routed to their experts.
     """
-    step, names = rewritten(problem.steps[policy], colouring.steps[policy], stack)
+    step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
         step, names = localised(step, names, colouring.batch_colour)
-        step, names = keep_rows(step, names) if stack.routed_saves == "rows" else (step, names)
+        step, names = keep_rows(step, names) if profile.routed_saves == "rows" else (step, names)
     facts = Facts(
         step,
         names,
@@ -82,7 +82,7 @@ def program_of(
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
-        room=stack.exchange_room,
+        room=profile.exchange_room,
     )
     apart = (
         1 < len(facts.layers.counts) <= MAX_CLASSES
@@ -93,7 +93,7 @@ def program_of(
         facts,
         step,
         _guesses(colouring, expert_colour(facts.graph, names) if routes else None),
-        stack,
+        profile,
         moments=apart,
     )
     return Program(

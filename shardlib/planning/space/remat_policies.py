@@ -15,6 +15,15 @@ def policies_of_groups(
 ) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
     """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
     policy of each class; classes that it leaves out recompute nothing.
+
+    Args:
+        problem: with the policies it was traced under.
+        pins: with `remat_classes`.
+        names: of the layer groups.
+        by_class: whether each layer group may have a policy of its own.
+
+    Raises:
+        PinError: a layer group or a policy is unknown, or one cannot have a policy of its own.
     """
     given = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
     if not given or pins.remat_classes == ANY_GROUP:

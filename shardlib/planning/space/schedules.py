@@ -30,8 +30,15 @@ Array = np.ndarray
 
 
 def legal_zero(zero: int, c: Candidates) -> Array:
-    """Which candidates a ZeRO stage fits: something to sharded over, and an fsdp axis that cuts
+    """Which candidates a ZeRO stage fits: there is something to shard over, and an fsdp axis shards
     something.
+
+    Args:
+        zero: 0 to 3.
+        c: candidates.
+
+    Returns:
+        Boolean array [candidates].
     """
     return c.ways(STORED_AXES) > 1 if zero else c.fsdp == 1
 
@@ -39,6 +46,11 @@ def legal_zero(zero: int, c: Candidates) -> Array:
 def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
     """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
     said here.
+
+    Args:
+        room: the space that is searched.
+        policy: remat policy.
+        pipelined: whether there are stages.
     """
     pins = room.pins
     zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
@@ -87,7 +99,12 @@ def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
 
 
 def of_policy(room: Space, policy: str) -> list[Schedule]:
-    """Schedules of the space under a remat policy, but for `breadth_first`."""
+    """Schedules of the space under a remat policy, but for `breadth_first`.
+
+    Args:
+        room: the space that is searched.
+        policy: remat policy.
+    """
     return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(room, policy))]
 
 
@@ -132,6 +149,13 @@ def _dividing(layers: int) -> tuple[int, ...]:
 def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
     """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
     there is none.
+
+    Args:
+        room: the space that is searched.
+        sizes: of mesh axes and "micro", arrays [candidates].
+
+    Returns:
+        Int array [candidates].
     """
     stages, micro, rest = (
         sizes["stage"],
@@ -155,7 +179,17 @@ def groups(room: Space) -> int:
 
 
 def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
-    """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
+    """The most chunks of layers on a stage that a schedule of the space may have, by candidate.
+
+    Args:
+        room: the space that is searched.
+        policy: remat policy.
+        stages: number of stages, [candidates].
+        micro: microbatches of a step, [candidates].
+
+    Returns:
+        Int array [candidates].
+    """
     most = max((virtual for _, virtual in _schedules(room, policy)), default=1)
     return np.where(
         micro >= stages * groups(room),
@@ -167,6 +201,14 @@ def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
 def legal_schedule(room: Space, how: Decisions, c: Candidates) -> Array:
     """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
     microbatches for every stage; breadth first, as many layers in every chunk.
+
+    Args:
+        room: the space that is searched.
+        how: with the schedule and virtual stages.
+        c: candidates.
+
+    Returns:
+        Boolean array [candidates].
     """
     layers = room.limits.layers
     fits = c.stage * how.virtual_stages <= layers

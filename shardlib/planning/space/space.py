@@ -11,7 +11,7 @@ The space, where pins do not narrow it:
 - their place on the links: the usual order of axes, or one axis moved to the innermost or the
   outermost links (`shardlib.hardware.placement.orders`);
 - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
-- colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without
+- colours that the tensor axis shards: every subset of up to `MAX_TENSOR_COLOURS`, with and without
   sequence parallelism;
 - ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where
   `remat_classes` is "any", for each layer group a policy and a number of them
@@ -61,7 +61,7 @@ class Space:
     """The plans of a problem under pins.
 
     Attributes:
-        tensor: colours that the tensor axis may cut, in order of priority.
+        tensor: colours that the tensor axis may shard, in order of priority.
         left_out: colours beyond `MAX_TENSOR_COLOURS`.
         policies: remat policies.
         choices: every set of colours, with and without sequence parallelism.
@@ -143,7 +143,7 @@ def build(
         limits=limits,
         lowered=lowered,
         by_class=load.by_class,
-        gathers=_gathers(pins, gathers(load.stack)),
+        gathers=_gathers(pins, gathers(load.profile)),
         each=each,
         strategy=strategy,
     )

@@ -31,8 +31,8 @@ class Scope:
 
     Attributes:
         load, room: the model and the space.
-        cuttable: colours that some choice cuts.
-        along: the colour that the context axis cuts.
+        cuttable: colours that some choice shards.
+        along: the colour that the context axis shards.
         routes: whether tokens of experts are routed.
     """
 
@@ -48,7 +48,7 @@ class Scope:
         return self.load.ledger.accounts(self.cuttable)
 
     def choice(self, choice: Choice) -> Choice:
-        """A choice of the space with what the context and expert axes cut."""
+        """A choice of the space with what the context and expert axes shard."""
         return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
 
 
@@ -76,7 +76,12 @@ class Parts:
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
 
     def total(self, choice: Choice, at: Array) -> Array:
-        """The quantities of a choice on some shapes, array [quantities, shapes]."""
+        """The quantities of a choice on some shapes, array [quantities, shapes].
+
+        Args:
+            choice: what shards colours.
+            at: numbers of shapes.
+        """
         return sum(
             (self._part(part, choice)[:, at] for part in ((), *self._account.parts)),
             np.zeros((self._count, len(at))),
@@ -84,7 +89,7 @@ class Parts:
 
     @property
     def components(self) -> int:
-        """Number of components of colours that the tensor axis may cut."""
+        """Number of components of colours that the tensor axis may shard."""
         return len(self._account.parts)
 
     def least(self, first: int | None = None) -> Array:
@@ -92,8 +97,8 @@ class Parts:
         no choice fits.
 
         Args:
-            first: leave out all but so many components of the colours that the tensor axis may cut,
-                which can only be less.
+            first: leave out all but so many components of the colours that the tensor axis may
+                shard, which can only be less.
         """
         choices = self._scope.room.choices
         found = np.full((self._count, len(self._tensor)), np.inf)

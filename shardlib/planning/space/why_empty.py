@@ -25,7 +25,17 @@ from shardlib.schedules.table import named
 def explain_empty(
     problem: Problem, colouring: Colouring, pins: Pins, devices: int
 ) -> BatchError | PinError:
-    """Why no plan is legal under the pins, as the error to raise."""
+    """Why no plan is legal under the pins, as the error to raise.
+
+    Args:
+        problem: the traced step.
+        colouring: its colours.
+        pins: decisions fixed by hand.
+        devices: of the machine.
+
+    Returns:
+        The error, with all pins that are to blame.
+    """
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
@@ -125,7 +135,7 @@ def _in_order(pins: Pins, stages: int, together: int) -> bool:
 
 
 def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
-    """A batch is to be cut that has nothing to cut."""
+    """A batch is to be sharded that has nothing to cut."""
     arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
     asked = " and ".join(
         [
@@ -141,8 +151,8 @@ def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
 
 
 def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length: int) -> PinError:
-    """No colour that the tensor axis may cut divides into its parts; those that do, and why they
-    are not cut.
+    """No colour that the tensor axis may shard divides into its parts; those that do, and why they
+    are not sharded.
     """
     listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
     carried = [
@@ -163,7 +173,14 @@ def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length
 
 
 def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
-    """Why a pinned axis fits no plan of a model; empty where it may."""
+    """Why a pinned axis fits no plan of a model; empty where it may.
+
+    Args:
+        axis: name of the mesh axis.
+        size: as pinned.
+        problem: the traced step.
+        colouring: its colours.
+    """
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
         found = (

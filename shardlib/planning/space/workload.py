@@ -39,7 +39,7 @@ class Workload:
         programs: by remat policy and by whether tokens are routed.
         rest: items of stored parameters.
         model: layers, and bytes of the batch.
-        stack: the software.
+        profile: the software.
     """
 
     problem: Problem
@@ -50,7 +50,7 @@ class Workload:
     programs: Mapping[tuple[str, bool], Program]
     rest: list[Item]
     model: Model
-    stack: FrameworkProfile = XLA
+    profile: FrameworkProfile = XLA
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -60,7 +60,7 @@ class Workload:
             {key: getattr(program, name) for key, program in self.programs.items()}
             for name in ("work", "points")
         )
-        return Ledger(work, points, self.rest, len(self.counts), self.stack, fixed)
+        return Ledger(work, points, self.rest, len(self.counts), self.profile, fixed)
 
     @cached_property
     def moments(self) -> Ledger:
@@ -87,7 +87,7 @@ class Workload:
 
     def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
         fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
-        return Ledger({}, points, [], len(self.counts), self.stack, fixed, book=self.ledger.book)
+        return Ledger({}, points, [], len(self.counts), self.profile, fixed, book=self.ledger.book)
 
     @cached_property
     def by_class(self) -> bool:
@@ -123,14 +123,14 @@ class Workload:
         """
         kind = (
             "traced"
-            if attention == "traced" or self.stack.attention != "traced"
+            if attention == "traced" or self.profile.attention != "traced"
             else "blocks"
             if attention == "blocks"
             else "fused"
         )
         if (dtypes, kind) not in self._under:
-            problem, stack = under(dtypes, self.problem, self.stack)
-            changed = stack if kind == "traced" else replace(stack, attention=kind)
+            problem, profile = under(dtypes, self.problem, self.profile)
+            changed = profile if kind == "traced" else replace(profile, attention=kind)
             self._under[dtypes, kind] = (
                 prepare(problem, self.vendor, changed) if dtypes or kind != "traced" else self
             )
@@ -172,13 +172,13 @@ def _shared_path(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = XLA) -> Workload:
+def prepare(problem: Problem, vendor: str = "nvidia", profile: FrameworkProfile = XLA) -> Workload:
     """Colours a problem and splits its cost into items.
 
     Args:
         problem: a traced model.
         vendor: of the chips, whose compiler makes the kernels.
-        stack: the software that runs the step, which may compute and keep other values than the
+        profile: the software that runs the step, which may compute and keep other values than the
             traced program (`shardlib.cost.profiles.rewrites`).
     """
     colouring = colour(problem)
@@ -187,7 +187,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = 
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
     programs = {
         (policy, routes): program_of(
-            problem, colouring, frozen, stack, vendor, policy=policy, routes=routes
+            problem, colouring, frozen, profile, vendor, policy=policy, routes=routes
         )
         for policy in problem.steps
         for routes in ((False, True) if expert else (False,))
@@ -205,13 +205,13 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = 
         expert=expert,
         programs=programs,
         rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
-        stack=stack,
+        profile=profile,
         model=Model(
             counts=facts.layers.counts,
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,
             largest_end=_largest_end(problem, segments),
-            reduction=_reduction(stack, problem),
+            reduction=_reduction(profile, problem),
             working=_working(problem),
             head_layers=_head_layers(facts),
         ),
@@ -252,12 +252,12 @@ def _head_layers(facts: Facts) -> float:
     return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
 
 
-def _reduction(stack: FrameworkProfile, problem: Problem) -> float:
-    """Bytes of a gradient in communication under a stack over those as traced, in the dtype of the
-    matmuls.
+def _reduction(profile: FrameworkProfile, problem: Problem) -> float:
+    """Bytes of a gradient in communication under a profile over those as traced, in the dtype of
+    the matmuls.
     """
     return (
-        ITEMSIZE[stack.reduction_dtype] / ITEMSIZE[problem.compute_dtype]
-        if stack.reduction_dtype
+        ITEMSIZE[profile.reduction_dtype] / ITEMSIZE[problem.compute_dtype]
+        if profile.reduction_dtype
         else 1.0
     )

@@ -42,6 +42,10 @@ def explain(plan: PlanData, *, topology: Topology | None = None) -> str:
 def usable_bytes(plan: PlanData, topology: Topology | None = None) -> int | None:
     """Memory of a device that a program can use; None where the plan's topology is a file that is
     not on this machine.
+
+    Args:
+        plan: with the spelling of its topology.
+        topology: the topology itself, where it is known.
     """
     try:
         return (topology or find_topology(plan.topology)).chip.usable_bytes

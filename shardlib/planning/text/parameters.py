@@ -28,7 +28,13 @@ MOST_PARAMETERS = 24
 
 
 def notation(names: LogicalAxes, shape: Sequence[int], layout: Layout) -> str:
-    """A layout as the scaling book writes it: [I_X, J_Y]."""
+    """A layout as the scaling book writes it: [I_X, J_Y].
+
+    Args:
+        names: colour per dim; None where it has none.
+        shape: elements per dim.
+        layout: mesh axes per dim.
+    """
     dims = (
         f"{name or size}{'_' + '·'.join(axes) if axes else ''}"
         for name, size, axes in zip(names, shape, layout, strict=True)

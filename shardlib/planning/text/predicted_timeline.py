@@ -91,7 +91,12 @@ def predicted(plan: PlanData) -> Timeline:
 
 
 def title(plan: PlanData, *, lockstep: bool) -> str:
-    """What runs where: the first line of a timeline."""
+    """What runs where: the first line of a timeline.
+
+    Args:
+        plan: with stages.
+        lockstep: whether all stages move at once.
+    """
     how = (
         f"{named(plan.schedule).words(plan.virtual_stages)},"
         f" {microbatches_text(plan.microbatches, plan.accumulation)},"
@@ -105,6 +110,11 @@ def lockstep(
 ) -> tuple[tuple[Slice, ...], float]:
     """Slices and seconds of stages that all do a tick at the same time, one kind of work after the
     other; microbatches are counted on from those `before`.
+
+    Args:
+        table: which stage does what in which tick.
+        durations: seconds of each kind of work.
+        before: microbatches that come before.
     """
     found: list[Slice] = []
     start = 0.0

@@ -19,7 +19,12 @@ _MOST_RUNNERS = 4
 
 
 def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
-    """One sentence per reason: what limits the step, what memory forces, which meshes come next."""
+    """One sentence per reason: what limits the step, what memory forces, which meshes come next.
+
+    Args:
+        plan: the plan.
+        hbm_bytes: that a program can use of a device; None where it is not known.
+    """
     estimate, seconds = plan.estimate, plan.estimate.seconds
     total = estimate.step_seconds or 1.0
     name, most = max(
@@ -106,7 +111,12 @@ def _speed(plan: PlanData, rejected: Rejected) -> str:
 
 
 def why_section(plan: PlanData, hbm_bytes: float | None) -> str:
-    """The reasons as text."""
+    """The reasons as text.
+
+    Args:
+        plan: the plan.
+        hbm_bytes: that a program can use of a device; None where it is not known.
+    """
     return "\n".join(
         ["Why", *(line for reason in reasons(plan, hbm_bytes) for line in wrapped("  - ", reason))]
     )

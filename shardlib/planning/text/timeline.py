@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
 from shardlib.schedules.timetable import Timetable
+from shardlib.untrusted.json_types import JsonObject
 
 #: Kinds of slices: three kinds of work, forward and backward work in one, and ticks of a program in
 #: lockstep in which a stage computes what nobody asks for.
@@ -85,7 +85,7 @@ class Timeline:
         """The slices of one stage."""
         return tuple(one for one in self.slices if one.stage == stage)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The timeline as plain data."""
         return {
             "name": self.name,
@@ -142,14 +142,29 @@ class Timeline:
 
 
 def label(table: Timetable, micro: int, chunk: int, before: int = 0) -> str:
-    """A microbatch as slices name it, counted on from those of the groups before its own."""
+    """A microbatch as slices name it, counted on from those of the groups before its own.
+
+    Args:
+        table: with the number of chunks of a stage.
+        micro: number of the microbatch in its group.
+        chunk: number of the chunk; a letter where there are several.
+        before: microbatches of the groups before.
+    """
     return str(before + micro) if table.virtual == 1 else f"{chr(ord('a') + chunk)}{before + micro}"
 
 
 def work(
     table: Timetable, tick: int, stage: int, kinds: tuple[str, ...], before: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """(kind, label) of what a stage is asked for in a tick of some kinds of work."""
+    """(kind, label) of what a stage is asked for in a tick of some kinds of work.
+
+    Args:
+        table: which stage does what in which tick.
+        tick: number of the tick.
+        stage: number of the stage.
+        kinds: of work that the tick has.
+        before: microbatches of the groups before.
+    """
     for kind in kinds:
         micro, chunk, works = (
             table.weights(tick)

@@ -114,6 +114,10 @@ def start(
 def finish(process: subprocess.Popen[Any], guard: Guard) -> None:
     """Ends a process, if it has not ended, and whatever it has started, also what has outlived
     it.
+
+    Args:
+        process: leader of a process group of its own.
+        guard: it was under; is told.
     """
     end_group(process.pid)
     process.wait()

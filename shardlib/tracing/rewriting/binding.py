@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.errors import TracingError
+from shardlib.jax_types import Aval, Value
 from shardlib.tracing.program import (
     Call,
     Equation,
@@ -18,8 +19,16 @@ from shardlib.tracing.program import (
 from shardlib.tracing.rewriting.derivatives import by_mesh
 
 
-def bind(equation: Equation, arguments: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(equation: Equation, arguments: Sequence[Value], **changed: Any) -> list[Value]:
     """Runs one equation as it is, or with some of its parameters changed.
+
+    Args:
+        equation: what to run.
+        arguments: its operands, arrays or tracers.
+        changed: parameters of the primitive to replace, by name.
+
+    Returns:
+        Its results, in a list even of one.
 
     Raises:
         TracingError: JAX refuses to bind the primitive again.
@@ -39,9 +48,13 @@ def bind(equation: Equation, arguments: Sequence[Any], **changed: Any) -> list[A
     return list(results) if primitive.multiple_results else [results]
 
 
-def strong(value: Any, aval: Any) -> Any:
+def strong(value: Any, aval: Aval) -> Value:
     """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy
     scalars.
+
+    Args:
+        value: an array, or a literal.
+        aval: abstract value of the carry.
     """
     return (
         value
@@ -50,13 +63,24 @@ def strong(value: Any, aval: Any) -> Any:
     )
 
 
-def carried_avals(program: Program, first: int) -> list[Any]:
+def carried_avals(program: Program, first: int) -> list[Aval]:
+    """Abstract values of the carries of a loop's body.
+
+    Args:
+        program: the body.
+        first: position of its first carry among its inputs.
+    """
     return [program.avals[number] for number in program.inputs[first:]]
 
 
-def as_array(program: Program, number: int, value: Any) -> Any:
+def as_array(program: Program, number: int, value: Value) -> Value:
     """A value of a program as an array: what is written in it, such as a metric 3.0, is a number of
     Python.
+
+    Args:
+        program: where the value is from.
+        number: of the value.
+        value: what it is.
     """
     return (
         value
@@ -65,7 +89,7 @@ def as_array(program: Program, number: int, value: Any) -> Any:
     )
 
 
-def scope_of(call: Call | None) -> AbstractContextManager[Any]:
+def scope_of(call: Call | None) -> AbstractContextManager[object]:
     """The name scope of a custom call whose form has one; other scopes are not kept."""
     name = getattr(call.form, "scope", "") if call is not None else ""
     return jax.named_scope(name) if name else nullcontext()

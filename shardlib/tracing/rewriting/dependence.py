@@ -43,6 +43,14 @@ def needed(
 ) -> tuple[list[Equation], set[int]]:
     """The equations that some values are made by where others are given, in order, and all values
     that these read or that are wanted, but for the given ones.
+
+    Args:
+        equations: in execution order.
+        wanted: numbers of the values to make.
+        given: numbers of values that are known.
+
+    Returns:
+        The equations, in execution order, and numbers of values.
     """
     reads, chosen = set(wanted).difference(given), []
     for equation in reversed(list(equations)):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Aval, Value
 from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.rewriting.binding import last_reads, strong
 from shardlib.tracing.rewriting.interpreter import evaluate_equations, evaluate_program
@@ -67,7 +68,7 @@ class Folded:
     inputs: tuple[tuple[int, ...], ...]
     stacks: dict[int, Column]
 
-    def stack(self, args: Sequence[Any]) -> list[Any]:
+    def stack(self, args: Sequence[Value]) -> list[Value]:
         """Arguments of the folded program, from those of the original."""
         return [
             jnp.stack([args[i] for i in positions]) if at in self.stacks else args[positions[0]]
@@ -83,7 +84,7 @@ class Folded:
             found.append(jax.ShapeDtypeStruct((*lead, *aval.shape), aval.dtype))
         return found
 
-    def evaluate(self, args: Sequence[Any], *, remat: str = "none") -> list[Any]:
+    def evaluate(self, args: Sequence[Value], *, remat: str = "none") -> list[Value]:
         """Results of the program.
 
         Args:
@@ -249,16 +250,16 @@ def _loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
     return Loop(run=run, block=tuple(block), stacked=stacked, carried=carried, kept=kept, read=read)
 
 
-def _same_type(a: Any, b: Any) -> bool:
+def _same_type(a: Aval, b: Aval) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _scan(
-    loop: Loop, program: Program, env: dict[int, Any], stacks: dict[Column, Any], walk: Walk
+    loop: Loop, program: Program, env: dict[int, Value], stacks: dict[Column, Value], walk: Walk
 ) -> None:
     """Runs a loop; `env` gains what is read after it."""
 
-    def read(number: int) -> Any:
+    def read(number: int) -> Value:
         return strong(env[number], program.avals[number])
 
     arrays = {
@@ -268,7 +269,9 @@ def _scan(
     init = {slot: read(start) for slot, (start, _, _) in loop.carried.items()}
     inside = walk.layer() if walk.remat != "none" else walk
 
-    def body(carry: dict[int, Any], sliced: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
+    def body(
+        carry: dict[int, Value], sliced: dict[int, Value]
+    ) -> tuple[dict[int, Value], list[Value]]:
         inner = {**env, **carry, **sliced}
         evaluate_equations(loop.block, inner, inside)
         return {slot: inner[after] for slot, (_, after, _) in loop.carried.items()}, [

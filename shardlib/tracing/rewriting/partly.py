@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from shardlib.annotation.trees.paths import Tree
+
 #: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
 READ = "shardlib: read from a stack"
 
@@ -47,10 +49,10 @@ def keeping(body: Callable[..., Any]) -> Callable[..., Any]:
 def in_parts(
     parts: Sequence[Part],
     body: Callable[..., Any],
-    init: Any,
-    stacks: Any,
+    init: Tree,
+    stacks: Tree,
     loop: Callable[[Callable[..., Any], Any, Any, int], Any],
-) -> Any:
+) -> Tree:
     """Runs all parts of a loop.
 
     Args:

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.jax_types import Aval
 from shardlib.tracing.program import CUSTOM, Equation, Program, has_matmul
 
 #: Stretches of one range that are tried, best first, before giving up.
@@ -253,6 +254,6 @@ def _params(equation: Equation, texts: dict[int, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _bytes(aval: Any) -> float:
+def _bytes(aval: Aval) -> float:
     shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
     return float(np.prod(shape, dtype=float)) * getattr(dtype, "itemsize", 4)

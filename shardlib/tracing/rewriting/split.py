@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Value
 from shardlib.tracing.program import Equation, Program, has_matmul
 from shardlib.tracing.rewriting.binding import strong
 from shardlib.tracing.rewriting.dependence import dependence
@@ -87,7 +88,7 @@ class Split:
     late: tuple[int, ...]
     passed: tuple[int, ...]
 
-    def run_first(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def run_first(self, inputs: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         """(early results, what is passed on) for all inputs."""
         env: Values = {
             **self.program.constants,
@@ -100,9 +101,17 @@ class Split:
                 evaluate_equations([step], env, _PLAIN)
         return [env[number] for number in self.early], [env[number] for number in self.passed]
 
-    def run_second(self, inputs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
+    def run_second(self, inputs: Sequence[Value], passed: Sequence[Value]) -> list[Value]:
         """Late results, for the inputs that are at hand (anything in place of the others) and what
         the first part passed on.
+
+        Args:
+            inputs: one for each input of the program; those that the second part does not read may
+                be anything.
+            passed: values that `run_first` handed on.
+
+        Returns:
+            The late results, in their order.
         """
         env: Values = {
             **self.program.constants,
@@ -228,7 +237,7 @@ def _late_operands(loop: Loop) -> set[int]:
 def _early(loop: Loop, env: Values) -> None:
     """Runs the early part of a loop."""
 
-    def body(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(inputs: list[Value]) -> tuple[list[Value], list[Value]]:
         return loop.body.run_first(inputs)
 
     stacks = _scan(loop.equation, loop.early, env, body, ())
@@ -238,15 +247,15 @@ def _early(loop: Loop, env: Values) -> None:
 def _late(loop: Loop, env: Values) -> None:
     """Runs the late part of a loop."""
 
-    def body(inputs: list[Any], *passed: Any) -> tuple[list[Any], list[Any]]:
+    def body(inputs: list[Value], *passed: Value) -> tuple[list[Value], list[Value]]:
         return loop.body.run_second(inputs, passed), []
 
     _scan(loop.equation, loop.late, env, body, [env[number] for number in loop.stacks])
 
 
 def _scan(
-    equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Any]
-) -> Sequence[Any]:
+    equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Value]
+) -> Sequence[Value]:
     """Runs a scan with some of its results, and gives what the body returns beside them, stacked.
     Operands that `env` lacks are not read; None stands for them.
     """

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.errors import TracingError
+from shardlib.jax_types import Value
 from shardlib.tracing.program import (
     CUSTOM,
     Equation,
@@ -38,7 +39,7 @@ class Together:
     """
 
     paths: tuple[str, ...]
-    run: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
+    run: Callable[[Sequence[Sequence[Value]]], Sequence[Value]]
 
     def members(
         self, equations: Sequence[Equation], known: Collection[int]
@@ -93,26 +94,45 @@ class Walk:
 
     place: Place | None = None
     run: Run | None = None
-    calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
+    calls: Mapping[str, Callable[..., Sequence[Value]]] = field(default_factory=dict)
     together: Mapping[str, Together] = field(default_factory=dict)
-    beside: Mapping[str, Callable[[Sequence[Any], Any], Any]] = field(default_factory=dict)
-    arrays: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
+    arrays: Mapping[str, Value] = field(default_factory=dict)
     remat: str = "none"
     apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     offloaded: bool = False
     inside: bool = False
 
     def policy(self, path: str, layers: int) -> tuple[str, int]:
-        """The policy of the repeated layers at a path, and how many of them follow it."""
+        """The policy of the repeated layers at a path, and how many of them follow it.
+
+        Args:
+            path: of the first equation of the first of these layers.
+            layers: how many there are.
+
+        Returns:
+            The remat policy, and a number of layers; "none" where it is 0.
+        """
         policy, count = self.apart.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
-    def put(self, path: str, index: int, value: Any) -> Any:
-        """The value after `place`."""
+    def put(self, path: str, index: int, value: Value) -> Value:
+        """The value after `place`.
+
+        Args:
+            path: of the op of the graph that makes the value.
+            index: of the value among the results of the op.
+            value: array or tracer.
+        """
         return value if self.place is None else self.place(path, index, value)
 
-    def placed(self, equation: Equation, results: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation that is no loop, branch or remat after `place`."""
+    def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
+        """The results of an equation that is no loop, branch or remat after `place`.
+
+        Args:
+            equation: what made them.
+            results: arrays or tracers.
+        """
         if self.place is None:
             return results
         paths = [

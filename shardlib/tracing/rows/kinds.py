@@ -122,22 +122,47 @@ def free(*, learned: bool = False, **more: Any) -> Kind:
 
 
 def row(place: Place, *, learned: bool = False, **more: Any) -> Kind:
-    """A value whose elements look at one row each."""
+    """A value whose elements look at one row each.
+
+    Args:
+        place: the dims that hold the rows.
+        learned: whether it depends on what is trained.
+        more: other fields of `Kind`.
+    """
     return Kind(family="row", learned=learned, place=place, **more)
 
 
 def total(*, power: Fraction | None = Fraction(0), learned: bool = False, **more: Any) -> Kind:
-    """A sum over rows."""
+    """A sum over rows.
+
+    Args:
+        power: of the number of rows in its terms, see `Kind`; None where it has none.
+        learned: whether it depends on what is trained.
+        more: other fields of `Kind`.
+    """
     return Kind(family="sum", learned=learned, power=power, **more)
 
 
 def data(*, drawn: bool = False, tag: Any = None) -> Kind:
-    """What the whole batch says beforehand."""
+    """What the whole batch says beforehand.
+
+    Args:
+        drawn: whether random numbers go into it.
+        tag: what it is known to hold, such as "positions".
+    """
     return Kind(family="data", drawn=drawn, tag=tag)
 
 
 def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
-    """The power of a product."""
+    """The power of a product.
+
+    Args:
+        powers: of the factors; None where one has no power.
+        signs: 1 for a factor, -1 for a divisor; all 1 by default.
+
+    Returns:
+        The sum of the powers; None where one of them is None.
+    """
     found = Fraction(0)
     for power, sign in zip(powers, signs or [1] * len(powers), strict=True):
         if power is None:

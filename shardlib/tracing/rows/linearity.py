@@ -34,7 +34,12 @@ class NotLinear(Exception):
 
 
 def fault(program: Program, given: Sequence[int]) -> str:
-    """What is not linear in some inputs of a program, by position; empty where all of it is."""
+    """What is not linear in some inputs of a program, by position; empty where all of it is.
+
+    Args:
+        program: what is looked at.
+        given: positions of inputs; the others are constants.
+    """
     try:
         found = _run(
             program, [LINEAR if at in given else CONSTANT for at in range(len(program.inputs))]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.extend import core as jex
 
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.tracing.program import Program, flatten
@@ -75,7 +76,11 @@ class Names:
 
 
 def prove(
-    first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int
+    first: jex.ClosedJaxpr,
+    second: Callable[[int], jex.ClosedJaxpr],
+    inputs: Inputs,
+    names: Names,
+    rows: int,
 ) -> Proof:
     """Walks the trace of a loss beside one for another number of rows.
 
@@ -107,10 +112,23 @@ def prove(
 
 
 def prove_parts(
-    first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int, parts: int
+    first: jex.ClosedJaxpr,
+    second: Callable[[int], jex.ClosedJaxpr],
+    inputs: Inputs,
+    names: Names,
+    rows: int,
+    parts: int,
 ) -> Rows:
     """How the results depend on the rows, by the trace for one of so many parts of the batch;
     arguments as those of `prove`.
+
+    Args:
+        first: jaxpr for all rows.
+        second: makes the jaxpr for a number of rows.
+        inputs: what the inputs are.
+        names: of the metrics and states among the results.
+        rows: of the batch.
+        parts: number of microbatches; divides `rows`.
     """
     number = rows // parts
     try:
@@ -133,8 +151,21 @@ def candidates(rows: int) -> tuple[int, ...]:
     return (2 * rows, 3 * rows, *((rows // 2,) if rows % 2 == 0 and rows > 2 else ()))
 
 
-def compare(first: Any, second: Any, inputs: Inputs, names: Names, sizes: tuple[int, int]) -> Proof:
+def compare(
+    first: jex.ClosedJaxpr,
+    second: jex.ClosedJaxpr,
+    inputs: Inputs,
+    names: Names,
+    sizes: tuple[int, int],
+) -> Proof:
     """What two traces say.
+
+    Args:
+        first: jaxpr for all rows.
+        second: jaxpr for another number of rows.
+        inputs: what the inputs are.
+        names: of the metrics and states among the results.
+        sizes: rows in the two.
 
     Raises:
         Unlike: they are different programs.

@@ -86,6 +86,10 @@ class Step:
     def mixed(self, why: str, kinds: list[Kind]) -> Kind:
         """A result in which rows meet; where nothing is learned, the whole batch can say it
         beforehand.
+
+        Args:
+            why: what makes rows meet, a clause for messages.
+            kinds: of the operands.
         """
         drawn = any(kind.drawn for kind in kinds)
         if not any(kind.learned for kind in kinds):

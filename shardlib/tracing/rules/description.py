@@ -58,7 +58,7 @@ class Factors:
         self.whole: set[int] = set()
 
     def parallel(self, size: int) -> Dim:
-        """A new factor that may be cut; `()` for a dim of size 1."""
+        """A new factor that may be sharded; `()` for a dim of size 1."""
         if size <= 1:
             return ()
         self.sizes.append(size)
@@ -77,7 +77,12 @@ class Factors:
         return dim
 
     def rule(self, operands: Sequence[Dims], results: Sequence[Dims]) -> FactorRule:
-        """The finished rule."""
+        """The finished rule.
+
+        Args:
+            operands: factors of every dim of every operand.
+            results: the same of the results.
+        """
         return FactorRule(
             sizes=tuple(self.sizes),
             operands=tuple(operands),

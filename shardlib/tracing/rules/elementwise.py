@@ -1,4 +1,4 @@
-"""Ops that work position by position; any dim may be cut."""
+"""Ops that work position by position; any dim may be sharded."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def scatter(call: Call) -> Description:
 
 
 def dynamic_slice(call: Call) -> Description:
-    """A window at a position known only at run time; dims that it covers as a whole may be cut."""
+    """A window at a position known only at run time; dims that it covers as a whole may be
+    sharded.
+    """
     return Description(resize(call).rule, "gather")
 
 

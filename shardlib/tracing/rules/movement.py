@@ -121,7 +121,7 @@ def transpose(call: Call) -> Description:
 
 
 def slice_(call: Call) -> Description:
-    """Dims that are taken as a whole may be cut, sliced ones not."""
+    """Dims that are taken as a whole may be sharded, sliced ones not."""
     starts, strides = call.params["start_indices"], call.params["strides"]
     sliced = [
         i
@@ -175,6 +175,10 @@ def _side_by_side(
 def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
     """A result of the operand's rank: dims of equal size that are not `touched` are shared, the
     others stay whole.
+
+    Args:
+        call: operands and results.
+        touched: dims whose elements change places.
     """
     operand, result = call.operands[0], call.results[0]
     factors = Factors()

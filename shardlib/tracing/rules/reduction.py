@@ -83,8 +83,8 @@ def top_k(call: Call) -> Description:
 
 
 def window_reduction(call: Call) -> Description:
-    """Pooling. A dim is cut freely where windows are single positions, window by window where they
-    tile the dim.
+    """Pooling. A dim is sharded freely where windows are single positions, window by window where
+    they tile the dim.
     """
     result, *_ = call.results
     shape = call.operands[0]

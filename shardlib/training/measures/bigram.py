@@ -33,7 +33,12 @@ def fit(batches: Iterable[Batch], *, smoothing: float = 1.0) -> np.ndarray:
 
 
 def cross_entropy(log_probabilities: np.ndarray, batches: Iterable[Batch]) -> float:
-    """Mean cross entropy in nats a byte over the predictions of batches of equal size."""
+    """Mean cross entropy in nats a byte over the predictions of batches of equal size.
+
+    Args:
+        log_probabilities: of the next byte, [256, 256].
+        batches: with "inputs" and "targets", bytes [batch, seq] each.
+    """
     return float(
         np.mean([-log_probabilities[batch["inputs"], batch["targets"]].mean() for batch in batches])
     )

@@ -23,12 +23,13 @@ from tensorboardX import SummaryWriter
 
 from shardlib.errors import RunError
 from shardlib.untrusted import read_regular
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 
 class Sink(Protocol):
     """Where metrics go."""
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         """Takes one record: "step" and numbers, or an "event" with "step" and whatever belongs to
         it.
         """
@@ -48,7 +49,7 @@ class JsonLines:
         if torn:
             self._file.write("\n")
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         self._file.write(json.dumps(_plain(record)) + "\n")
         self._file.flush()
 
@@ -67,7 +68,7 @@ class TensorBoard:
             str(folder), purge_step=after + 1 if after else None, flush_secs=10
         )
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         step = int(record["step"])
         if "event" in record:
             self._writer.add_text("events", json.dumps(_plain(record)), step)
@@ -90,11 +91,11 @@ class Records:
             else wrote them.
     """
 
-    records: list[dict[str, Any]]
+    records: list[JsonObject]
     unread: int
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[JsonObject]:
     """All records of a file in the order they were written; lines that are none are passed over
     (`read_lines` counts them).
 
@@ -124,7 +125,7 @@ def read_lines(path: Path) -> Records:
     return Records(records=found, unread=len(lines) - len(found))
 
 
-def _record(line: str) -> dict[str, Any] | None:
+def _record(line: str) -> JsonObject | None:
     """What a line says; None where it says nothing that a reader could count on."""
     try:
         record = json.loads(line)
@@ -151,8 +152,13 @@ def _record(line: str) -> dict[str, Any] | None:
     return record
 
 
-def number(record: Mapping[str, Any], name: str) -> float:
-    """A number of a record; 0 where it has none that is finite."""
+def number(record: JsonMapping, name: str) -> float:
+    """A number of a record; 0 where it has none that is finite.
+
+    Args:
+        record: a line of the metrics, as plain data.
+        name: of the number.
+    """
     value = record.get(name)
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
@@ -169,7 +175,7 @@ def _torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+def by_step(records: Iterable[JsonMapping]) -> dict[int, JsonMapping]:
     """The record of every step that counts: the last one written; steps that a resumed or rolled
     back run has not done again are not there.
     """
@@ -182,7 +188,7 @@ def by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]
     return dict(sorted(found.items()))
 
 
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(record: JsonMapping) -> JsonObject:
     """JSON has no infinite numbers; they are written as words."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -190,7 +196,7 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(record: dict[str, Any]) -> dict[str, Any]:
+def _read(record: JsonObject) -> JsonObject:
     return {
         name: float(value) if value in ("nan", "inf", "-inf") else value
         for name, value in record.items()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from shardlib.untrusted.json_types import JsonMapping
+
 #: Packages that write down what is traced.
 PACKAGES = ("jax", "flax", "optax")
 #: Differences of one kind that a message shows.
@@ -35,10 +37,10 @@ def versions() -> dict[str, str]:
 
 
 def differences(
-    known: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
+    known: JsonMapping,
+    wanted: JsonMapping,
+    before: JsonMapping,
+    now: JsonMapping,
 ) -> list[Difference]:
     """What of a run is not as it was traced before.
 
@@ -86,7 +88,7 @@ _WORDS = {
 }
 
 
-def _text(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def _text(name: str, old: JsonMapping, new: JsonMapping) -> str:
     if name not in _WORDS:
         return f"{name} is {_short(new)}, the run has {_short(old)}"
     more = _operations(old.get("operations"), new.get("operations")) or _numbers(

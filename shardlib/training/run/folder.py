@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from etils import epath
 
@@ -39,6 +38,7 @@ from shardlib.training.run.manifest import (
     unknown_checkpoints,
 )
 from shardlib.training.run.writable import probe, unwritable
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class RunFolder:
 
     def open(
         self,
-        identity: Mapping[str, Any],
-        trace: Mapping[str, Any] | None = None,
+        identity: JsonMapping,
+        trace: JsonMapping | None = None,
         allow: Sequence[str] = (),
     ) -> Opened:
         """Makes the folder, or checks that it is that of this run; for its owner.
@@ -162,8 +162,8 @@ class RunFolder:
 
     def check(
         self,
-        identity: Mapping[str, Any],
-        trace: Mapping[str, Any] | None = None,
+        identity: JsonMapping,
+        trace: JsonMapping | None = None,
         allow: Sequence[str] = (),
     ) -> None:
         """Looks at a part of what two processes have in common, before anything takes time; a
@@ -185,7 +185,7 @@ class RunFolder:
                 allow,
             )
 
-    def identity(self) -> dict[str, Any] | None:
+    def identity(self) -> JsonObject | None:
         """What is trained, as it was written down; None where there is no run.
 
         Raises:
@@ -213,7 +213,7 @@ class RunFolder:
             else frozenset()
         )
 
-    def require(self) -> dict[str, Any]:
+    def require(self) -> JsonObject:
         """What is trained.
 
         Raises:
@@ -242,8 +242,8 @@ class RunFolder:
 
     def _make(
         self,
-        identity: Mapping[str, Any],
-        trace: Mapping[str, Any],
+        identity: JsonMapping,
+        trace: JsonMapping,
         unknown: Sequence[Difference],
         allow: Sequence[str],
     ) -> None:
@@ -261,9 +261,9 @@ class RunFolder:
 
     def _change(
         self,
-        known: Mapping[str, Any],
-        wanted: Mapping[str, Any],
-        trace: Mapping[str, Any] | None,
+        known: JsonMapping,
+        wanted: JsonMapping,
+        trace: JsonMapping | None,
         changes: Sequence[Difference],
     ) -> None:
         """Writes down what the run is from now on, and what it was."""
@@ -280,8 +280,8 @@ class RunFolder:
         )
 
     def _entry(
-        self, names: Iterable[str], changes: Sequence[Difference], before: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, names: Iterable[str], changes: Sequence[Difference], before: JsonMapping
+    ) -> JsonObject:
         """What is written down of changes on purpose."""
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -291,5 +291,5 @@ class RunFolder:
             "before": dict(before),
         }
 
-    def _write(self, data: Mapping[str, Any]) -> None:
+    def _write(self, data: JsonMapping) -> None:
         write_whole(self.manifest, json.dumps(data, indent=1) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardlib.training.run.differences import Difference
 from shardlib.training.run.folder import Opened, RunFolder
 from shardlib.training.run.identity import NAMES, traced
 from shardlib.training.run.manifest import UNKNOWN
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Held:
     """
 
     owner: Owner | None
-    trace: Mapping[str, Any]
+    trace: JsonMapping
     changes: tuple[Difference, ...] = ()
     texts: tuple[str, ...] = ()
 
@@ -39,7 +40,7 @@ class Held:
         programs: Sequence[tuple[int, Program]],
         data: Any,
         seed: int,
-        identity: Mapping[str, Any],
+        identity: JsonMapping,
         allow: Sequence[str],
         stack: contextlib.ExitStack,
         say: Callable[[str], None],

@@ -28,6 +28,7 @@ import optax
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
+from shardlib.untrusted.json_types import JsonObject
 
 #: What can be another than before.
 NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch")
@@ -35,7 +36,7 @@ NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch")
 NUMBERS = 64
 
 
-def traced(programs: Sequence[tuple[int, Program]], data: Any, seed: int) -> dict[str, Any]:
+def traced(programs: Sequence[tuple[int, Program]], data: Any, seed: int) -> JsonObject:
     """What is traced, as plain data.
 
     Args:
@@ -95,7 +96,7 @@ def _loss(program: Program) -> _Loss:
     )
 
 
-def _optimizer(program: Program) -> dict[str, Any]:
+def _optimizer(program: Program) -> JsonObject:
     """What the optimizer does, and its numbers apart."""
     params, optimizer = program.model.params, optax.with_extra_args_support(program.optimizer)
     state = jax.eval_shape(optimizer.init, params)

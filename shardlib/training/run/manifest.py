@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardlib.errors import RunError, raise_all
 from shardlib.training.run.differences import Difference, differences, versions
 from shardlib.untrusted import read_regular, shown
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Of `run.json`.
 FORMAT = 1
@@ -21,7 +22,7 @@ class OtherRunError(RunError):
     """A folder that holds another run; the differences are listed."""
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
+def read_manifest(path: Path) -> JsonObject | None:
     """All of a `run.json`; None where there is none.
 
     Raises:
@@ -96,9 +97,9 @@ def unknown_checkpoints(
 
 def allowed_differences(
     path: Path,
-    known: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    trace: Mapping[str, Any] | None,
+    known: JsonMapping,
+    wanted: JsonMapping,
+    trace: JsonMapping | None,
     allow: Sequence[str],
 ) -> list[Difference]:
     """Differences between a run and what is wanted now that are allowed.

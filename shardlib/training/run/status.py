@@ -8,10 +8,9 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from shardlib.checkpointing.owner_files import Claim, described
 from shardlib.planning.plan import Plan
@@ -20,6 +19,7 @@ from shardlib.training.measures.busy import in_words
 from shardlib.training.measures.metrics import by_step, number, read_records
 from shardlib.training.run.folder import RunFolder
 from shardlib.untrusted import read_regular
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Seconds without a heartbeat after which a process counts as gone.
 SILENT = 15.0
@@ -68,11 +68,11 @@ class Status:
     predicted_seconds: float
     mfu: float
     processes: tuple[tuple[Heartbeat, float], ...]
-    events: tuple[Mapping[str, Any], ...]
+    events: tuple[JsonMapping, ...]
     owner: Claim | None = None
     busy: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The status as plain data."""
         return {
             "run": self.run,
@@ -132,6 +132,10 @@ class Status:
 def status(path: str | Path, *, events: int = 5) -> Status:
     """Reads the folder of a run.
 
+    Args:
+        path: the folder.
+        events: how many of the last events to read.
+
     Raises:
         MissingFileError: there is no run.
         RunError: its description cannot be understood.
@@ -177,7 +181,7 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     )
 
 
-def _busy(done: Sequence[Mapping[str, Any]]) -> float | None:
+def _busy(done: Sequence[JsonMapping]) -> float | None:
     known = [number(record, "others_busy") for record in done if "others_busy" in record]
     return statistics.fmean(known) if known else None
 
@@ -216,9 +220,7 @@ def _beats(folder: RunFolder) -> tuple[tuple[Heartbeat, float], ...]:
     )
 
 
-def _state(
-    told: list[dict[str, Any]], beats: tuple[tuple[Heartbeat, float], ...], begun: bool
-) -> str:
+def _state(told: list[JsonObject], beats: tuple[tuple[Heartbeat, float], ...], begun: bool) -> str:
     alive = [beat for beat, age in beats if age < SILENT and _lives(beat)]
     last = told[-1]["event"] if told else ""
     if alive:
@@ -243,7 +245,7 @@ def _lives(beat: Heartbeat) -> bool:
     return True
 
 
-def _event(event: Mapping[str, Any]) -> str:
+def _event(event: JsonMapping) -> str:
     more = ", ".join(
         f"{name} {value}" for name, value in event.items() if name not in ("event", "step", "time")
     )

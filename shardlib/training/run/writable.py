@@ -30,6 +30,10 @@ def probe(path: Path) -> None:
 def unwritable(path: Path, error: OSError) -> RunError:
     """The error where something of the folder could not be written: what stands in the way, and
     what helps.
+
+    Args:
+        path: the folder of the run.
+        error: of the system.
     """
     what = [
         str(name) for name in (error.filename2, error.filename) if name and str(name) != str(path)

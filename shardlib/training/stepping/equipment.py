@@ -51,6 +51,10 @@ class Equipment:
     def agree_and_examine(self, task: Task, say: Callable[[str], None]) -> None:
         """Makes sure that all processes mean the same, and that several find their hosts sound.
 
+        Args:
+            task: what the run is to do.
+            say: shows a line.
+
         Raises:
             LaunchError: they do not, or are missing, or something is wrong with a host.
         """
@@ -91,6 +95,11 @@ class Equipment:
 
 def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]) -> Equipment:
     """Opens all of it, until the end of `stack`.
+
+    Args:
+        task: what the run is to do.
+        stack: closes all of it at its end.
+        say: shows a line.
 
     Raises:
         RunError: the folder holds another run, or cannot be written.

@@ -27,6 +27,7 @@ from shardlib.training.measures.metrics import (
     read_lines,
 )
 from shardlib.training.run.folder import RunFolder
+from shardlib.untrusted.json_types import JsonMapping
 
 
 class Records:
@@ -88,10 +89,16 @@ class Records:
         self.losses = {kept: value for kept, value in self.losses.items() if kept <= step}
 
     def event(self, event: str, step: int, **more: Any) -> None:
-        """Writes down what happened."""
+        """Writes down what happened.
+
+        Args:
+            event: "saved", "skipped" and the like.
+            step: steps done.
+            more: plain data of the event.
+        """
         self.write({"event": event, "step": step, "time": time.time(), **more})
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         """Writes a record down; that there is no room for it is said once, and training goes on.
         Only whoever owns the folder writes.
 

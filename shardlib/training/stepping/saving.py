@@ -6,8 +6,6 @@ A save that fails is said and written down, and training goes on; only the last 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from shardlib.checkpointing.restoring import Restored
 from shardlib.checkpointing.store import Checkpoints
@@ -19,6 +17,7 @@ from shardlib.processes.watchdog import Watchdog
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.stepping.records import Records
 from shardlib.training.stepping.task import Task
+from shardlib.untrusted.json_types import JsonMapping
 
 
 class Saving:
@@ -89,9 +88,7 @@ class Saving:
             late, needed=settings.save_seconds is not None
         )
 
-    def save(
-        self, step: int, state: TrainState, extra: Mapping[str, Any], *, wait: bool = False
-    ) -> bool:
+    def save(self, step: int, state: TrainState, extra: JsonMapping, *, wait: bool = False) -> bool:
         """Saves a state; whether that was begun.
 
         Args:

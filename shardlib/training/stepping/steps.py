@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -28,6 +27,7 @@ from shardlib.training.stepping.batches import Stream, opened
 from shardlib.training.stepping.equipment import equipped
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class _Pending:
     """A step whose metrics have not been read."""
 
     step: int
-    metrics: Mapping[str, Any]
+    metrics: JsonMapping
     times: dict[str, float]
 
 

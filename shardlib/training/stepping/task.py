@@ -8,9 +8,8 @@ A run may have several programs, one after the other, for batches that grow:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -20,6 +19,7 @@ from shardlib.errors import LayoutError, raise_all
 from shardlib.lowering.program.program import Program
 from shardlib.training.settings import Settings
 from shardlib.training.stepping.batches import BatchOf
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class Task:
     steps: int
     seed: int
     settings: Settings
-    identity: Mapping[str, Any]
+    identity: JsonMapping
     advice: str
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Task:
         """The program that does the step after so many."""
         return [program for before, program in self.programs if before <= max(step, 0)][-1]
 
-    def meant(self, trace: Mapping[str, Any] | None) -> dict[str, str]:
+    def meant(self, trace: JsonMapping | None) -> dict[str, str]:
         """What a process is about to do, as far as all processes must do the same.
 
         Args:

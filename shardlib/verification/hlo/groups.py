@@ -35,6 +35,11 @@ _AXIS = re.compile(r"^'?(.*?)'?(?::\((\d+)\)(\d+))?$")
 def replica_groups(text: str, devices: int) -> Groups:
     """Groups as integers [groups, members]; an empty list means everyone.
 
+    Args:
+        text: the attribute of an instruction, as a list or in the compact form with a
+            transposition.
+        devices: of the program.
+
     Raises:
         HloError: a form that is not known, groups of different sizes, or devices that do not exist.
     """
@@ -137,6 +142,10 @@ def _device_ids(text: str | None, devices: int) -> Groups:
 def source_target_pairs(text: str, devices: int) -> Groups:
     """Pairs as integers [pairs, 2], those to oneself left out.
 
+    Args:
+        text: the attribute of an instruction, "{{0,1},{1,0}}".
+        devices: of the program.
+
     Raises:
         HloError: no list of pairs, or devices that do not exist.
     """
@@ -151,6 +160,10 @@ def axes_of_groups(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
     """The mesh axes that groups span; None where they are no product of axes.
 
     A group that spans a part of one axis (one physical sub-axis of fsdp) belongs to that axis.
+
+    Args:
+        groups: numbers of devices, int [groups, members].
+        mesh: sizes of the mesh axes; devices are numbered through it, the last axis fastest.
     """
     varying = _varying(groups, mesh)
     covered = groups.shape[1] == mesh.ways(varying)
@@ -158,7 +171,15 @@ def axes_of_groups(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
 
 
 def axes_of_pairs(pairs: Groups, mesh: MeshShape) -> tuple[str, ...]:
-    """The mesh axes along which pairs of devices differ."""
+    """The mesh axes along which pairs of devices differ.
+
+    Args:
+        pairs: numbers of devices, int [pairs, 2].
+        mesh: sizes of the mesh axes.
+
+    Returns:
+        In the order of `MESH_AXES`; () where no pair is left.
+    """
     return _varying(pairs, mesh) if pairs.size else ()
 
 

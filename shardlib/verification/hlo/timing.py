@@ -15,6 +15,11 @@ from shardlib.verification.hlo.found import Traffic
 def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collective, ...]:
     """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with
     the seconds of all their executions.
+
+    Args:
+        traffic: the collectives as they stand in the program.
+        mesh: sizes of the mesh axes.
+        topology: the machine whose links they run on.
     """
     seconds: defaultdict[Collective, float] = defaultdict(float)
     for item in traffic.found:

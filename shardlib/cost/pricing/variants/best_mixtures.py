@@ -56,6 +56,10 @@ class Pattern:
 def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
     """Every pattern, the ones with the fewest classes in two parts first; corners with one policy
     for all are no mixtures.
+
+    Args:
+        policies: remat policies to choose from.
+        classes: number of layer groups.
     """
     found = [
         Pattern(corner=corner, partly=partly)

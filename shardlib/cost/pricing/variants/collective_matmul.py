@@ -82,7 +82,11 @@ class Saving:
 
 def loops(facts: Facts, choice: Choice) -> list[Loop]:
     """The collectives of a step that loops can take the place of: those that matmuls of weights
-    need which tensor cuts, and nothing else.
+    need which tensor shards, and nothing else.
+
+    Args:
+        facts: of the step.
+        choice: what shards colours.
     """
     found = [
         (transfer, ops)
@@ -113,7 +117,7 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
 
 
 def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
-    """Whether an op is a matmul of a weight that tensor cuts, or of the gradient of one."""
+    """Whether an op is a matmul of a weight that tensor shards, or of the gradient of one."""
     op = facts.graph.ops[index]
     values = [value for value in op.operands if value in facts.weights] or [
         value for value in op.results if value in facts.gradients
@@ -255,7 +259,12 @@ class _Prices:
 
 
 def looped(totals: Totals, saved: Saving | None) -> Totals:
-    """The price with what loops save; None where there are none."""
+    """The price with what loops save; None where there are none.
+
+    Args:
+        totals: the price without loops.
+        saved: seconds of a step that loops save, by part.
+    """
     if saved is None:
         return totals
     seconds = {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardlib.cost.pricing.totals import Totals
-from shardlib.cost.terms.terms import ENDS
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 
 Array = np.ndarray
 
@@ -56,7 +56,7 @@ def composed(
     Args:
         corner: the policies.
         parts: tallies by policy.
-        moments: class of each moment, or `ENDS`.
+        moments: class of each moment, or `OUTSIDE_LAYERS`.
         counts: layers of each class; what lies outside of all layers is between the policies in
             proportion to them.
     """
@@ -71,7 +71,7 @@ def composed(
         work[k] = parts[policy].work[k]
     found: list[Array] = []
     for number, segment in enumerate(moments):
-        for one in dict.fromkeys(corner) if segment == ENDS else (corner[segment],):
+        for one in dict.fromkeys(corner) if segment == OUTSIDE_LAYERS else (corner[segment],):
             for point in parts[one].points[number]:
                 point = point.copy()
                 for k, policy in enumerate(corner):
@@ -82,7 +82,12 @@ def composed(
 
 
 def corners(policies: Sequence[str], classes: int) -> list[Corner]:
-    """Every corner."""
+    """Every corner: a remat policy for each layer group.
+
+    Args:
+        policies: to choose from.
+        classes: number of layer groups.
+    """
     return list(itertools.product(policies, repeat=classes))
 
 

@@ -52,9 +52,14 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
     return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
 
 
-def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
-    """The price when a part of the layers rematerialises (as in `lean`) and the others do not: in
-    between, with the larger of the temporaries.
+def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
+    """The price when a part of the layers rematerialises, as in `rematerialised`, and the others
+    do not: in between, with the larger of the temporaries.
+
+    Args:
+        fast: the price with no layer rematerialised.
+        rematerialised: the price with all of them.
+        share: part of the layers that are, 0 to 1, [candidates].
     """
 
     def between(a: Array, b: Array) -> Array:
@@ -62,27 +67,48 @@ def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
 
     memory = {
         name: (
-            between(value, lean.device_bytes[name])
+            between(value, rematerialised.device_bytes[name])
             if name == "activations"
-            else np.maximum(value, lean.device_bytes[name])
+            else np.maximum(value, rematerialised.device_bytes[name])
         )
         for name, value in fast.device_bytes.items()
     }
     return Totals(
-        seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()},
+        seconds={
+            name: between(value, rematerialised.seconds[name])
+            for name, value in fast.seconds.items()
+        },
         device_bytes=memory,
-        flops=between(fast.flops, lean.flops),
-        stacks=between(fast.stacks, lean.stacks),
+        flops=between(fast.flops, rematerialised.flops),
+        stacks=between(fast.stacks, rematerialised.stacks),
         held=fast.held,
     )
 
 
 def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
-    """Layers of the stage that has the most, of all classes."""
+    """Layers of the stage that has the most, of all classes.
+
+    Args:
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+
+    Returns:
+        Array [candidates].
+    """
     return sum(fullest_by_class(how, model, c), np.zeros(len(c)))
 
 
 def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
-    """Layers of the stage that has the most, of each class."""
+    """Layers of the stage that has the most, of each class.
+
+    Args:
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+
+    Returns:
+        Arrays [candidates], one per layer group.
+    """
     virtual = np.where(c.stage > 1, how.virtual, 1)
     return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

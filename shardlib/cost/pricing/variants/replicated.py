@@ -53,7 +53,7 @@ def replicated(
         pricer: the machine and the software.
     """
     assert len(c) == 1
-    shares = shares_of(how, model, c, pricer.stack)[:, 0]
+    shares = shares_of(how, model, c, pricer.profile)[:, 0]
     found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for facts, parts in work:
         names = _parameters(facts)

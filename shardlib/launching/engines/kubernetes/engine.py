@@ -21,9 +21,6 @@ kueue.sigs.k8s.io/docs/tasks/run/jobsets (read 2026-11).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from shardlib.launching.engines.kubernetes.jobset import jobset
 from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
 from shardlib.launching.engines.shared.shell import (
@@ -37,12 +34,20 @@ from shardlib.launching.engines.shared.tpus import (
     shape_of,
 )
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 MANIFEST = "jobset.yaml"
 
 
 def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submission:
     """A JobSet and the command that creates it.
+
+    Args:
+        job: what to run.
+        settings: of the cluster; by default those of `KubernetesSettings()`.
+
+    Returns:
+        A JobSet as YAML, and the command that creates it.
 
     Raises:
         LaunchError: Kubernetes cannot run this job.
@@ -84,12 +89,17 @@ class Kubernetes:
     help = "Create a JobSet."
     settings = KubernetesSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 
     def submission(self, job: Job, settings: KubernetesSettings) -> Submission:
-        """See `kubernetes`."""
+        """See `kubernetes`.
+
+        Args:
+            job: what to run.
+            settings: of the cluster.
+        """
         return kubernetes(job, settings)
 
 

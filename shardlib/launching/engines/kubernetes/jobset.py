@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
 from shardlib.launching.engines.shared.shell import (
@@ -20,6 +19,7 @@ from shardlib.launching.engines.shared.tpus import (
 )
 from shardlib.launching.job import Job
 from shardlib.processes.place import AUTO
+from shardlib.untrusted.json_types import JsonObject
 
 CONTAINER = "main"
 #: Pods of one GKE node pool are one slice; the annotation keeps a slice's Job on one pool.
@@ -34,8 +34,13 @@ ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
-def jobset(job: Job, settings: KubernetesSettings) -> dict[str, Any]:
-    """The JobSet as plain data."""
+def jobset(job: Job, settings: KubernetesSettings) -> JsonObject:
+    """The JobSet as plain data.
+
+    Args:
+        job: what to run.
+        settings: of the cluster.
+    """
     exclusive = settings.exclusive_topology or (NODE_POOL if is_tpu(job) else None)
     metadata = {
         "name": job.name,
@@ -104,7 +109,7 @@ def _group(job: Job) -> str:
     return "slice" if is_tpu(job) else "hosts"
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
+def _given(fields: JsonObject) -> JsonObject:
     """Fields without those that are not set."""
     return {name: value for name, value in fields.items() if value not in (None, [], {}, ())}
 
@@ -113,7 +118,7 @@ def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
-def _pod(job: Job, settings: KubernetesSettings) -> dict[str, Any]:
+def _pod(job: Job, settings: KubernetesSettings) -> JsonObject:
     selector = _pairs(settings.node_selector)
     if is_tpu(job):
         selector = {
@@ -154,7 +159,7 @@ def _pod(job: Job, settings: KubernetesSettings) -> dict[str, Any]:
     )
 
 
-def _container(job: Job, settings: KubernetesSettings) -> dict[str, Any]:
+def _container(job: Job, settings: KubernetesSettings) -> JsonObject:
     paths = [text.partition(":")[2] for text in settings.volumes]
     return _given(
         {
@@ -206,7 +211,7 @@ def _chips(job: Job) -> dict[str, int]:
     return {"nvidia.com/gpu": job.devices_per_host} if job.machine.chip.vendor == "nvidia" else {}
 
 
-def _place(job: Job, settings: KubernetesSettings) -> list[dict[str, Any]]:
+def _place(job: Job, settings: KubernetesSettings) -> list[JsonObject]:
     """Variables by which processes find each other."""
     if job.processes == 1:
         return []

@@ -16,11 +16,11 @@ come from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shardlib.launching.engines.shared.submission import Submission
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 
 class Engine(Protocol):
@@ -37,7 +37,7 @@ class Engine(Protocol):
     help: str
     settings: type[Any]
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """Fields of the settings that a command line knows, where no word names them."""
         ...
 

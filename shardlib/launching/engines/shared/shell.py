@@ -14,6 +14,7 @@ from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 #: Exit code of a run that was stopped and has saved (`shardlib.training.supervisor`), which starts
 #: again without counting as a failure.
@@ -113,6 +114,10 @@ def supervised(job: Job) -> tuple[str, ...]:
 def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     """Words with the time limit of the job, where no scheduler has one; the process is told, and
     has time to save.
+
+    Args:
+        job: with its seconds.
+        words: of the command.
     """
     return (
         ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words)
@@ -137,6 +142,10 @@ def inside(folder: str | None, path: str) -> str:
 def check_plain(settings: Any, names: Iterable[str]) -> list[str]:
     """What is wrong with fields that are text, or several texts, and stand in a script as they
     are.
+
+    Args:
+        settings: with the fields.
+        names: of the fields.
     """
     failures: list[str] = []
     for name in names:
@@ -170,6 +179,12 @@ def check_one_line(settings: Any) -> list[str]:
 def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") -> None:
     """Refuses a job that an engine cannot run.
 
+    Args:
+        job: what to run.
+        engine: what to call the engine in the message.
+        failures: what the engine finds wrong.
+        hint: what the user could try.
+
     Raises:
         LaunchError: there are failures.
     """
@@ -183,7 +198,7 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
         raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
 
 
-def yaml_text(fields: Mapping[str, Any]) -> str:
+def yaml_text(fields: JsonMapping) -> str:
     """Plain data as YAML, in the order given; scripts as blocks, line by line, so that people can
     read them.
     """

@@ -65,6 +65,10 @@ def _write(path: Path, text: str) -> None:
 def submit(submission: Submission, folder: Path) -> str:
     """Writes the files into `folder`, runs the commands there, and gives what they printed.
 
+    Args:
+        submission: files and commands.
+        folder: where the files go; made if it is not there.
+
     Raises:
         MissingPackageError: a program of the engine is not installed; nothing was written.
         LaunchError: a command failed, with what it said.

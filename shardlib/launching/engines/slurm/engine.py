@@ -23,9 +23,7 @@ and scontrol.html; containers: github.com/NVIDIA/pyxis, README (read 2026-11).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shardlib.launching.engines.shared.shell import (
     check_job,
@@ -42,12 +40,17 @@ from shardlib.launching.engines.slurm.script import (
 )
 from shardlib.launching.engines.slurm.settings import SlurmSettings
 from shardlib.launching.job import Job
+from shardlib.untrusted.json_types import JsonMapping
 
 SCRIPT = "job.sbatch"
 
 
 def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
     """A batch script and the commands that submit it.
+
+    Args:
+        job: what to run.
+        settings: of the cluster; by default those of `SlurmSettings()`.
 
     Raises:
         LaunchError: Slurm cannot run this job.
@@ -108,12 +111,17 @@ class Slurm:
     help = "Submit to Slurm."
     settings = SlurmSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`; nodes share folders with the machine that submits, so that relative
         paths are those of the user.
         """
         return {"workdir": str(Path.cwd())}
 
     def submission(self, job: Job, settings: SlurmSettings) -> Submission:
-        """See `slurm`."""
+        """See `slurm`.
+
+        Args:
+            job: what to run.
+            settings: of the cluster.
+        """
         return slurm(job, settings)

@@ -20,7 +20,12 @@ TASK = 'export SHARDLIB_PROCESS=$SLURM_PROCID SHARDLIB_HOST_PROCESS=$SLURM_LOCAL
 
 
 def options(job: Job, settings: SlurmSettings) -> list[str]:
-    """The options that stand in the script."""
+    """The options that stand in the script.
+
+    Args:
+        job: what to run.
+        settings: of the cluster.
+    """
     values = {
         "job-name": job.name,
         "partition": settings.partition,
@@ -73,7 +78,15 @@ def start() -> list[str]:
 
 
 def run_folder(job: Job, settings: SlurmSettings) -> str | None:
-    """The folder of the run, where nodes see it as a folder."""
+    """The folder of the run, where nodes see it as a folder.
+
+    Args:
+        job: what to run.
+        settings: with the working folder.
+
+    Returns:
+        None where the job has none, or one in object storage.
+    """
     return None if job.run is None or "://" in job.run else inside(settings.workdir, job.run)
 
 

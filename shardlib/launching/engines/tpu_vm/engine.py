@@ -18,8 +18,6 @@ queued-resources create`, `tpu-vm ssh` and `tpu-vm scp` of the Google Cloud SDK 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import Any
 
 from shardlib.launching.engines.shared.shell import (
     check_job,
@@ -38,10 +36,15 @@ from shardlib.launching.engines.shared.tpus import (
 from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
 from shardlib.launching.job import Job
 from shardlib.processes.place import AUTO
+from shardlib.untrusted.json_types import JsonMapping
 
 
 def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
     """A script for every host, and the commands that bring it there.
+
+    Args:
+        job: what to run.
+        settings: of the TPU.
 
     Raises:
         LaunchError: Cloud TPU cannot run this job.
@@ -115,12 +118,17 @@ class TpuVm:
     help = "Run on Cloud TPU VMs."
     settings = TpuVmSettings
 
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> JsonMapping:
         """See `Engine`."""
         return {}
 
     def submission(self, job: Job, settings: TpuVmSettings) -> Submission:
-        """See `tpu_vm`."""
+        """See `tpu_vm`.
+
+        Args:
+            job: what to run.
+            settings: of the TPU.
+        """
         return tpu_vm(job, settings)
 
 
@@ -205,7 +213,12 @@ def _stop(job: Job) -> str:
 
 
 def host_text(job: Job, settings: TpuVmSettings) -> str:
-    """The script of every host."""
+    """The script of every host.
+
+    Args:
+        job: what to run.
+        settings: of the TPU.
+    """
     environment = {**job.environment, **({"SHARDLIB_PROCESSES": AUTO} if job.processes > 1 else {})}
     words = timed(job, supervised(job))
     lines = [

@@ -98,7 +98,12 @@ class DiskArray:
         }
 
     def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
-        """What was read as an array on the devices."""
+        """What was read as an array on the devices.
+
+        Args:
+            read: shards of this process by their index.
+            memory_kind: memory of the devices; by default that of the sharding.
+        """
         sharding = (
             self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
         )

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from shardlib import _jax_compat
+from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Value
 from shardlib.lowering.runtime.executable import Executable
 
 
@@ -31,7 +33,7 @@ class Call:
     last: tuple[int, ...] = ()
     beside: int = 0
 
-    def __call__(self, values: Mapping[int, Any]) -> dict[int, Any]:
+    def __call__(self, values: Mapping[int, Value]) -> dict[int, Value]:
         """Its results."""
         return dict(
             zip(self.made, self.program([values[number] for number in self.reads]), strict=True)
@@ -57,11 +59,11 @@ class Calls:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    results: Any
+    results: jax.tree_util.PyTreeDef
     calls: tuple[Call, ...]
     sums: Mapping[int, int | None]
 
-    def tree(self, values: Mapping[int, Any]) -> Any:
+    def tree(self, values: Mapping[int, Value]) -> Tree:
         """The outputs as the function returns them; each is an array of its own, since a step
         deletes them one by one.
         """

@@ -73,12 +73,21 @@ class Where:
         function: Callable[..., Any],
         *inputs: Any,
         summed: bool,
-    ) -> tuple[Program, Any]:
+    ) -> tuple[Program, jax.tree_util.PyTreeDef]:
         """A function to a state, or to a tuple of which that is the first, over leaves of its
         inputs; and the structure of its results.
 
         What goes to disk is no other value of the function too. Behind the results are its sums,
         where they are asked for.
+
+        Args:
+            under: context in which it is traced.
+            function: of `inputs`.
+            inputs: abstract arrays, or trees of them.
+            summed: whether checksums of what goes to disk are made, too.
+
+        Returns:
+            The program, and the structure of its results.
         """
         leaves, structure = jax.tree.flatten(inputs)
         found: list[Any] = []
@@ -108,7 +117,12 @@ class Where:
 
 
 def total(array: jax.Array, whole: NamedSharding) -> jax.Array:
-    """The sums of an array, see `shardlib.lowering.runtime.checksums`."""
+    """The sums of an array, see `shardlib.lowering.runtime.checksums`.
+
+    Args:
+        array: on devices.
+        whole: sharding of the result.
+    """
     return _total(array.sharding, whole)(array)
 
 
@@ -117,7 +131,7 @@ def _total(sharding: NamedSharding, whole: NamedSharding) -> Callable[[jax.Array
     return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=whole)
 
 
-def step_calls(where: Where, step: Callable[[TrainState, Tree], Any], batch: Tree) -> Calls:
+def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
     """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
     pieces of the update.
 
@@ -210,11 +224,15 @@ def _taken_over(
     return found
 
 
-def init_calls(where: Where, init: Callable[[Any], TrainState]) -> Calls:
+def init_calls(where: Where, init: Callable[[jax.Array], TrainState]) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
     Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,
     while it compiles.
+
+    Args:
+        where: shardings of the state, and which of its leaves are on disk.
+        init: seed -> state.
     """
     seed = jax.ShapeDtypeStruct((), np.int32)
     program, results = where.traced(no_mesh(), init, seed, summed=False)

@@ -66,6 +66,10 @@ class File:
     def read(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Reads all of the file.
 
+        Args:
+            shape: elements per dim.
+            dtype: of the array.
+
         Raises:
             DiskError: it cannot be read, or is not what was written.
         """

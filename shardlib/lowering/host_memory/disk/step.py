@@ -74,8 +74,8 @@ class DiskStep:
 
     where: Where
     batch: Tree
-    function: Callable[[TrainState, Tree], Any]
-    first: Callable[[Any], TrainState]
+    function: Callable[[TrainState, Tree], Tree]
+    first: Callable[[jax.Array], TrainState]
     writer: Writer
     _reader: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk")
@@ -103,6 +103,10 @@ class DiskStep:
     def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
         """The optimizer's state before the first step for parameters that are there, one array at a
         time where it goes to disk.
+
+        Args:
+            init: parameters -> optimizer state.
+            params: arrays on the devices.
         """
         abstract, structure = jax.tree.flatten(self.where.state.opt_state)
         first = len(
@@ -121,6 +125,13 @@ class DiskStep:
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step; deletes the state that it is given.
+
+        Args:
+            state: before the step; its arrays are gone afterwards.
+            batch: placed on the devices.
+
+        Returns:
+            (next state, metrics).
 
         Raises:
             DiskError: the disk is full, or cannot be read or written.

@@ -60,6 +60,13 @@ class Edits:
 
     @staticmethod
     def of(proof: Proof, parts: int, whole: Whole) -> Edits:
+        """What must be changed in a loss whose terms are sums over rows.
+
+        Args:
+            proof: how the results depend on the rows.
+            parts: number of microbatches.
+            whole: the loss of the whole batch.
+        """
         analysis = proof.analysis
         assert analysis is not None
         states = len(whole.names.states)
@@ -97,7 +104,14 @@ class Edits:
         share: Share,
         mesh: Mesh | AbstractMesh,
     ) -> Contribution:
-        """The changed loss, and what belongs to it."""
+        """The changed loss, and what belongs to it.
+
+        Args:
+            plan: the decisions.
+            whole: the loss of the whole batch.
+            share: the loss of one microbatch.
+            mesh: of the program.
+        """
         part, dims, shardings, under = share.traced, share.dims, share.shardings, share.under
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
@@ -148,7 +162,9 @@ class Edits:
             finish=finish,
         )
 
-    def _results(self, outputs: list[Any], rewriting: Rewriting) -> tuple[list[Any], list[Any]]:
+    def _results(
+        self, outputs: list[jax.Array], rewriting: Rewriting
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         found, weights = list[Any](), list[Any]()
         for output, result in zip(outputs, self.results, strict=True):
@@ -165,13 +181,20 @@ class Edits:
                 found.append(times(output, result))
         return found, weights
 
-    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
+    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """Divides weighted means, and gives counts and truth values back in their dtypes, which
         means over microbatches are not.
+
+        Args:
+            part: the loss of one microbatch.
+            vouched: number of weighted means among the results.
+
+        Returns:
+            (results, gradients) of all microbatches -> the same.
         """
         avals = list(part.closed_jaxpr.out_avals)
 
-        def finish(results: Any, gradients: Tree) -> tuple[Any, Tree]:
+        def finish(results: Tree, gradients: Tree) -> tuple[Tree, Tree]:
             loss, (metrics, state) = results
             weights = list(metrics["weights"]) if vouched else []
             metrics = metrics["metrics"] if vouched else metrics
@@ -230,7 +253,7 @@ def _made(
     inputs: Inputs,
     batch: Tree,
     cut: Sequence[NamedSharding],
-) -> list[Any]:
+) -> list[jax.Array]:
     """What the whole batch says beforehand. It depends on neither parameters nor state, so that
     zeros stand for these where a loop makes other things too.
     """

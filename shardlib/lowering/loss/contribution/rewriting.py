@@ -14,6 +14,7 @@ from jax.extend import core as jex
 from shardlib._jax_compat import open_jaxpr
 from shardlib.functions.marks import form_of
 from shardlib.functions.mean import WeightedMeanForm
+from shardlib.jax_types import Atom, Aval, Eqn, Jaxpr
 from shardlib.tracing.program import INLINED, REMAT, Program, callee
 from shardlib.tracing.rows.handed import Handed
 
@@ -35,16 +36,25 @@ class Rewriting:
 
     factors: Mapping[Place, float]
     handed: Mapping[Place, Handed]
-    values: Mapping[Handed, Any]
+    values: Mapping[Handed, jax.Array]
     sums: list[tuple[Any, Any, Any]]
 
-    def run(self, jaxpr: Any, arguments: Sequence[Any], prefix: str, scope: str) -> list[Any]:
-        """Results of a jaxpr."""
+    def run(
+        self, jaxpr: Jaxpr, arguments: Sequence[jax.Array], prefix: str, scope: str
+    ) -> list[jax.Array]:
+        """Results of a jaxpr.
+
+        Args:
+            jaxpr: closed or open.
+            arguments: one for each of its inputs.
+            prefix: goes before the paths of its equations.
+            scope: name scopes around it.
+        """
         inner, constants = open_jaxpr(jaxpr)
         env = dict(zip(inner.constvars, constants, strict=True))
         env.update(zip(inner.invars, arguments, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> jax.Array:
             return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
         for index, eqn in enumerate(inner.eqns):
@@ -58,7 +68,9 @@ class Rewriting:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in inner.outvars]
 
-    def _equation(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
+    def _equation(
+        self, eqn: Any, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
         name = eqn.primitive.name
         if (name in INLINED or name in REMAT) and self._changed(path):
             return self._call(eqn, operands, path, scope)
@@ -84,10 +96,12 @@ class Rewriting:
     def _changed(self, path: str) -> bool:
         return any(place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors))
 
-    def _call(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
+    def _call(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
         """A call with changes inside."""
 
-        def inside(*given: Any) -> tuple[Any, ...]:
+        def inside(*given: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(self.run(callee(eqn), given, f"{path}/", scope))
 
         if eqn.primitive.name in REMAT:
@@ -100,26 +114,43 @@ class Rewriting:
         return jax.jit(inside)(*operands)
 
 
-def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _bound(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 
 
-def times(leaf: Any, factor: float) -> Any:
+def times(leaf: jax.Array, factor: float) -> jax.Array:
+    """A value times a number, in its own dtype; itself for 1.
+
+    Args:
+        leaf: array or scalar.
+        factor: the number.
+    """
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
-def part_of_value(aval: Any, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
-    """What a microbatch gets of a value."""
+def part_of_value(aval: Aval, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
+    """What a microbatch gets of a value.
+
+    Args:
+        aval: abstract value for the whole batch.
+        handed: which dim of it has the rows.
+        parts: number of microbatches.
+    """
     shape = tuple(aval.shape)
     if handed.dim is not None:
         shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
-def dealt_by_rows(leaf: Any, handed: Handed, parts: int) -> Any:
+def dealt_by_rows(leaf: jax.Array, handed: Handed, parts: int) -> jax.Array:
     """A value in an order of which every part-th element of the dim of rows makes a part: whole
     rows of several elements each.
+
+    Args:
+        leaf: the value for the whole batch.
+        handed: which dim of it has the rows.
+        parts: number of microbatches.
     """
     if handed.dim is None or handed.inner == 1:
         return leaf
@@ -129,7 +160,12 @@ def dealt_by_rows(leaf: Any, handed: Handed, parts: int) -> Any:
 
 
 def numbers_of(program: Program, values: Sequence[Handed]) -> list[int]:
-    """The numbers of values in the whole batch's program."""
+    """The numbers of values in the whole batch's program.
+
+    Args:
+        program: of the whole batch.
+        values: with the equations that make them.
+    """
     made = {
         (equation.path, at): number
         for equation in program.equations

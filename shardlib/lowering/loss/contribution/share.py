@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -32,7 +31,7 @@ class Contribution:
     prologue: Callable[[Tree], Tree]
     dims: Mapping[str, int | None]
     shardings: Tree
-    finish: Callable[[Any, Tree], tuple[Any, Tree]]
+    finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,13 @@ class Share:
 
 
 def as_it_is(traced: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree) -> Contribution:
-    """A loss whose mean over microbatches is that of the whole batch."""
+    """A loss whose mean over microbatches is that of the whole batch.
+
+    Args:
+        traced: the loss of one microbatch.
+        dims: dim of the rows of each array of the batch, by path.
+        shardings: of the batch, a tree like it.
+    """
     return Contribution(
         traced=traced,
         prologue=lambda batch: batch,

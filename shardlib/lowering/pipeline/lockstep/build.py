@@ -229,7 +229,12 @@ def _stages(
 
 
 def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
-    """The mesh as it is in a region that is manual over some axes."""
+    """The mesh as it is in a region that is manual over some axes.
+
+    Args:
+        mesh: of the program.
+        axes: the manual ones.
+    """
     return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
         dict.fromkeys(axes, AxisType.Manual)
     )

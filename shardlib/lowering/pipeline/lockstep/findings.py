@@ -30,7 +30,12 @@ def repeated(stages: Stages) -> tuple[Finding, ...]:
 
 
 def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
+    """A finding where the plan gathers once, and nothing can be gathered beforehand.
+
+    Args:
+        stages: of the pipeline.
+        plan: the decisions.
+    """
     known = stages.chunk.known
     if plan.gather != "once" or (known is not None and known.operands):
         return ()
@@ -54,6 +59,10 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 def gathered_at_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
     """A finding where the plan gathers once, and layers have frozen sharded weights, which are
     gathered at every use.
+
+    Args:
+        whole: the loss, with its layers taken out.
+        plan: the decisions.
     """
     if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:
         return ()

@@ -85,7 +85,12 @@ class Sums:
     reductions: GradientReductions
 
     def zeros(self, leaf: Any, lead: tuple[int, ...] = ()) -> Any:
-        """Where gradients of an array are summed, [*lead, ...]."""
+        """Where gradients of an array are summed, [*lead, ...].
+
+        Args:
+            leaf: array or abstract array.
+            lead: sizes of dims that come before its own.
+        """
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, made: Made) -> Carry:
@@ -171,5 +176,10 @@ class Sums:
 
 
 def plus(sums: Any, more: Any) -> Any:
-    """Sums with more added to them, in the dtypes of the sums."""
+    """Sums with more added to them, in the dtypes of the sums.
+
+    Args:
+        sums: a tree.
+        more: a tree like it.
+    """
     return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, more)

@@ -75,7 +75,12 @@ class StageLayouts:
         )
 
     def spread_out(self, array: Any, position: int) -> Any:
-        """An array of `travelling` as it is cut outside of the pipeline."""
+        """A stage activation as it is sharded outside of the pipeline.
+
+        Args:
+            array: the activation.
+            position: its number among the activations.
+        """
         dim, known = self.spread[position], self.outside[position]
         if known is not None:
             return jax.lax.with_sharding_constraint(
@@ -95,15 +100,24 @@ class StageLayouts:
         )
 
     def handed_out(self, arrays: Any, position: int) -> Any:
-        """What one stage holds of [stages, ...], the others holding zeros, as it is cut outside of
+        """What one stage has of [stages, ...], the others having zeros, as it is sharded outside of
         the pipeline.
+
+        Args:
+            arrays: [stages, ...].
+            position: its number among the activations.
         """
         return self.spread_out(
             jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
         )
 
     def whole(self, array: Any, position: int) -> Any:
-        """The same as every stage needs it: no longer sharded over the stages."""
+        """The same as every stage needs it: no longer sharded over the stages.
+
+        Args:
+            array: as `spread_out` gives it.
+            position: its number among the activations.
+        """
         dim = self.spread[position]
         if dim is None:
             return array

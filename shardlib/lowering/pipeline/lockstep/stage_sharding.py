@@ -14,6 +14,10 @@ from shardlib.planning.plan import Plan
 def stage_activations(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
     of the layers for every layer.
+
+    Args:
+        whole: the loss, with its layers taken out.
+        layers: how many there are.
     """
     avals = [whole.program.avals[number] for number in whole.entering]
     buffers = [

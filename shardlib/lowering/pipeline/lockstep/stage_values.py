@@ -67,12 +67,23 @@ class Backward:
 
 
 def slot_of(ring: Arrays, slot: Any) -> Arrays:
-    """What a stage keeps in one of its slots, of arrays [its stage, slots, ...]."""
+    """What a stage keeps in one of its slots, of arrays [its stage, slots, ...].
+
+    Args:
+        ring: activation stash, arrays [its stage, slots, ...].
+        slot: number of the slot, int32 scalar.
+    """
     return [jax.lax.dynamic_index_in_dim(kept[0], slot, 0, keepdims=False) for kept in ring]
 
 
 def with_slot(ring: Arrays, arrays: Arrays, slot: Any) -> Arrays:
-    """The same with something else in that slot."""
+    """The same with something else in that slot.
+
+    Args:
+        ring: activation stash, arrays [its stage, slots, ...].
+        arrays: what comes into the slot.
+        slot: number of the slot, int32 scalar.
+    """
     return [
         jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None]
         for kept, leaf in zip(ring, arrays, strict=True)
@@ -80,11 +91,24 @@ def with_slot(ring: Arrays, arrays: Arrays, slot: Any) -> Arrays:
 
 
 def only_if(wanted: Any, array: Any) -> Any:
+    """An array where a condition holds, otherwise zeros.
+
+    Args:
+        wanted: boolean scalar.
+        array: any.
+    """
     return jnp.where(wanted, array, jnp.zeros_like(array))
 
 
 def added_to_chunk(total: Any, gradient: Any, chunk: Any, works: Any) -> Any:
-    """Adds a chunk's gradient to the sums of all chunks [chunks, ...]."""
+    """Adds a chunk's gradient to the sums of all chunks [chunks, ...].
+
+    Args:
+        total: [chunks, ...].
+        gradient: [...].
+        chunk: number of the chunk, int32 scalar.
+        works: whether there is work, boolean scalar; otherwise nothing is added.
+    """
     before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(
         total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0

@@ -43,6 +43,10 @@ class StageWeights(StageLayouts):
     def gather(self, held: Held, chunk: Any = None) -> Arrays:
         """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all
         [stages, chunks, layers, ...].
+
+        Args:
+            held: what each stage has for the whole step.
+            chunk: number of the chunk, int32 scalar; None for all.
         """
         known = self.chunk.known
         if known is None:
@@ -52,6 +56,11 @@ class StageWeights(StageLayouts):
     def reduce(self, held: Held, sums: Arrays, slot: Any = None) -> Arrays:
         """Gradients of weights for the partial sums of what is gathered beforehand, in one slot
         [stages, layers, ...] or in all [stages, chunks, layers, ...].
+
+        Args:
+            held: what each stage has for the whole step.
+            sums: partial sums, in the order of what is gathered.
+            slot: number of the slot, int32 scalar; None for all.
         """
         known = self.chunk.known
         if known is None:

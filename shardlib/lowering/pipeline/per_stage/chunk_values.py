@@ -40,6 +40,12 @@ class Held:
 
 
 def part_of_microbatch(leaf: Any, micro: Any) -> Any:
+    """One microbatch of an array.
+
+    Args:
+        leaf: [microbatches, ...].
+        micro: number of the microbatch, int32 scalar.
+    """
     return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
 
 

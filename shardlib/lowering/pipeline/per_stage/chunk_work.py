@@ -60,6 +60,11 @@ class Work(ChunkValues):
     def forward(self, held: Held, micro: Any, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember); what enters the first
         chunk is made here.
+
+        Args:
+            held: what the stage has for the whole step.
+            micro: number of the microbatch, int32 scalar.
+            entering: stage activations that enter the chunk.
         """
         return self.chunk.forward(
             self._operands(held, micro), self._entering(held, micro, entering)
@@ -130,6 +135,10 @@ class Work(ChunkValues):
     def reduced(self, held: Held, late: Late) -> Late:
         """Gradients of all stacked parameters, with what the partial sums make of them, once all
         microbatches are done.
+
+        Args:
+            held: what the stage has for the whole step.
+            late: sums over all microbatches.
         """
         known, positions = self.chunk.known, self.cut.weights
         assert known is not None
@@ -239,7 +248,12 @@ class Work(ChunkValues):
 
 
 def flat(function: Callable[..., Any], arguments: Any) -> Callable[..., Arrays]:
-    """A function of trees as one of lists of leaves, for trees like the given ones."""
+    """A function of trees as one of lists of leaves, for trees like the given ones.
+
+    Args:
+        function: of trees.
+        arguments: tuple of trees, arrays or abstract.
+    """
     structure = jax.tree.structure(arguments)
     return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 

@@ -268,7 +268,12 @@ def _both(
 
 
 def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
-    """What leaves one stage as it enters another."""
+    """What leaves one stage as it enters another.
+
+    Args:
+        leaves: abstract arrays of the stage before.
+        mesh: of the stage after.
+    """
     specs = [
         leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         for leaf in leaves

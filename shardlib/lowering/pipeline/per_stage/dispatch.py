@@ -100,7 +100,12 @@ class Dispatch:
         )
 
     def step(self, state: Tree, batch: Tree) -> Any:
-        """(state, metrics) after a step; the state is donated."""
+        """(state, metrics) after a step; the state is donated.
+
+        Args:
+            state: before the step.
+            batch: placed on the devices.
+        """
         opened: Opened = jax.tree.unflatten(
             self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
         )

@@ -124,7 +124,13 @@ class Opening:
         )
 
     def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
-        """What all microbatches work with."""
+        """What all microbatches work with.
+
+        Args:
+            params: stored parameters.
+            state: model state.
+            batch: the global batch.
+        """
         made = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
@@ -189,6 +195,10 @@ class Opening:
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
         """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and
         [stages, ...] of others.
+
+        Args:
+            number: of the value in the program.
+            layers: whether it is a stack of layers.
         """
         owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec

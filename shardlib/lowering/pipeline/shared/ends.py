@@ -48,7 +48,13 @@ class Ends:
         return no_sums(self.uses, self.mesh)
 
     def walk(self, walk: Walk, ready: Mapping[str, Any], sums: Sequence[Any]) -> Walk:
-        """A walk whose operations use gathered operands and leave gradients to `sums`."""
+        """A walk whose operations use gathered operands and leave gradients to `sums`.
+
+        Args:
+            walk: through the operations outside of the layers.
+            ready: gathered operands, by path of the operation.
+            sums: where gradients go, in the order of `uses`.
+        """
         return leaving_sums(self.uses, walk, sums, ready)
 
     def reduce(self, sums: Sequence[Any]) -> Values:

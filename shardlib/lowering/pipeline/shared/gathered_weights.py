@@ -118,6 +118,10 @@ class Gathered:
     def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
         """A walk through one layer whose operations leave the gradients of these weights to
         `sums`.
+
+        Args:
+            walk: through one layer.
+            sums: where gradients go, in the order of `uses`.
         """
         return leaving_sums(self.uses, walk, sums)
 
@@ -125,7 +129,13 @@ class Gathered:
 def no_sums(
     uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
 ) -> Arrays:
-    """Where partial sums go, [*lead, ...], each device's at the device."""
+    """Where partial sums go, [*lead, ...], each device's at the device.
+
+    Args:
+        uses: operations whose gradients wait.
+        mesh: of the program.
+        lead: sizes of dims that come before those of the sums.
+    """
     made = [
         (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
     ]

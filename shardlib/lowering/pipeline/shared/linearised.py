@@ -48,11 +48,20 @@ class Linearised:
     def early(self, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         """Of the backward pass in two parts: (gradients of what entered, what the late part has to
         be given).
+
+        Args:
+            remembered: activation stash of the chunk.
+            cotangents: of what left the chunk.
         """
         return self._halves(cotangents).run_first([*self._wants(remembered), *cotangents])
 
     def late(self, remembered: Arrays, passed: Arrays) -> Arrays:
-        """The other gradients."""
+        """The other gradients.
+
+        Args:
+            remembered: activation stash of the chunk.
+            passed: what `early` gave for it.
+        """
         cotangents = [
             leaf for leaf in self.left if is_floating(leaf)
         ]  # of any value: the late part does not read them

@@ -57,7 +57,13 @@ _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsum
 
 
 def constant(one: Any, two: Any, sizes: tuple[int, int]) -> Kind:
-    """A literal or a captured array, as it is in the two traces."""
+    """A literal or a captured array, as it is in the two traces.
+
+    Args:
+        one: in the first trace.
+        two: in the second.
+        sizes: rows in the two.
+    """
     if _opaque(one) or _opaque(two):
         return free(drawn=True)
     first, second = np.asarray(one), np.asarray(two)
@@ -100,7 +106,13 @@ def _opaque(array: Any) -> bool:
 
 
 def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Kind]:
-    """The results of an operation on values that are all free."""
+    """The results of an operation on values that are all free.
+
+    Args:
+        step: the operation in both traces.
+        kinds: of its operands.
+        learned: whether one of them depends on what is trained.
+    """
     name = step.name
     if name == "iota":
         return (

@@ -104,6 +104,11 @@ def _product(step: Step, kinds: list[Kind], signs: list[int], more: dict[str, ob
 def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
     """Terms, some of them sums over rows, that are added up or stand beside each other in one
     array.
+
+    Args:
+        step: the operation in both traces.
+        kinds: of its operands.
+        positions: of the operands that are the terms.
     """
     terms = [(at, kinds[at]) for at in positions if not kinds[at].zero]
     more = common(kinds)

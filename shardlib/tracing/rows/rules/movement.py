@@ -14,6 +14,10 @@ from shardlib.tracing.rows.step import Shape, Step
 def moved(kind: Kind, where: Callable[[int], int | None]) -> Kind | None:
     """A kind whose dim d is dim where(d) of the result; None where the rows do not stay together,
     in their order.
+
+    Args:
+        kind: of the operand.
+        where: dim of the operand -> dim of the result, None where the dim is gone.
     """
     if kind.family != "row" or not kind.rows.dims:
         return kind
@@ -24,6 +28,13 @@ def moved(kind: Kind, where: Callable[[int], int | None]) -> Kind | None:
 
 
 def kept(step: Step, kinds: list[Kind], found: Kind | None) -> Kind:
+    """A kind, or "mixed" where there is none since the rows lost their order.
+
+    Args:
+        step: the operation.
+        kinds: of its operands.
+        found: kind of its result.
+    """
     return step.mixed("the order of the rows is lost", kinds) if found is None else found
 
 
@@ -116,7 +127,17 @@ def regrouped_alike(place: Place, step: Step) -> Place | None:
 
 
 def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:
-    """Where rows are after a reshape."""
+    """Where rows are after a reshape.
+
+    Args:
+        place: where they are in the operand.
+        before: elements per dim of the operand.
+        after: elements per dim of the result.
+        rows: how many there are.
+
+    Returns:
+        None where no dims of the result hold exactly the rows.
+    """
     stride = place.inner * math.prod(before[place.stop :])
     stop = next(
         (dim for dim in range(len(after) + 1) if stride % math.prod(after[dim:]) == 0), None
@@ -177,7 +198,12 @@ def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
-    """The rule of an operation that mixes elements along some dims."""
+    """The rule of an operation that mixes elements along some dims.
+
+    Args:
+        dims_of: the dims of an operation.
+        linear: whether the operation is linear, so that it may be applied to sums over rows.
+    """
 
     def rule(step: Step, kinds: list[Kind]) -> Kind:
         found = [kind for kind in kinds if kind.family == "row"]

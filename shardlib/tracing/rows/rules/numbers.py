@@ -15,7 +15,12 @@ from shardlib.tracing.rules.elementwise import COPIES
 
 
 def exponent(pair: tuple[Any, Any] | None, sizes: tuple[int, int]) -> Fraction | None:
-    """The power of the number of rows that two numbers differ by; None where it is none."""
+    """The power of the number of rows that two numbers differ by; None where it is none.
+
+    Args:
+        pair: the number in the two traces; None counts as the same.
+        sizes: rows in the two traces.
+    """
     if pair is None:
         return Fraction(0)
     one, two = (
