@@ -75,8 +75,8 @@ def around_devices(
         or aval.ndim != 4
     ):
         return None
-    batch, _, cut, _ = placements[site.key(0)]
     groups = site.avals[2 * form.parts].shape[2]
+    batch, cut = placements[site.key(0)][0], _cutting_heads(placements[site.key(0)], plan)
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
     rows, at = (
         machine.parts(batch) or None,
@@ -120,6 +120,20 @@ def around_devices(
         ),
     )
     return lambda *arrays: [machine.manual(local, specs, whole)(*arrays)]
+
+
+def _cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that shard the heads of queries [B, S, N, H] inside of the region.
+
+    Where no axis shards the heads outside, those do that shard the sequence or the width of a head
+    there: that is one all-to-all each way, where else every device along them would need the whole
+    sequence and compute the same attention. A context axis shards the sequence inside as well, and
+    an exchange over it needs the heads for itself.
+    """
+    batch, rows, heads, width = queries
+    if heads or (plan.context == "ulysses" and plan.mesh["context"] > 1):
+        return heads
+    return tuple(axis for axis in (*rows, *width) if axis != "context" and axis not in batch)
 
 
 @dataclass(frozen=True, kw_only=True)
