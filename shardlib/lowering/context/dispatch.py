@@ -22,6 +22,7 @@ from shardlib.lowering.context.ulysses import exchanged
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
+from shardlib.propagation.head_sharding import shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,10 @@ class Heads:
     @staticmethod
     def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
         """Heads sharded over axes where that is possible, and whole otherwise."""
-        local = heads // ways
-        if heads % ways == 0 and (groups % ways == 0 or (heads // groups) % local == 0):
-            return Heads(axes=axes, ways=ways, together=groups % ways == 0)
-        return Heads(axes=(), ways=1, together=True)
+        which = shared(heads=heads, groups=groups, ways=ways)
+        if which == "none":
+            return Heads(axes=(), ways=1, together=True)
+        return Heads(axes=axes, ways=ways, together=which == "all")
 
     def own(self, array: Any, heads: int) -> Any:
         """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
