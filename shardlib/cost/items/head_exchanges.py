@@ -4,7 +4,8 @@ Where tensor shards the sequence of queries, keys and values, or the width of th
 the heads inside of a kernel (`shardlib.lowering.context.dispatch`):
 
     heads that are shared out     one all-to-all in, one all-to-all out; gradients the other way
-    too few heads of keys         keys and values are gathered, their gradients reduce-scattered
+    too few heads of keys         keys and values are gathered, their gradients reduce-scattered,
+                                  or all-reduced where they are whole for a rotation by positions
     too few heads of queries      all is gathered, and every device computes the same
 """
 
@@ -65,7 +66,8 @@ def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> 
         yield transfer("all-to-all", times, *apart)
     together: tuple[Shared, ...] = tuple(one for one in _SHARING if one not in apart)
     if together:
-        yield transfer("reduce-scatter" if gradient else "all-gather", times, *together)
+        scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
+        yield transfer(scattered if gradient else "all-gather", times, *together)
     # Where every device computes the same, it has all results; what comes in is gathered.
     coming = 0 if gradient else times - 1 if result else times
     if coming:

@@ -103,40 +103,55 @@ def without_tensor(part: str | None) -> str | None:
     return "+".join(kept) or None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """The values between projections and kernels of attention.
+
+    Attributes:
+        heads: of the kernel, by value.
+        paired: results of kernels, gradients, that something pairs dims of a head of before a
+            contraction reads them, such as a rotation by positions.
+    """
+
+    heads: Mapping[int, KernelHeads]
+    paired: frozenset[int]
+
+
 def between(
     graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
-) -> dict[int, KernelHeads]:
-    """The values between projections and kernels, such as queries while they are turned by their
-    positions, with the heads of the kernel: what ops without a contraction make of results of
-    projections for a kernel, and of its results for the products of gradients.
+) -> Between:
+    """Finds what ops without a contraction make of results of projections for a kernel, and of its
+    results for the products of gradients.
 
     Args:
         graph: the program.
         kernels: heads of its kernels, by index.
         names: colour per dim of every value.
     """
-    producers, found = graph.producers(), dict[int, KernelHeads]()
+    producers, found, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
     readers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for value in op.operands:
             readers.setdefault(value, []).append(index)
 
-    def follows(index: int | None) -> bool:
-        return index is not None and graph.ops[index].category in ("elementwise", "movement")
+    def beyond(value: int, forward: bool) -> list[Op]:
+        at = [producers[value]] if forward and value in producers else readers.get(value, [])
+        if forward and value not in producers:
+            return []
+        ops = [graph.ops[index] for index in at]
+        return [op for op in ops if op.category in ("elementwise", "movement")]
 
     for kernel, heads in kernels.items():
-        op = graph.ops[kernel]
-        pending = list(op.operands if op.kind == FORWARD else op.results)
-        while pending:
-            value = pending.pop()
-            if value in found or heads.colour is None or heads.colour not in names[value]:
-                continue
-            found[value] = heads
-            if op.kind == FORWARD:
-                maker = producers.get(value)
-                if maker is not None and follows(maker):
-                    pending.extend(graph.ops[maker].operands)
-            else:
-                for index in filter(follows, readers.get(value, ())):
-                    pending.extend(graph.ops[index].results)
-    return found
+        forward = graph.ops[kernel].kind == FORWARD
+        for start in graph.ops[kernel].operands if forward else graph.ops[kernel].results:
+            pending = [start]
+            while pending:
+                value = pending.pop()
+                if value in found or heads.colour is None or heads.colour not in names[value]:
+                    continue
+                found[value] = heads
+                for op in beyond(value, forward):
+                    pending.extend(op.operands if forward else op.results)
+                    if op.category == "movement" and op.rule.whole and not forward:
+                        paired.add(start)
+    return Between(heads=found, paired=frozenset(paired))

@@ -34,6 +34,7 @@ class Facts:
         room: bytes of a message over those of an even routing (`FrameworkProfile.exchange_room`).
         capped: layers of experts with a capacity, by region; only where tokens are routed.
         heads: heads of the kernels of attention, by index of the op.
+        widths: colours of the width of these heads.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Facts:
             for index, op in enumerate(step.graph.ops)
             if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
         }
+        self.widths = frozenset[str]().union(*(one.width for one in self.heads.values()))
         self._between = between(step.graph, self.heads, names)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
@@ -107,7 +109,7 @@ class Facts:
         cut = self._plain_cut(value, choice)
         if not self.turned(value, choice):
             return cut
-        at = self.names[value].index(self._between[value].colour)
+        at = self.names[value].index(self._between.heads[value].colour)
         return tuple(
             "tensor" if dim == at else without_tensor(part) for dim, part in enumerate(cut)
         )
@@ -131,11 +133,17 @@ class Facts:
             has(self._plain_cut(value, choice), "tensor") for value in (*op.operands, *op.results)
         )
 
+    def pairs(self, value: int, choice: Choice) -> bool:
+        """Whether a gradient that a kernel of attention makes is such a value, and dims of a head
+        are paired before the gradient of the projection is made of it.
+        """
+        return value in self._between.paired and self.turned(value, choice)
+
     def turned(self, value: int, choice: Choice) -> bool:
         """Whether a value lies between a projection whose heads the tensor axis shards along their
         width and a kernel of attention, so that it has whole heads already.
         """
-        heads = self._between.get(value)
+        heads = self._between.heads.get(value)
         return heads is not None and any(
             name in heads.width and "tensor" in kinds(part)
             for name, part in zip(self.names[value], self._plain_cut(value, choice), strict=True)

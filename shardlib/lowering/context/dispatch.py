@@ -14,6 +14,7 @@ from shardlib.functions.attention import Attention, Operands
 from shardlib.graph.kernels import Kind
 from shardlib.layout import Layout
 from shardlib.lowering.context.block import Scores
+from shardlib.lowering.context.heads import Heads, computed, cutting_heads
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.mask import FAR
 from shardlib.lowering.context.ring import Ring
@@ -22,42 +23,6 @@ from shardlib.lowering.context.ulysses import exchanged
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
-from shardlib.propagation.head_sharding import shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """How heads are cut.
-
-    Attributes:
-        axes: mesh axes that cut the heads of queries.
-        ways: their number of devices.
-        together: whether they cut the heads of keys and values too; those are whole on every device
-            otherwise, which picks the ones of its queries.
-    """
-
-    axes: tuple[str, ...]
-    ways: int
-    together: bool
-
-    @staticmethod
-    def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
-        """Heads sharded over axes where that is possible, and whole otherwise."""
-        which = shared(heads=heads, groups=groups, ways=ways)
-        if which == "none":
-            return Heads(axes=(), ways=1, together=True)
-        return Heads(axes=axes, ways=ways, together=which == "all")
-
-    def own(self, array: Any, heads: int) -> Any:
-        """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
-        inside of the region.
-        """
-        if self.together:
-            return array
-        each = heads // array.shape[2]
-        return jax.lax.dynamic_slice_in_dim(
-            array, jax.lax.axis_index(self.axes) * (heads // self.ways) // each, 1, axis=2
-        )
 
 
 def around_devices(
@@ -68,16 +33,10 @@ def around_devices(
     """
     form, context = site.call.form, list(machine.parts(("context",)))
     aval = site.avals[0]
-    apart = plan.context in ("ring", "ulysses")
-    if (
-        not (apart or plan.attention != "traced")
-        or plan.context == "all-gather"
-        or site.key(0) not in placements
-        or aval.ndim != 4
-    ):
+    if not computed(site, plan, placements):
         return None
     groups = site.avals[2 * form.parts].shape[2]
-    batch, cut = placements[site.key(0)][0], _cutting_heads(placements[site.key(0)], plan)
+    batch, cut = placements[site.key(0)][0], cutting_heads(placements[site.key(0)], plan)
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
     rows, at = (
         machine.parts(batch) or None,
@@ -121,20 +80,6 @@ def around_devices(
         ),
     )
     return lambda *arrays: [machine.manual(local, specs, whole)(*arrays)]
-
-
-def _cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
-    """The mesh axes that shard the heads of queries [B, S, N, H] inside of the region.
-
-    Where no axis shards the heads outside, those do that shard the sequence or the width of a head
-    there: that is one all-to-all each way, where else every device along them would need the whole
-    sequence and compute the same attention. A context axis shards the sequence inside as well, and
-    an exchange over it needs the heads for itself.
-    """
-    batch, rows, heads, width = queries
-    if heads or (plan.context == "ulysses" and plan.mesh["context"] > 1):
-        return heads
-    return tuple(axis for axis in (*rows, *width) if axis != "context" and axis not in batch)
 
 
 @dataclass(frozen=True, kw_only=True)
