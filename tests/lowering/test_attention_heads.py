@@ -124,3 +124,14 @@ def test_a_gather_serves_what_is_rematerialised_and_the_gradient_of_the_weight()
     assert bytes_over_tensor(found) == bytes_over_tensor(made.plan.estimate.collectives)
     # Forward, backward, and the cotangents of what is scattered; two matmuls in each of the layers.
     assert bytes_over_tensor(found) == {"all-gather": 3 * 2 * 2 * 4 * 32 * 4 * CONFIG.embed}
+
+
+@pytest.mark.parametrize("rules", [SEQUENCE, WIDTH], ids=["sequence", "width"])
+def test_a_step_in_stages_is_that_of_one_device(rules):
+    pin = {"mesh": {"stage": 2, "tensor": 4}, "schedule": "1f1b", "microbatches": 2}
+    how = {"remat": "full", "attention": "blocks", "rules": rules}
+    loss, params = step(*program(8, 2, "cpu:8", {**pin, **how}))
+    true, wanted = reference(8, 2)
+    assert loss == pytest.approx(true, rel=1e-5)
+    for found, one in zip(params, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(one), rtol=2e-4, atol=2e-6)
