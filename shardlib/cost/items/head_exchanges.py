@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.cost.items.exchanges import moved_values
-from shardlib.cost.step.attention_heads import KernelHeads
-from shardlib.cost.step.attention_kernels import BACKWARD
+from shardlib.cost.step.attention_kernels import BACKWARD, KernelHeads
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import Item, Term, Transfer, amount, named
 from shardlib.propagation.assignment import Choice, has

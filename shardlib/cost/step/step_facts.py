@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.step.attention_heads import (
+from shardlib.cost.step.attention_kernels import (
     between,
     kernel_heads,
     over_heads,
