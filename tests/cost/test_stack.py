@@ -20,11 +20,16 @@ def test_shipped_stacks_have_sources_and_survive_json(name: str) -> None:
     assert hash(one) == hash(FrameworkProfile.from_json(one.to_json()))
 
 
-def test_the_default_says_nothing_but_what_routed_experts_take_and_when_gradients_are_reduced() -> (
+def test_the_default_says_nothing_but_what_lowering_does_with_experts_gathers_and_gradients() -> (
     None
 ):
     assert replace(
-        XLA, sources=(), exchange_room=1.0, routed_saves="as others", reduction="microbatch"
+        XLA,
+        sources=(),
+        exchange_room=1.0,
+        routed_saves="as others",
+        reduction="microbatch",
+        gathered_inputs="again",
     ) == FrameworkProfile(name="xla")
     assert XLA.exchange_room == Where(expert=(), ways=1).slack
     assert framework_profile("xla") is XLA is framework_profile(XLA)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from shardlib.cost.step.attention_kernels import (
     BACKWARD,
-    FORWARD,
 )
 from shardlib.cost.step.capacity_experts import slots_of
 from shardlib.cost.step.routed_experts import GROUPED, routed_values
@@ -34,16 +33,7 @@ def exchange_item(facts: Facts, index: int) -> Item:
         facts: of the step.
         index: number of the op, a kernel of attention.
     """
-    op = facts.graph.ops[index]
-    once = (
-        1
-        if "rematted_computation" in op.scope
-        or not any(other.kind == BACKWARD for other in facts.graph.ops)
-        else 2
-    )
-    moved = [(value, 1) for value in (op.operands if op.kind == FORWARD else op.results)] + (
-        [(op.results[0], once)] if op.kind == FORWARD else []
-    )
+    op, moved = facts.graph.ops[index], moved_values(facts, index)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         return tuple(
@@ -63,6 +53,22 @@ def exchange_item(facts: Facts, index: int) -> Item:
         terms=terms,
         segment=facts.layers.segment(op.region),
     )
+
+
+def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
+    """What goes into a kernel of attention and comes out of it, with how often in all: the results
+    of a forward pass and, unless it is rematerialised, their gradient, which comes in backward.
+    """
+    op = facts.graph.ops[index]
+    if op.kind == BACKWARD:
+        return [(value, 1) for value in op.results]
+    once = (
+        1
+        if "rematted_computation" in op.scope
+        or not any(other.kind == BACKWARD for other in facts.graph.ops)
+        else 2
+    )
+    return [*((value, 1) for value in op.operands), (op.results[0], once)]
 
 
 def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:

@@ -74,6 +74,8 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             cut = facts.value_cut(value, choice)
+            if facts.widths.intersection(facts.names[value][dim] for dim in dims):
+                return ()  # a kernel of attention reads it, so that it stays in order
             if not any(cut[dim] and has((cut[dim],), "tensor") for dim in dims):
                 return ()
             one = amount(size / trips, cut)

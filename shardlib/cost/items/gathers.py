@@ -79,6 +79,8 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
         if not has(where, axis):
             continue
         for index in readers:
+            if axis == "tensor" and _exchanged(facts, index, value, choice):
+                continue
             kind = _needs(facts, index, value, axis, choice)
             op = facts.graph.ops[index]
             if (
@@ -119,6 +121,13 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     index,
                 )
     return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
+
+
+def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
+    """Whether a kernel of attention, or what lies between it and a projection, gets a value by the
+    exchange of parts of the sequence, or of the width of heads, for heads (`exchanges.py`).
+    """
+    return facts.shares_heads(index, choice) or facts.turned(value, choice)
 
 
 def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from shardlib.cost.items.exchanges import boundary_items, exchange_item, route_items
 from shardlib.cost.items.gathers import value_gather_item
+from shardlib.cost.items.head_exchanges import head_exchange_item
 from shardlib.cost.items.kernels import kernel_items
 from shardlib.cost.items.parameter_gathers import gather_item, gathered
 from shardlib.cost.items.reductions import reduce_item, sum_groups
@@ -39,4 +40,5 @@ def work_items(facts: Facts) -> list[Item]:
         for index, op in enumerate(facts.graph.ops)
         if op.kind in KERNELS
     ]
+    items += [head_exchange_item(facts, index) for index in facts.heads]
     return [*items, *route_items(facts), *boundary_items(facts)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardlib.cost.items.exchanges import routed_load
 from shardlib.cost.step.attention_kernels import (
@@ -68,6 +69,9 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         default="float32",
     )
 
+    def shares(choice: Choice) -> bool:
+        return facts.shares_heads(kernel.op, choice)
+
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.op_cut(kernel.op, choice)
         traffic: dict[_Divisors, float] = defaultdict(float)
@@ -81,28 +85,47 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             )
             for hard in (False, True)
         )
-        return (
-            Compute(
-                flops=amount(op.flops, cut),
-                dtype=dtype,
-                traffic=_amounts(traffic),
-                trips=facts.trips[op.region],
-                simple=simple,
-                transcendental=transcendental,
-                matmul=_matmul_dims(op, cut),
-                batches=_batches(op, cut),
-                kind=op.kind,
-                category=op.category,
-                weight=weight,
-                routed=routed_load(facts, op, op.operands[0], choice)
-                if op.kind in GROUPED
-                else None,
-                head=head_size(op),
-                scores=scores_per_flop(op),
-            ),
+        found = Compute(
+            flops=amount(op.flops, cut),
+            dtype=dtype,
+            traffic=_amounts(traffic),
+            trips=facts.trips[op.region],
+            simple=simple,
+            transcendental=transcendental,
+            matmul=_matmul_dims(op, cut),
+            batches=_batches(op, cut),
+            kind=op.kind,
+            category=op.category,
+            weight=weight,
+            routed=routed_load(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
+            head=head_size(op),
+            scores=scores_per_flop(op),
         )
+        return _by_heads(facts, kernel.op, found) if shares(choice) else (found,)
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
+
+
+def _by_heads(facts: Facts, index: int, found: Compute) -> tuple[Term, ...]:
+    """A kernel of attention whose heads the tensor axis shards inside of it alone: as it is where
+    the devices can share heads out, and whole on each of them where they cannot.
+    """
+    heads = facts.heads[index]
+
+    def whole(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
+        return tuple(replace(amount, tensor=False) for amount in amounts)
+
+    return (
+        replace(found, heads=heads.where("all", "queries")),
+        replace(
+            found,
+            flops=replace(found.flops, tensor=False),
+            traffic=whole(found.traffic),
+            simple=whole(found.simple),
+            transcendental=whole(found.transcendental),
+            heads=heads.where("none"),
+        ),
+    )
 
 
 #: Whether batch, tensor, context and expert axes divide an array.

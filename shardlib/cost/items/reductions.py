@@ -97,7 +97,13 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                 )
             )
             continue
-        whole = amount(facts.graph.values[value].bytes, where)
+        # A lookup is one in the dtype in which its results are used.
+        size = (
+            _reduced_bytes(facts, value)
+            if op.category == "gather"
+            else facts.graph.values[value].bytes
+        )
+        whole = amount(size, where)
         for axis in ("tensor", "context"):
             if (
                 axis == "context" and axis in partial and op.kind in KERNELS
@@ -154,8 +160,8 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
 
 
 def _reduced_bytes(facts: Facts, value: int) -> int:
-    """Bytes of a gradient as it is reduced: in the dtype of the weight in use, to which a
-    contraction's gradient is cast at once.
+    """Bytes of partial sums as they are reduced: in the dtype of the weight in use, to which a
+    contraction's gradient, or a row of a table, is cast at once.
     """
     value_, at = facts.graph.values[value], value
     smallest = value_.bytes

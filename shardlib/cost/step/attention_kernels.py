@@ -6,13 +6,25 @@ A fused kernel computes the core of attention block by block and writes no score
     forward    reads q, k, v; writes out and one statistic of every row; 2 matmuls
     backward   reads q, k, v, out's gradient and the statistic; writes the three gradients;
                5 matmuls, one of them the scores again
+
+The statistic has one number for each query of each head: of its factors, those that are neither
+batch nor sequence are heads, and of these, the one that keys have too is the group.
+
+    query [batch, group, each, seq, width]    key [batch, seq, group, width]
+    statistic [batch, group, each, seq]
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from shardlib.graph import Op
+from shardlib.axes import LogicalAxes
+from shardlib.cost.terms.terms import Heads
+from shardlib.graph import Graph, Op
+from shardlib.propagation.assignment import TOKENS, Cut
+from shardlib.propagation.head_sharding import Shared
 
 #: Kinds of the ops that stand for kernels.
 FORWARD, BACKWARD = "fused_attention", "fused_attention_backward"
@@ -79,3 +91,138 @@ def block_scores(op: Op, block: int) -> float:
     sizes = [op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1]
     keys, width = max(sizes, default=1), min(sizes, default=1)
     return min(keys, block) ** 2 / (keys * width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelHeads:
+    """The heads of one kernel of attention.
+
+    Attributes:
+        group: factor of the heads of keys and values.
+        within: factors of the heads of queries of a group.
+        groups: heads of keys and values.
+        each: heads of queries of a group.
+        colour: colour of the groups.
+        width: colours of what must stay whole in the kernel.
+    """
+
+    group: int
+    within: frozenset[int]
+    groups: int
+    each: int
+    colour: str | None
+    width: frozenset[str]
+
+    @property
+    def factors(self) -> frozenset[int]:
+        """The factors of all heads."""
+        return self.within | {self.group}
+
+    def where(self, *shared: Shared) -> Heads:
+        """When a term counts: in some of the cases of sharing the heads out."""
+        return Heads(groups=self.groups, each=self.each, shared=shared)
+
+
+def kernel_heads(
+    op: Op, colours: LogicalAxes, batch: str | None, sequence: str | None
+) -> KernelHeads | None:
+    """The heads of an op that is a kernel of attention; None where they cannot be told.
+
+    Args:
+        op: the op.
+        colours: colour of each of its factors.
+        batch, sequence: colours of the batch and of the sequence.
+    """
+    if op.kind not in KERNELS or batch is None:
+        return None
+    rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
+    whole = {colours[factor] for factor in op.rule.whole} - {None}
+    others = {batch, sequence, TOKENS, *whole} - {None}
+    heads = {
+        factor
+        for dim in rows
+        for factor in dim
+        if factor not in op.rule.whole and colours[factor] not in others
+    }
+    if not heads:
+        return None
+    sides = [
+        {factor for dim in dims for factor in dim} for dims in (*op.rule.operands, *op.rule.results)
+    ]
+    group = max(sorted(heads), key=lambda factor: sum(factor in side for side in sides))
+    within = frozenset(heads - {group})
+    return KernelHeads(
+        group=group,
+        within=within,
+        groups=op.rule.sizes[group],
+        each=math.prod(op.rule.sizes[factor] for factor in within),
+        colour=colours[group],
+        width=frozenset(name for name in whole if name is not None and name != sequence),
+    )
+
+
+def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
+    """The cut of the factors of a kernel whose heads the tensor axis shards inside of it."""
+    found = [None if part == "tensor" else without_tensor(part) for part in cut]
+    found[heads.group] = "tensor" if found[heads.group] is None else f"{found[heads.group]}+tensor"
+    return tuple(found)
+
+
+def without_tensor(part: str | None) -> str | None:
+    """What cuts a dim beside the tensor axis."""
+    kept = [axis for axis in (part or "").split("+") if axis != "tensor"]
+    return "+".join(kept) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """The values between projections and kernels of attention.
+
+    Attributes:
+        heads: of the kernel, by value.
+        paired: results of kernels, gradients, that something pairs dims of a head of before a
+            contraction reads them, such as a rotation by positions.
+    """
+
+    heads: Mapping[int, KernelHeads]
+    paired: frozenset[int]
+
+
+def between(
+    graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
+) -> Between:
+    """Finds what ops without a contraction make of results of projections for a kernel, and of its
+    results for the products of gradients.
+
+    Args:
+        graph: the program.
+        kernels: heads of its kernels, by index.
+        names: colour per dim of every value.
+    """
+    producers, found, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for value in op.operands:
+            readers.setdefault(value, []).append(index)
+
+    def beyond(value: int, forward: bool) -> list[Op]:
+        at = [producers[value]] if forward and value in producers else readers.get(value, [])
+        if forward and value not in producers:
+            return []
+        ops = [graph.ops[index] for index in at]
+        return [op for op in ops if op.category in ("elementwise", "movement")]
+
+    for kernel, heads in kernels.items():
+        forward = graph.ops[kernel].kind == FORWARD
+        for start in graph.ops[kernel].operands if forward else graph.ops[kernel].results:
+            pending = [start]
+            while pending:
+                value = pending.pop()
+                if value in found or heads.colour is None or heads.colour not in names[value]:
+                    continue
+                found[value] = heads
+                for op in beyond(value, forward):
+                    pending.extend(op.operands if forward else op.results)
+                    if op.category == "movement" and op.rule.whole and not forward:
+                        paired.add(start)
+    return Between(heads=found, paired=frozenset(paired))

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 
 from shardlib.axes import LogicalAxes
+from shardlib.cost.step.attention_kernels import (
+    between,
+    kernel_heads,
+    over_heads,
+    without_tensor,
+)
 from shardlib.cost.step.capacity_experts import layers
 from shardlib.cost.step.fusion import Fusion, Traits, fuse
 from shardlib.cost.step.layers import Layers, find_layers
 from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
-from shardlib.propagation.assignment import TOKENS, Choice, Cut
+from shardlib.propagation.assignment import TOKENS, Choice, Cut, has, kinds
 
 
 class Facts:
@@ -27,6 +33,8 @@ class Facts:
         routes: whether tokens are routed between devices (`shardlib.cost.step.routed_experts`).
         room: bytes of a message over those of an even routing (`FrameworkProfile.exchange_room`).
         capped: layers of experts with a capacity, by region; only where tokens are routed.
+        heads: heads of the kernels of attention, by index of the op.
+        widths: colours of the width of these heads.
     """
 
     def __init__(
@@ -56,6 +64,13 @@ class Facts:
         self.weights = weights_of(step)
         self.layers: Layers = find_layers(step.graph, self.weights)
         self.gradients = gradient_like(step)
+        self.heads = {
+            index: heads
+            for index, op in enumerate(step.graph.ops)
+            if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
+        }
+        self.widths = frozenset[str]().union(*(one.width for one in self.heads.values()))
+        self._between = between(step.graph, self.heads, names)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         self.frozen = frozen
@@ -85,26 +100,64 @@ class Facts:
         )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
-        """How the factors of an op are sharded.
+        """Cut of the factors of an op.
 
         Args:
             index: number of the op.
             choice: what shards colours.
         """
-        return choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
+        cut = choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
+        return over_heads(cut, self.heads[index]) if self.shares_heads(index, choice) else cut
 
     def value_cut(self, value: int, choice: Choice) -> Cut:
-        """How the dims of a value are sharded.
+        """Cut of the dims of a value.
 
         Args:
             value: its number.
             choice: what shards colours.
         """
+        cut = self._plain_cut(value, choice)
+        if not self.turned(value, choice):
+            return cut
+        at = self.names[value].index(self._between.heads[value].colour)
+        return tuple(
+            "tensor" if dim == at else without_tensor(part) for dim, part in enumerate(cut)
+        )
+
+    def _plain_cut(self, value: int, choice: Choice) -> Cut:
         known = self._cuts.setdefault(choice, {})
         axes = self.names[value]
         if axes not in known:
             known[axes] = choice.cut(axes)
         return known[axes]
+
+    def shares_heads(self, index: int, choice: Choice) -> bool:
+        """Whether an op is a kernel of attention whose heads the tensor axis shards inside of it
+        alone, while it shards the sequence or the width of heads of what goes in and comes out.
+        """
+        heads, op = self.heads.get(index), self.graph.ops[index]
+        if heads is None:
+            return False
+        cut = choice.cut(self.factors[index], op.rule.whole, self.rows[index])
+        return not any("tensor" in kinds(cut[factor]) for factor in heads.factors) and any(
+            has(self._plain_cut(value, choice), "tensor") for value in (*op.operands, *op.results)
+        )
+
+    def pairs(self, value: int, choice: Choice) -> bool:
+        """Whether a gradient that a kernel of attention makes is such a value, and dims of a head
+        are paired before the gradient of the projection is made of it.
+        """
+        return value in self._between.paired and self.turned(value, choice)
+
+    def turned(self, value: int, choice: Choice) -> bool:
+        """Whether a value lies between a projection whose heads the tensor axis shards along their
+        width and a kernel of attention, so that it has whole heads already.
+        """
+        heads = self._between.heads.get(value)
+        return heads is not None and any(
+            name in heads.width and "tensor" in kinds(part)
+            for name, part in zip(self.names[value], self._plain_cut(value, choice), strict=True)
+        )
 
     def frozen_dims(self, value: int) -> frozenset[int]:
         """Dims of an input that count layers."""

@@ -20,6 +20,7 @@ from shardlib.cost.machine.efficiency import Efficiency
 from shardlib.cost.machine.roofline import busiest, kernel_seconds
 from shardlib.cost.tables.measures import (
     SIZES,
+    Counts,
     DividesStored,
     Factor,
     Launch,
@@ -31,7 +32,7 @@ from shardlib.cost.tables.measures import (
     depends,
 )
 from shardlib.cost.terms.local_sizes import Shapes, distinct_rows, divides_stored, local
-from shardlib.cost.terms.terms import Amount
+from shardlib.cost.terms.terms import Amount, Heads
 from shardlib.hardware.chip import Chip
 
 Array = np.ndarray
@@ -79,6 +80,14 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
             return constants.dispatch_s
         case Load(routed):
             return busiest(routed, lambda amount: local(amount, shapes), constants)
+        case Counts(heads):
+            return _counting(heads, shapes)
+
+
+def _counting(heads: Heads, shapes: Shapes) -> Array:
+    """1.0 for each shape where terms of attention count (`Heads.counts`), and 0.0 elsewhere."""
+    ways, which = np.unique(shapes.tensor, return_inverse=True)
+    return np.array([float(heads.counts(int(n))) for n in ways])[which.reshape(-1)]
 
 
 class Book:
@@ -200,12 +209,14 @@ class Values:
         measure = self.book.measures[number]
         if isinstance(measure, Part):
             return evaluate(measure, shapes, self.constants)
-        return kernel_seconds(
+        seconds = kernel_seconds(
             measure.term,
             lambda amount: local(amount, shapes),
             self.chip,
             self.outside if measure.outside else self.constants,
         )
+        heads = measure.term.heads
+        return seconds if heads is None else seconds * _counting(heads, shapes)
 
 
 def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:

@@ -19,6 +19,7 @@ from shardlib.cost.machine.collective_tables import (
     tokens,
 )
 from shardlib.cost.tables.measures import (
+    Counts,
     DividesStored,
     Kernel,
     Launch,
@@ -66,7 +67,7 @@ def moved(term: Transfer, profile: FrameworkProfile) -> list[tuple[Slot, Part, P
         term: the transfer.
         profile: framework profile.
     """
-    size, once = part(term.bytes), Part()
+    size, once = part(term.bytes), Part().by(*_counts(term))
     if term.group in _ROLES:
         role, axis = _ROLES[term.group]
         sharded = term.kind == "reduce-scatter"
@@ -117,11 +118,16 @@ def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Cha
 
 def _compute(segment: int, term: Compute) -> Iterator[Charge]:
     kernel = Kernel(replace(term, trips=1, weight=False), segment == OUTSIDE_LAYERS)
+    counting = _counts(term)
     yield Q.COMPUTE, kernel, term.trips
     if term.weight:
         yield Q.WEIGHTS, kernel, term.trips
-    yield Q.FLOPS, part(term.flops), term.flops.total * term.trips
-    yield Q.HOST, _LAUNCH, term.trips
+    yield Q.FLOPS, part(term.flops).by(*counting), term.flops.total * term.trips
+    yield Q.HOST, _LAUNCH.by(*counting), term.trips
+
+
+def _counts(term: Compute | Transfer) -> tuple[Counts, ...]:
+    return () if term.heads is None else (Counts(term.heads),)
 
 
 def _transfer(term: Transfer, profile: FrameworkProfile) -> Iterator[Charge]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardlib.axes import STORED_AXES
-from shardlib.cost.terms.terms import Amount, Compute, Routed
+from shardlib.cost.terms.terms import Amount, Compute, Heads, Routed
 from shardlib.propagation.assignment import Cut
 
 
@@ -58,7 +58,14 @@ class Launch:
     """A factor: seconds that the host takes to launch a kernel."""
 
 
-Factor = Ways | StoredWays | DividesStored | Load | Launch
+@dataclass(frozen=True)
+class Counts:
+    """A factor: 1 where a term of attention counts (`Heads.counts`), and 0 elsewhere."""
+
+    heads: Heads
+
+
+Factor = Ways | StoredWays | DividesStored | Load | Launch | Counts
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,8 @@ def depends(measure: Measure) -> frozenset[str]:
             *((term.batches,) if term.batches else ()),
             *routed,
         )
-        return frozenset[str]().union(*map(_cutting, amounts))
+        counting = frozenset({"tensor"} if term.heads else ())
+        return counting.union(*map(_cutting, amounts))
     return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
 
 
@@ -130,6 +138,8 @@ def _in_factor(factor: Factor) -> frozenset[str]:
     match factor:
         case Ways("tensor" | "context" as axis):
             return frozenset({axis})
+        case Counts():
+            return frozenset({"tensor"})
         case Ways() | StoredWays():
             return frozenset(STORED_AXES)
         case DividesStored():

@@ -30,7 +30,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "embedding_and_head": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
     "balance": ("layers", "work"),
-    "gathered_inputs": ("again", "kept"),
+    "gathered_inputs": ("again", "kept", "shared"),
     "stage_gathers": ("use", "step"),
     "collected": ("apart", "together"),
 }
@@ -86,7 +86,9 @@ class FrameworkProfile:
         attention_copies: bytes that stay beside what the kernel of attention keeps, over those of
             its result: buffers of which it reads a part, transposed copies.
         gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for
-            a matmul is kept, or gathered "again" (arXiv:2205.05198, section 4.2.2).
+            a matmul is kept, or gathered "again" (arXiv:2205.05198, section 4.2.2); "shared" where
+            one gather in the backward pass serves what is rematerialised and the gradient of the
+            weight.
         logit_bytes: bytes of memory for every logit when the loss is computed and its gradient
             made; None: as traced and fused.
         early_remat: whether rematerialising the last layer starts beside the head's backward pass,

@@ -40,9 +40,11 @@ XLA = FrameworkProfile(
     reduction="last",
     routed_saves="rows",
     exchange_room=EXCHANGE_ROOM,
+    gathered_inputs="shared",
     sources=(
         "openxla/xla: what is traced is what runs",
         "exchange_room, routed_saves: shardlib.lowering.experts",
+        "gathered_inputs: shardlib.lowering.reading.contractions, of equal pins XLA makes one",
         "reduction: shardlib.lowering.accumulation.deferred_reduction",
     ),
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
 from shardlib.propagation.assignment import Choice, Cut, divisors
+from shardlib.propagation.head_sharding import Shared, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,26 @@ class Amount:
     tensor: bool
     context: bool = False
     expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Heads of a kernel of attention that the tensor axis shards inside of it alone
+    (`shardlib.propagation.head_sharding`), and when that is as a term assumes.
+
+    Attributes:
+        groups: heads of keys and values.
+        each: heads of queries for each of them.
+        shared: which heads the devices share out, of the cases in which the term counts.
+    """
+
+    groups: int
+    each: int
+    shared: tuple[Shared, ...]
+
+    def counts(self, ways: int) -> bool:
+        """Whether the term counts on so many devices along tensor."""
+        return shared(heads=self.groups * self.each, groups=self.groups, ways=ways) in self.shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +88,7 @@ class Compute:
         routed: what decides how much the busiest device has of it; None where all have the same.
         scores: scores of attention that it computes for every FLOP.
         head: elements of a head that a kernel of fused attention works on; 0 for other kernels.
+        heads: when the kernel counts; None for always.
     """
 
     flops: Amount
@@ -83,6 +105,7 @@ class Compute:
     routed: Routed | None = None
     head: int = 0
     scores: float = 0.0
+    heads: Heads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +125,7 @@ class Transfer:
         frozen: dims that fsdp must not shard.
         over_tensor: whether the partial sums of a gradient are spread over tensor, too.
         cause: what needs it.
-        routed: as in `Compute`.
+        routed, heads: as in `Compute`.
     """
 
     kind: str
@@ -115,6 +138,7 @@ class Transfer:
     over_tensor: bool = False
     cause: str = ""
     routed: Routed | None = None
+    heads: Heads | None = None
 
 
 #: A collective of a step graph, and the ops that need it.

@@ -6,6 +6,7 @@
                            added up, and its gradient
     blocks.py              the same over many blocks, a block at a time
     rematerialised.py      attention of arrays that one device has, with gradients
+    heads.py               which devices have which heads
     kernels.py             the same by kernels of TPUs and of cuDNN
     ring.py                keys and values go around the devices
     ulysses.py             keys and values are gathered; or devices exchange parts of the sequence

@@ -14,6 +14,7 @@ from shardlib.functions.attention import Attention, Operands
 from shardlib.graph.kernels import Kind
 from shardlib.layout import Layout
 from shardlib.lowering.context.block import Scores
+from shardlib.lowering.context.heads import Heads, computed, cutting_heads
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.mask import FAR
 from shardlib.lowering.context.ring import Ring
@@ -22,52 +23,6 @@ from shardlib.lowering.context.ulysses import exchanged
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """How heads are sharded.
-
-    Attributes:
-        axes: mesh axes that shard the heads of queries.
-        ways: their number of devices.
-        together: whether they shard the heads of keys and values too; those are whole on every
-            device otherwise, which picks the ones of its queries.
-    """
-
-    axes: tuple[str, ...]
-    ways: int
-    together: bool
-
-    @staticmethod
-    def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
-        """Heads sharded over axes where that is possible, and whole otherwise.
-
-        Args:
-            axes: names of mesh axes.
-            ways: devices along them.
-            heads: of queries.
-            groups: heads of keys.
-        """
-        local = heads // ways
-        if heads % ways == 0 and (groups % ways == 0 or (heads // groups) % local == 0):
-            return Heads(axes=axes, ways=ways, together=groups % ways == 0)
-        return Heads(axes=(), ways=1, together=True)
-
-    def own(self, array: Any, heads: int) -> Any:
-        """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
-        inside of the region.
-
-        Args:
-            array: keys or values, [B, T, K, H].
-            heads: of all queries.
-        """
-        if self.together:
-            return array
-        each = heads // array.shape[2]
-        return jax.lax.dynamic_slice_in_dim(
-            array, jax.lax.axis_index(self.axes) * (heads // self.ways) // each, 1, axis=2
-        )
 
 
 def around_devices(
@@ -87,16 +42,10 @@ def around_devices(
     """
     form, context = site.call.form, list(machine.parts(("context",)))
     aval = site.avals[0]
-    apart = plan.context in ("ring", "ulysses")
-    if (
-        not (apart or plan.attention != "traced")
-        or plan.context == "all-gather"
-        or site.key(0) not in placements
-        or aval.ndim != 4
-    ):
+    if not computed(site, plan, placements):
         return None
-    batch, _, cut, _ = placements[site.key(0)]
     groups = site.avals[2 * form.parts].shape[2]
+    batch, cut = placements[site.key(0)][0], cutting_heads(placements[site.key(0)], plan)
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
     rows, at = (
         machine.parts(batch) or None,

@@ -31,6 +31,7 @@ from shardlib.lowering.mesh.shardings import (
     parameter_order,
 )
 from shardlib.lowering.reading.contractions import AsWritten, Pins, pinned
+from shardlib.lowering.reading.custom_calls import Site
 from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.reading.use import Use
@@ -216,7 +217,7 @@ class Placing(WeightPlacing):
         )
 
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
-        """What runs in place of custom calls, by path."""
+        """What runs in place of custom calls, by path, with results laid out as planned."""
         machine = self.machine(mesh)
         found = {
             path: substitute(
@@ -231,7 +232,26 @@ class Placing(WeightPlacing):
             )
             for path, site in self.loss.calls.items()
         }
-        return {path: function for path, function in found.items() if function is not None}
+        return {
+            path: self._placed(function, self.loss.calls[path], mesh)
+            for path, function in found.items()
+            if function is not None
+        }
+
+    def _placed(
+        self, function: Callable[..., Sequence[Any]], site: Site, mesh: Mesh | AbstractMesh
+    ) -> Callable[..., Sequence[Any]]:
+        layouts = [None if one is None else self.placements.get(one) for one in site.makers]
+
+        def run(*arrays: Any) -> list[Any]:
+            return [
+                value
+                if layout is None
+                else constrained(value, layout, self.plan, mesh, site.call.path)
+                for value, layout in zip(function(*arrays), layouts, strict=True)
+            ]
+
+        return run
 
 
 def _looped(

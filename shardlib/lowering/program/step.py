@@ -89,7 +89,7 @@ class StepParts:
         optimizer: the user's optimizer.
         partition: which parameters are trained.
         params: shardings of the trained parameters.
-        gather: lays updated parameters out as they rest.
+        gather: lays updated parameters out as they are stored, over the old ones.
         precision: the dtypes of the plan.
         updated: abstract parameters in the dtypes of the update.
         guards: of the step; None for none.
@@ -100,7 +100,7 @@ class StepParts:
     optimizer: optax.GradientTransformation
     partition: Partition
     params: ParameterShardings
-    gather: Callable[[Tree], Tree]
+    gather: Callable[[Tree, Tree], Tree]
     precision: Precision
     updated: Tree
     guards: Guards | None = None
@@ -257,9 +257,8 @@ def step_function(
         model_state: Tree,
         chosen: Callable[[Tree, Tree], Tree],
     ) -> TrainState:
-        local = like(
-            constrain(parts.partition.trained(state.params), parts.params.state), parts.updated
-        )
+        stored = parts.partition.trained(state.params)
+        local = like(constrain(stored, parts.params.state), parts.updated)
         before = fetched(state.opt_state, parts.opt_state)
         gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
         updates, opt_state = optimizer.update(gradients, before, local, value=loss)
@@ -267,7 +266,7 @@ def step_function(
             chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local)
         )
         rested = parts.partition.joined(
-            constrain(parts.gather(params), parts.params.rest), state.params
+            constrain(parts.gather(params, stored), parts.params.rest), state.params
         )
         return TrainState(
             step=state.step + 1,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
+from shardlib.functions.attention import Attention
 from shardlib.graph.graph import input_source
 from shardlib.jax_types import Aval
 from shardlib.lowering.reading.parameter_uses import seen_through
@@ -40,6 +41,7 @@ class Site:
         call: the call.
         avals: abstract values of its operands.
         results: abstract values of its results.
+        makers: what makes each result, where the call runs as it is written; None for constants.
         sources: what makes each operand, or which input of the loss it is; None for constants.
         views: for each operand the parameter that it is, or a layer of it; None for others.
     """
@@ -47,6 +49,7 @@ class Site:
     call: Call
     avals: tuple[Aval, ...]
     results: tuple[Aval, ...]
+    makers: tuple[Source | None, ...]
     sources: tuple[Source | None, ...]
     views: tuple[View | None, ...]
 
@@ -66,13 +69,25 @@ def sites(walked: Iterable[Step]) -> dict[str, Site]:
 
 
 def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
-    """Where placements have the layouts of all operands -> what makes them."""
-    return {
+    """Where placements have the layouts of all operands, and of results of attention -> what makes
+    them.
+
+    Results of attention come laid out by heads; what reads them, and keeps them for the backward
+    pass, has them as the plan does.
+    """
+    read = {
         site.key(k): source
         for site in found.values()
         for k, source in enumerate(site.sources)
         if source is not None
     }
+    made = {
+        maker: maker
+        for site in found.values()
+        for maker in site.makers
+        if maker is not None and isinstance(site.call.form, Attention)
+    }
+    return read | made
 
 
 def custom_operands(walked: Iterable[Step]) -> dict[Source, Source]:
@@ -180,9 +195,21 @@ def _begun(
         call=call,
         avals=tuple(program.avals[number] for number in call.inputs),
         results=tuple(program.avals[number] for number in call.outputs),
+        makers=_makers(program, call),
         sources=tuple(sources.get(number) for number in call.inputs),
         views=tuple(views.get(number) for number in call.inputs),
     )
+
+
+def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
+    """What makes the results of a call."""
+    found = {
+        number: result_path(equation, index)
+        for equation in program.equations
+        if equation.call is not None and equation.call.path == call.path
+        for index, number in enumerate(equation.outputs)
+    }
+    return tuple(found.get(number) for number in call.outputs)
 
 
 def _scanned(

@@ -7,6 +7,7 @@ backward pass: what is kept between the two are its shards.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,7 +42,9 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
     return machine.gather(use.shape, rest if in_pieces else None, held)
 
 
-def gather_updated(plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:
+def gather_updated(
+    plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh
+) -> Callable[[Tree, Tree], Tree]:
     """Gathers updated parameters that are stored replicated and whose optimizer state is sharded
     (ZeRO 1 and 2).
 
@@ -52,12 +55,16 @@ def gather_updated(plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh) -> Call
         plan: the decisions.
         trained: tree of trained parameters.
         mesh: of the program.
+
+    Returns:
+        (updated parameters, sharded as the optimizer's state; the old ones, as they are stored)
+        -> the updated ones as they are stored.
     """
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
 
-    def function(one: ParameterLayout) -> Callable[[Any], Any] | None:
+    def function(one: ParameterLayout) -> Callable[[Any, Any], Any]:
         if one.state == one.rest:
-            return None
+            return lambda leaf, old: leaf
         stacked = len(one.shape) > 2 and not one.state[0] and not one.rest[0]
         first = 1 if stacked else 0
         whole = machine.gather(
@@ -65,17 +72,41 @@ def gather_updated(plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh) -> Call
             dict(enumerate(tuple(one.state)[first:])),
             dict(enumerate(tuple(one.rest)[first:])),
         )
-        return (lambda leaf: jax.lax.map(whole, leaf)) if stacked else whole
+        return partial(_over, whole) if stacked else lambda leaf, old: whole(leaf)
 
     functions = [function(plan.parameters[i]) for i in order]
 
-    def gather(params: Tree) -> Tree:
+    def gather(params: Tree, olds: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(params)
         return structure.unflatten(
             [
-                leaf if function is None else function(leaf)
-                for leaf, function in zip(leaves, functions, strict=True)
+                function(leaf, old)
+                for leaf, old, function in zip(
+                    leaves, jax.tree.leaves(olds), functions, strict=True
+                )
             ]
         )
 
     return gather
+
+
+def _over(whole: Callable[[Any], Any], stack: Any, old: Any) -> Any:
+    """A stack gathered matrix by matrix, each over the old one.
+
+    A loop that stacks its results up begins with zeros, and XLA makes one array of those and of the
+    zeros that gradients of stacks begin with: they would be there from the first gradient on (seen
+    with JAX 0.10.2: 26 GiB of 90 for Llama 3 8B). The old parameters are donated, and dead by then;
+    the barrier keeps the first matrix from being overwritten before all have been read.
+
+    Args:
+        whole: gathers one matrix.
+        stack: the updated matrices, [layers, ...], sharded.
+        old: what they were made from, as it is stored, in the same dtype.
+    """
+
+    def body(at: Any, out: Any) -> Any:
+        matrix = jax.lax.dynamic_index_in_dim(stack, at, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(out, whole(matrix), at, 0)
+
+    start, _ = jax.lax.optimization_barrier((old, stack))
+    return jax.lax.fori_loop(0, stack.shape[0], body, start)

@@ -92,22 +92,23 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked:
     memory.
 
     Along a dim inside of tiles the TPU compiler has no reduce-scatter, or one with padding and an
-    exchange of rows between neighbours.
+    exchange of rows between neighbours; and none of rows that end inside of a tile, which are
+    filled up with zeros.
     """
     first = jnp.moveaxis(partial, dim, 0)
-    rest = first.size // first.shape[0]
-    rows = (
-        first.reshape(first.shape[0], rest // LANES, LANES)
-        if rest % LANES == 0
-        else first.reshape(first.shape[0], rest)
-    )
+    length, size = first.shape[0], first.size // first.shape[0]
+    missing = -size % LANES if size > LANES else 0
+    flat = jnp.pad(first.reshape(length, size), ((0, 0), (0, missing)))
+    rest = size + missing
+    rows = flat.reshape(length, rest // LANES, LANES) if rest % LANES == 0 else flat
     for part in parts:
         if (
-            stacked or rows.ndim == 2 or first.shape[0] > rest
+            stacked or rows.ndim == 2 or length > rest
         ):  # else the matmul puts the longer dim innermost by itself
             rows = row_major(rows)
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
-    return jnp.moveaxis(rows.reshape(rows.shape[0], *first.shape[1:]), 0, dim)
+    found = rows.reshape(rows.shape[0], rest)[:, :size]
+    return jnp.moveaxis(found.reshape(found.shape[0], *first.shape[1:]), 0, dim)
 
 
 def reduction(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
@@ -10,7 +10,7 @@ from shardlib.cost.items.items import work_items
 from shardlib.cost.items.peaks import peaks
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
-from shardlib.cost.step.fusion import traits
+from shardlib.cost.step.fusion import Traits, traits
 from shardlib.cost.step.phases import Moment
 from shardlib.cost.step.routed_experts import expert_colour, localised
 from shardlib.cost.step.step_facts import Facts
@@ -78,7 +78,7 @@ def program_of(
         step,
         names,
         frozen,
-        traits(vendor),
+        _traits(vendor, profile),
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
@@ -102,6 +102,12 @@ def program_of(
         points=found.points,
         moments=found.moments,
     )
+
+
+def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
+    """What the compiler does with the kernels under a framework profile."""
+    found = traits(vendor)
+    return replace(found, shares_gathers=True) if profile.gathered_inputs == "shared" else found
 
 
 def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:

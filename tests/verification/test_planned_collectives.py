@@ -1,0 +1,105 @@
+"""What the compilers of TPUs and GPUs make of small programs is what was planned, byte by byte:
+where tensor shards the sequence or the width of heads of attention, where matmuls need a sequence
+whole, and where rows of a gradient end inside of a tile of memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import optax
+import pytest
+
+import shardlib
+from shardlib import models
+from shardlib.models.config import TransformerConfig
+from shardlib.verification.report import totals
+from shardlib.verification.targets import GPU_PLUGINS
+
+TPU = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler: pip install 'shardlib[tpu]'",
+)
+GPU = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in GPU_PLUGINS),
+    reason="needs the GPU compiler: pip install 'shardlib[gpu]'",
+)
+WHERE = [pytest.param("v5e:2x4", marks=TPU), pytest.param("h100:8", marks=GPU)]
+CONFIG = TransformerConfig(
+    name="small",
+    vocab_size=1024,
+    layers=4,
+    embed=512,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    mlp=1024,
+    max_seq=512,
+)
+#: Attention whose heads tensor shards inside alone; matmuls that need a whole sequence.
+RULES = {
+    "sequence": {"batch": ["data", "fsdp"], "seq": ["tensor"]},
+    "features": {
+        "batch": ["data", "fsdp"],
+        "mlp": ["tensor"],
+        "kv_heads": ["tensor"],
+        "seq": ["tensor"],
+    },
+}
+
+
+def verified(where, pin, **changed):
+    """A small model under a pinned plan, with full rematerialisation."""
+    config = replace(CONFIG, **changed)
+    init, loss = models.build(config)
+    found = shardlib.verify(
+        init,
+        loss,
+        optax.adamw(1e-3),
+        models.example_batch(config, 16, 512),
+        topology=where,
+        pin={"microbatches": 1, "remat": "full", **pin},
+    )
+    assert found.compiled is not None, found.findings
+    return found
+
+
+def moved(found, axis):
+    """Bytes over an axis by kind, of 1% of all at least: planned, and compiled."""
+    sizes = [totals(one) for one in (found.plan.estimate.collectives, found.compiled.collectives)]
+    least = 0.01 * max(sum(one.values()) for one in sizes)
+    return [
+        {kind: size for (kind, axes), size in one.items() if axes == (axis,) and size > least}
+        for one in sizes
+    ]
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("where", WHERE)
+def test_what_moves_over_tensor_is_planned(where, rules):
+    mesh = {"fsdp": 2, "tensor": 4}
+    planned, compiled = moved(
+        verified(where, {"mesh": mesh, "zero": 3, "rules": RULES[rules]}), "tensor"
+    )
+    assert planned == pytest.approx(compiled, rel=0.02)
+    assert ("all-to-all" in planned) == (rules == "sequence")
+
+
+@TPU
+def test_rows_that_end_inside_of_a_tile_are_scattered():
+    """A vocabulary of 1,056 over four devices is 264 columns, two tiles of 128 and a bit."""
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3}
+    rules = {"batch": ["data", "fsdp"], "vocab": ["tensor"], "seq": ["tensor"]}
+    found = verified("v5e:2x4", {**pin, "rules": rules}, vocab_size=1056)
+    planned, compiled = moved(found, "fsdp")
+    assert "all-reduce" not in compiled
+    assert compiled["reduce-scatter"] == pytest.approx(planned["reduce-scatter"], rel=0.02)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_updated_stacks_are_not_there_beside_the_old_ones(where):
+    found = verified(where, {"mesh": {"fsdp": 8}, "zero": 1}, embed=1024, mlp=4096)
+    stacks = found.plan.estimate.device_bytes.parameters
+    # Gradients, and weights in 16 bits; one more stack would be another 1.
+    assert found.compiled.device_bytes["temporaries"] < 1.75 * stacks
