@@ -21,6 +21,7 @@ from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.search.branch_and_bound import Explorer
+from shardlib.planning.search.why_no_layers import layers_lacking
 from shardlib.planning.space.attention import Strategy, strategies
 from shardlib.planning.space.limits import divisors
 from shardlib.planning.space.meshes import sizes
@@ -138,6 +139,9 @@ def priced_space(
         for one in explorers:
             one.minimum_memory()
     if explorer.best.minimum_memory is None and not any_plan:
+        lacking = layers_lacking(load.problem.model, load.class_names, load.counts, pins)
+        if lacking:
+            raise PinError(lacking)
         raise explain_empty(load.problem, load.colouring, pins, wanted)
     return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
 

@@ -119,8 +119,8 @@ def explain_empty(
         return PinError(beyond[0])
     return PinError(
         f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
-        f" batch of {size} under the pins {pins}\nTry: a batch that is a multiple of the number of"
-        " devices"
+        f" batch of {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
+        " number of devices"
     )
 
 
@@ -202,10 +202,5 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
         return (
             f"expert={size} cuts experts, and {problem.model} {found}\nTry: an expert axis that"
             " divides them, or none"
-        )
-    if axis == "stage" and size > 1:
-        return (
-            f"stage={size} cuts the layers, and {problem.model} has too few in a loop over a stack"
-            " of layers\nTry: fewer stages, or layers under jax.lax.scan or nnx.scan"
         )
     return ""

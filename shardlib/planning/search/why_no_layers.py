@@ -1,0 +1,122 @@
+"""Which pins ask for more layers than a model has in its loops.
+
+>>> from shardlib.decisions.pins import Pins
+>>> print(layers_lacking("mlp", (), (), Pins.parse({"schedule": "1f1b"})))
+schedule='1f1b' splits layers into stages, and mlp has no layers in a loop
+Try: layers under jax.lax.scan or nnx.scan, or no such pin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.readers import ANY_GROUP
+from shardlib.schedules.table import named
+
+#: Beyond any number of chunks that a schedule is asked for.
+_MOST = 64
+
+
+def layers_lacking(model: str, names: Sequence[str], counts: Sequence[int], pins: Pins) -> str:
+    """Why the layers of a model are too few for its pins, and what to try; empty where they are
+    not.
+
+    Args:
+        model: its name.
+        names: of the layer groups.
+        counts: layers of each group.
+        pins: decisions fixed by hand.
+    """
+    return _too_few_for_stages(model, counts, pins) or _too_few_to_recompute(
+        model, names, counts, pins
+    )
+
+
+def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
+    """Why pinned stages, or chunks of layers on each, have no layer for each of them."""
+    if not pins.staged:
+        return ""
+    layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
+    asked = " with ".join(_asked(pins, stages))
+    if layers < 2:
+        return (
+            f"{asked} splits layers into stages, and {model} has {_number(layers)} in a"
+            " loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
+        )
+    if stages > layers:
+        return (
+            f"{asked} splits layers into stages, and {model} has {_number(layers)} in a"
+            " loop\nTry: fewer stages, or more layers under jax.lax.scan or nnx.scan"
+        )
+    chunks, least = _chunks(pins), max(stages, 2)
+    if chunks * least <= layers:
+        return ""
+    source = (
+        f"virtual_stages={chunks}"
+        if pins.virtual_stages
+        else f"schedule={pins.schedule!r} has at least virtual_stages={chunks}, and that"
+    )
+    most = layers // least
+    fewer = (
+        f"virtual_stages of at most {most}"
+        if most > 1 and pins.virtual_stages
+        else "a schedule without chunks of layers, such as '1f1b'"
+    )
+    return (
+        f"{source} splits the layers of each of {least} stages into {chunks} chunks:"
+        f" {chunks * least} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
+        f" {fewer}, or fewer stages"
+    )
+
+
+def _asked(pins: Pins, stages: int) -> list[str]:
+    """The pins that ask for stages."""
+    given = {
+        "schedule": pins.schedule if pins.schedule and named(pins.schedule).staged else None,
+        "pipeline": pins.pipeline if pins.pipeline == "programs" else None,
+        "accumulation": pins.accumulation if (pins.accumulation or 1) > 1 else None,
+    }
+    asked = [f"{word}={value!r}" for word, value in given.items() if value is not None]
+    return [f"stage={stages}"] if stages > 1 else asked
+
+
+def _chunks(pins: Pins) -> int:
+    """The fewest chunks of layers that a stage has under the pins."""
+    if pins.virtual_stages or pins.schedule is None:
+        return pins.virtual_stages or 1
+    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", most=_MOST)
+    return min(tried, default=1)
+
+
+def _too_few_to_recompute(
+    model: str, names: Sequence[str], counts: Sequence[int], pins: Pins
+) -> str:
+    """Why a pinned number of layers that recompute is not fewer than there are."""
+    if not counts and pins.remat_layers:
+        return (
+            f"remat_layers={pins.remat_layers} recomputes some of the layers, and {model} has no"
+            " layers in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
+        )
+    groups = {} if pins.remat_classes == ANY_GROUP else {n: c for n, _, c in pins.remat_classes}
+    stages = dict(pins.mesh or pins.axes).get("stage", 1)
+    chunks = stages * (pins.virtual_stages or 1)
+    here = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
+    where = f"a stage of {model}" if stages > 1 else model
+    faults = [
+        f"remat_classes recomputes {asked} of the layers of {name!r}, and {where} has {found} there"
+        for name, found in zip(names, here, strict=True)
+        if (asked := groups.get(name)) and asked > found - (len(names) == 1)
+    ]
+    if pins.remat_layers and counts and pins.remat_layers >= sum(here):
+        faults.append(
+            f"remat_layers={pins.remat_layers} recomputes some of the layers, and {where} has"
+            f" {_number(sum(here))} in a loop"
+        )
+    if not faults:
+        return ""
+    return "; ".join(faults) + "\nTry: fewer, or a remat policy without a number for all of them"
+
+
+def _number(layers: int) -> str:
+    return "no layers" if not layers else "1 layer" if layers == 1 else f"{layers} layers"

@@ -1,0 +1,81 @@
+"""Does an error about pins that allow no plan name the pin that is to blame?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardlib
+
+BATCH = {"x": np.ones((8, 16), np.float32)}
+LAYERS = 3
+NONE, LOOP = "has no layers in a loop", "has 3 layers in a loop"
+
+
+def initialise(key: jax.Array) -> dict[str, Any]:
+    """Three layers in a stack, and a head."""
+    stack = jnp.ones((LAYERS, 16, 16))
+    return {"layers": {"up": stack, "down": stack}, "head": jnp.ones((16, 8))}
+
+
+def flat(params: Any, batch: Any) -> jax.Array:
+    """A loss without layers in a loop."""
+    return ((batch["x"] @ params["head"]) ** 2).mean()
+
+
+def looped(params: Any, batch: Any) -> jax.Array:
+    """A loss of layers in a loop."""
+
+    def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+    return ((jax.lax.scan(layer, batch["x"], params["layers"])[0] @ params["head"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "topology", "pin", "said"),
+    [
+        (flat, "cpu:8", {"schedule": "1f1b"}, ["schedule='1f1b'", NONE, "jax.lax.scan"]),
+        (flat, "cpu:8", {"pipeline": "programs"}, ["pipeline='programs'", NONE]),
+        (flat, "cpu:8", {"accumulation": 2}, ["accumulation=2", NONE]),
+        (looped, "cpu:8", {"mesh": {"stage": 4, "data": 2}}, ["stage=4", LOOP, "fewer stages"]),
+        (looped, "cpu:8", {"remat": "full", "remat_layers": 99}, ["remat_layers=99", LOOP]),
+        (looped, "cpu:8", {"remat_layers": 3}, ["remat_layers=3", LOOP, "without a number"]),
+        (
+            looped,
+            "cpu:8",
+            {"remat_classes": {"layers": ["full", 9]}},
+            ["9 of the layers of 'layers'", "has 3 there"],
+        ),
+        (
+            looped,
+            "cpu:6",
+            {
+                "mesh": {"stage": 3, "data": 2},
+                "schedule": "interleaved",
+                "virtual_stages": 3,
+            },
+            ["virtual_stages=3", "9 chunks in all", LOOP],
+        ),
+        (
+            looped,
+            "cpu:6",
+            {"mesh": {"stage": 3, "data": 2}, "schedule": "interleaved"},
+            ["schedule='interleaved'", "6 chunks in all", "'1f1b'"],
+        ),
+    ],
+)
+def test_message_names_the_pin(loss: Any, topology: str, pin: Any, said: list[str]) -> None:
+    with pytest.raises(shardlib.PinError) as error:
+        shardlib.plan(
+            shardlib.tree(initialise), loss, optax.adam(1e-3), BATCH, topology=topology, pin=pin
+        )
+    for part in said:
+        assert part in str(error.value)
+    assert "multiple of the number of devices" not in str(error.value)
+    assert "(('layers'" not in str(error.value)
