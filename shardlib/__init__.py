@@ -53,20 +53,24 @@ if TYPE_CHECKING:
     from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
     from shardlib.errors import (
         AnnotationError,
+        ArgumentError,
         BatchError,
         CheckpointError,
         DataError,
+        DiskError,
         InfeasibleError,
         LaunchError,
         LayoutError,
         MissingFileError,
         MissingPackageError,
         ModelError,
+        OwnedError,
         PinError,
         PlanError,
         RuleError,
         RunError,
         ShardlibError,
+        StateError,
         StoppedError,
         TopologyError,
         TracingError,
@@ -86,6 +90,7 @@ if TYPE_CHECKING:
     from shardlib.lowering.program.program import Program
     from shardlib.lowering.runtime.state import TrainState
     from shardlib.planning.decisions.plan_data import ParameterLayout
+    from shardlib.planning.decisions.stored import ChangedPlanError
     from shardlib.planning.plan import Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
@@ -97,20 +102,24 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "AnnotationError",
+    "ArgumentError",
     "BatchError",
     "CheckpointError",
     "DataError",
+    "DiskError",
     "InfeasibleError",
     "LaunchError",
     "LayoutError",
     "MissingFileError",
     "MissingPackageError",
     "ModelError",
+    "OwnedError",
     "PinError",
     "PlanError",
     "RuleError",
     "RunError",
     "ShardlibError",
+    "StateError",
     "StoppedError",
     "TopologyError",
     "TracingError",
@@ -133,6 +142,7 @@ _HOME = {
     "balance_loss": "shardlib.functions.routing",
     "tree": "shardlib.annotation.tree",
     "Plan": "shardlib.planning.plan",
+    "ChangedPlanError": "shardlib.planning.decisions.stored",
     "ParameterLayout": "shardlib.planning.decisions.plan_data",
     "Estimate": "shardlib.cost.estimate",
     "Seconds": "shardlib.cost.estimate",
@@ -155,11 +165,14 @@ _HOME = {
 
 __all__ = [
     "AnnotationError",
+    "ArgumentError",
     "BatchError",
+    "ChangedPlanError",
     "CheckpointError",
     "Collective",
     "DataError",
     "DeviceBytes",
+    "DiskError",
     "Estimate",
     "Finding",
     "Guards",
@@ -171,6 +184,7 @@ __all__ = [
     "MissingFileError",
     "MissingPackageError",
     "ModelError",
+    "OwnedError",
     "ParameterLayout",
     "PinError",
     "Plan",
@@ -182,6 +196,7 @@ __all__ = [
     "Seconds",
     "Settings",
     "ShardlibError",
+    "StateError",
     "StoppedError",
     "Topology",
     "TopologyError",

@@ -24,7 +24,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
-from shardlib.frontend.choice import refined_by_compiler, runnable, searched
+from shardlib.frontend.choice import refined_by_compiler, runnable, searched, with_allowed
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of, machine_of_plan
 from shardlib.frontend.traced_model import Loss, evaluated_as_trained, read_and_trace
@@ -59,9 +59,9 @@ def plan(
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Dtypes of 8 bits, those of products apart, and rematerialising a part of the layers of pipeline
-    stages are planned and priced, but no program is made of them yet; a plan that decides for one
-    of them has a finding "not-lowered".
+    Some decisions are planned and priced, and no program is made of them yet: rematerialising a
+    part of the layers of pipeline stages, and dtypes of 8 bits other than `matmul_dtype`, which
+    programs have. A plan with one of them has a finding "not-lowered", see `docs/pins.md`.
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or
@@ -115,9 +115,17 @@ def plan(
             memory, an `InfeasibleError`.
     """
     require_arguments(
-        "plan", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, allow=allow
+        "plan",
+        loss=loss,
+        optimizer=optimizer,
+        topology=topology,
+        pin=pin,
+        name=name,
+        limits=limits,
+        lowered=lowered,
+        allow=allow,
     )
-    pin = {**(pin or {}), "allow": allow} if allow else pin
+    pin = with_allowed(pin, allow)
     wanted = wanted_plans(refine)
     machine = machine_of(topology) if wanted else None
     if machine is not None:

@@ -135,7 +135,9 @@ class Pins:
         dtypes: dict[str, str] = {}
         for word, value in (pin or {}).items():
             try:
-                if word.startswith("mesh."):
+                if not isinstance(word, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    failures.append(f"{word!r} is no decision; a decision is a word such as 'zero'")
+                elif word.startswith("mesh."):
                     axis = mesh_axis(word.removeprefix("mesh."))
                     axes[axis] = MeshShape({axis: value})[axis]
                 elif word in DTYPES:
@@ -220,6 +222,7 @@ class Pins:
 
 def _unknown(word: str) -> str:
     near = difflib.get_close_matches(word, [*WORDS, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
+    near = [alias(word)] if alias(word) != word else near
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{word!r} is no decision{meant} (decisions are {', '.join(WORDS)} and mesh.AXIS)"
 

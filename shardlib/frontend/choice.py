@@ -4,9 +4,11 @@ compiler made programs of.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
-from shardlib.decisions.pins import PinMapping
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PlanError
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of
@@ -19,6 +21,22 @@ from shardlib.verification.isolation import Limits
 from shardlib.verification.refine import refine as refined
 from shardlib.verification.report import Verification
 from shardlib.verification.verify import verify_program
+
+
+def with_allowed(
+    pin: PinMapping | Pins | None, allow: Mapping[str, str | Sequence[str]] | None
+) -> PinMapping | None:
+    """Pins with dtypes that the planner may choose.
+
+    Args:
+        pin: decisions fixed by hand.
+        allow: dtypes, one or several, by what has one; None allows no others.
+    """
+    if not allow:
+        return pin
+    if isinstance(pin, Pins):
+        return cast("PinMapping", pin.changed(Pins.parse({"allow": allow})))
+    return {**(pin or {}), "allow": allow}
 
 
 def searched(

@@ -86,7 +86,16 @@ def attention(
         ModelError: shapes or options that do not fit each other.
     """
     queries, keys = _parts(query), _parts(key)
-    check(queries, keys, value, causal=causal, window=window, block=block, segments=segments)
+    check(
+        queries,
+        keys,
+        value,
+        causal=causal,
+        window=window,
+        block=block,
+        segments=segments,
+        numbers={"scale": scale, "softcap": softcap},
+    )
     width = sum(one.shape[-1] for one in queries)
     form = Attention(
         scale=float(width**-0.5 if scale is None else scale),

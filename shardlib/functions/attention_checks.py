@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -18,7 +19,18 @@ def check(
     window: int,
     block: int,
     segments: jax.Array | None,
+    numbers: Mapping[str, object],
 ) -> None:
+    """Raises where operands and options of a call do not fit each other.
+
+    Args:
+        queries, keys, value: arrays.
+        causal, window, block, segments: see `attention`.
+        numbers: options that are factors, by name; None where one is left out.
+
+    Raises:
+        ModelError: all that does not fit.
+    """
     batch, seq, heads = queries[0].shape[:3]
     length, groups = value.shape[1:3]
     failures = [
@@ -58,18 +70,36 @@ def check(
             window >= 0 and (causal or not window),
             f"a window of {window} keys needs causal attention and cannot be negative",
         ),
+        (block >= 0, f"block={block} is negative; it is 0 for all queries at once"),
         (
-            block >= 0 and (not block or seq <= block or seq % block == 0),
+            block <= 0 or seq <= block or seq % block == 0,
             f"a sequence of {seq} is no multiple of block={block}",
         ),
         (
             segments is None or tuple(segments.shape) == (batch, seq) == (batch, length),
             (
-                f"segments must be [batch, seq] of queries and keys alike, {(batch, seq)} and"
-                f" {(batch, length)}"
+                f"segments are {tuple(getattr(segments, 'shape', ()))}; they must be [batch, seq]"
+                f" of queries and keys alike, {(batch, seq)} and {(batch, length)}"
             ),
         ),
+        *((not said, said) for said in _no_numbers(numbers)),
     ]
     found = [message for fits, message in failures if not fits]
     if found:
         raise_all(ModelError, "attention does not fit its operands", found)
+
+
+def _no_numbers(numbers: Mapping[str, object]) -> list[str]:
+    """What is wrong with factors: scale may be any number, softcap none below 0."""
+    wrong: list[str] = []
+    for name, value in numbers.items():
+        try:
+            number = math.nan if isinstance(value, str) else float(0.0 if value is None else value)  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError):
+            number = math.nan
+        shown = value if isinstance(value, str | int | float) else type(value).__name__
+        if not math.isfinite(number):
+            wrong.append(f"{name} is {shown!r} and no finite number that is known when tracing")
+        elif name == "softcap" and number < 0:
+            wrong.append(f"softcap={number:g} is negative; it is 0 for none")
+    return wrong

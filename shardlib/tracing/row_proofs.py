@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import TracingError
+from shardlib.errors import ArgumentError
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.tracing.parameters import named
 from shardlib.tracing.rows.proof import Inputs, Names, prove, prove_parts
@@ -41,12 +41,12 @@ def proven_rows(
         A function of the number of microbatches, 1 or more.
 
     Raises:
-        TracingError: `how` is another word.
+        ArgumentError: `how` is another word.
     """
     if how not in ("prove", "mean"):
-        raise TracingError(
-            f"rows={how!r} is not known\nTry: 'prove', or 'mean' for a loss that is the mean over"
-            " the rows of a batch, which then is not checked"
+        raise ArgumentError(
+            f"rows is {how!r} and neither 'prove' nor 'mean'\nTry: 'prove', or 'mean' for a loss that"
+            " is the mean over the rows of a batch, which then is not checked"
         )
     dims, sizes = rows_of(described)
     if how == "mean" or len(sizes) == 0:

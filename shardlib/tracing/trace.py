@@ -20,7 +20,7 @@ from jax.extend import core as jex
 from shardlib.annotation.frozen import freeze
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import ShardlibError, TracingError, raise_all
+from shardlib.errors import BatchError, ShardlibError, TracingError, raise_all
 from shardlib.functions.attention import Attention
 from shardlib.functions.kernels import Wanted
 from shardlib.graph import Graph
@@ -215,6 +215,12 @@ def _trace_loss(
     except ShardlibError:
         raise
     except Exception as error:
+        if not jax.tree.leaves(shapes[2]):
+            raise BatchError(
+                f"the batch has no rows: it holds no arrays, and the loss {function_name(loss)} of"
+                f" model {model.name!r} could not be traced with it: {type(error).__name__}:"
+                f" {error}\nTry: a batch of at least one row"
+            ) from error
         arrays = ", ".join(
             f"{path} {dtype_name(leaf)}{list(leaf.shape)}"
             for path, leaf in named(shapes[2], "batch")

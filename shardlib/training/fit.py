@@ -16,13 +16,14 @@ The steps themselves are in `shardlib.training.stepping`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
-from shardlib.lowering.program.checks.arguments import read_seed
+from shardlib.lowering.program.checks.arguments import Kind, read_seed, require_kinds
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.training.display import Display
@@ -32,6 +33,31 @@ from shardlib.training.stepping.records import in_order
 from shardlib.training.stepping.steps import Loop
 from shardlib.training.stepping.task import Task
 from shardlib.untrusted.json_types import JsonMapping
+
+
+def _count(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__") and value >= 0
+
+
+#: What the arguments of `fit` must be.
+_KINDS: Mapping[str, Kind] = {
+    "program": (
+        lambda value: isinstance(value, Program),
+        "program",
+        "program=shardlib.compile(init, loss, optimizer, batch)",
+    ),
+    "data": (
+        lambda value: callable(value) or hasattr(value, "rows"),
+        "dataset or function of the step",
+        "data=lambda step: batch",
+    ),
+    "steps": (_count, "number of steps, from 0 on", "steps=1000"),
+    "settings": (
+        lambda value: isinstance(value, Settings),
+        "settings",
+        'settings=shardlib.Settings(run="runs/first")',
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +131,8 @@ def fit(
         before its end (`Fitted.stopped`).
 
     Raises:
-        ArgumentError: the seed is no integer from 0 to 2**31 - 1.
+        ArgumentError: arguments of another kind than is asked for, all of them listed; or a seed
+            that is no integer from 0 to 2**31 - 1.
         LayoutError: a program that takes over lays states out otherwise.
         TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing
             else.
@@ -118,6 +145,12 @@ def fit(
             packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
+    require_kinds(
+        "fit",
+        _KINDS,
+        {"program": program, "data": data, "steps": steps, "settings": settings},
+        needed=("program", "data", "steps"),
+    )
     task = Task(
         programs=((0, program), *later),
         data=data,

@@ -177,6 +177,8 @@ def parse_json(
     Raises:
         ShardlibError: of the kind `error`: it is no JSON, or more than the limits allow.
     """
+    if not isinstance(text, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise error(f"{what} is no JSON: it is {type(text).__name__} and no text")
     return _parsed(text, f"{what} is no JSON", error, limits, _json)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
+from shardlib.errors import ArgumentError
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.text.decision_lines import decision_lines
 from shardlib.planning.text.figures import LABELS
@@ -15,7 +16,19 @@ from shardlib.untrusted import printable
 
 
 def diff(a: PlanData, b: PlanData) -> str:
-    """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters."""
+    """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters.
+
+    Args:
+        a, b: plans.
+
+    Raises:
+        ArgumentError: `b` is no plan.
+    """
+    if not isinstance(b, PlanData):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"a plan is compared with a plan, and other is {type(b).__name__}\nTry:"
+            " plan.diff(shardlib.plan(...)), or plan.diff(shardlib.Plan.from_json(text))"
+        )
     head = (
         f"{a.model} on {a.topology}"
         if (a.model, a.topology) == (b.model, b.topology)

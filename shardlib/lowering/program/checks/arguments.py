@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,9 @@ def _devices(value: Any) -> bool:
     )
 
 
-#: Of every argument: whether a value is of its kind, the kind in words, and an example.
-_KINDS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+#: Whether a value is of a kind, the kind in words, and an example.
+Kind = tuple[Callable[[Any], bool], str, str]
+_KINDS: Mapping[str, Kind] = {
     "loss": (callable, "function", "loss=lambda model, batch: jnp.mean(...)"),
     "evaluation": (callable, "function", "evaluation=lambda model, batch: jnp.mean(...)"),
     "optimizer": (_transformation, "optax transformation", "optimizer=optax.adam(1e-3)"),
@@ -48,6 +49,12 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
         "mapping of dtypes",
         'allow={"moment_dtype": ["bfloat16"]}',
     ),
+    "limits": (
+        lambda value: hasattr(value, "seconds") and hasattr(value, "memory_bytes"),
+        "limits of a compiler",
+        "limits=shardlib.verification.isolation.Limits(seconds=600.0)",
+    ),
+    "lowered": (lambda value: isinstance(value, bool), "boolean", "lowered=True"),
     "name": (lambda value: isinstance(value, str), "string", 'name="model"'),
     "plan": (
         lambda value: isinstance(value, Plan),
@@ -80,17 +87,34 @@ def require_arguments(asked: str, **given: Any) -> None:
     Raises:
         ArgumentError: one is none of what it should be; all of them are listed.
     """
+    require_kinds(asked, _KINDS, given, needed=_NEEDED)
+
+
+def require_kinds(
+    asked: str, kinds: Mapping[str, Kind], given: Mapping[str, Any], *, needed: Collection[str]
+) -> None:
+    """Refuses arguments of the wrong kind.
+
+    Args:
+        asked: name of the function that they are given to.
+        kinds: of every argument what it must be.
+        given: arguments by name; None where one is left out.
+        needed: names of those that cannot be left out.
+
+    Raises:
+        ArgumentError: one is none of what it should be; all of them are listed.
+    """
     wrong = [
         name
         for name, value in given.items()
-        if (value is not None or name in _NEEDED) and not _KINDS[name][0](value)
+        if (value is not None or name in needed) and not kinds[name][0](value)
     ]
     if wrong:
         raise_all(
             ArgumentError,
             f"shardlib.{asked} cannot use its arguments",
-            [f"{name} is {_shown(given[name])} and no {_KINDS[name][1]}" for name in wrong],
-            hint="; ".join(_KINDS[name][2] for name in wrong),
+            [f"{name} is {_shown(given[name])} and no {kinds[name][1]}" for name in wrong],
+            hint="; ".join(kinds[name][2] for name in wrong),
         )
 
 
