@@ -43,7 +43,7 @@ class Layout(tuple[tuple[str, ...], ...]):
             )
         if len(set(used)) < len(used):
             raise LayoutError(
-                f"layout {cut} uses a mesh axis twice; each axis cuts at most one dim of a value"
+                f"layout {cut} uses a mesh axis twice; each axis shards at most one dim of a value"
             )
         return super().__new__(cls, cut)
 

@@ -209,7 +209,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"mesh": {"tensor": 3}}),
         shardlib.PinError,
         (
-            "tensor=3 divides no colour that it could cut; colours with their largest common size"
+            "tensor=3 divides no colour that it could shard; colours with their largest common size"
             " are embed (16), classes (8), mlp (64), hidden (64)\nTry: a tensor axis that divides"
             " one of them"
         ),
@@ -233,7 +233,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(batch=SMALL, pin={"mesh": {"data": 8}}),
         shardlib.PinError,
         (
-            "the mesh data=8 cuts the batch into 8 parts, which do not divide its 4 examples\n"
+            "the mesh data=8 splits the batch into 8 parts, which do not divide its 4 examples\n"
             "Try: a batch that is a multiple of 8, or smaller data and fsdp axes"
         ),
     ),
@@ -249,7 +249,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"mesh": {"tensor": 8}, "sequence_parallel": True}),
         shardlib.PinError,
         (
-            "sequence_parallel=True cuts the sequence over tensor=8, and mlp-annotated has no"
+            "sequence_parallel=True shards the sequence over tensor=8, and mlp-annotated has no"
             ' sequence\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
         ),
     ),
@@ -293,8 +293,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         (
             "pins are not usable:\n"
             "  - mesh.tensor=2 contradicts mesh={'data': 8}\n"
-            "  - zero=3 cuts over fsdp, which is pinned to 1\n"
-            "  - sequence_parallel=True cuts the sequence over tensor, which is pinned to 1"
+            "  - zero=3 shards over fsdp, which is pinned to 1\n"
+            "  - sequence_parallel=True shards the sequence over tensor, which is pinned to 1"
         ),
     ),
     "a mesh larger than the topology": (
@@ -409,12 +409,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
     "an empty batch": (
         lambda: rowless({}),
         shardlib.BatchError,
-        "the mesh data=2 would cut the rows of the batch, and it has no arrays" + ROWS,
+        "the mesh data=2 would shard the rows of the batch, and it has no arrays" + ROWS,
     ),
     "a batch of scalars": (
         lambda: rowless({"x": 3.0}, {"microbatches": 2}),
         shardlib.BatchError,
-        "microbatches=2 would cut the rows of the batch, and it has no dim called batch: batch.x []"
+        "microbatches=2 would shard the rows of the batch, and it has no dim called batch: batch.x []"
         + ROWS,
     ),
 }

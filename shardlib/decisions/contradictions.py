@@ -184,16 +184,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         broken=lambda g: g.get("zero", 0) > 0 and all(g.axis(axis, 0) == 1 for axis in STORED_AXES),
-        says="zero={zero} cuts over fsdp, which is pinned to 1",
+        says="zero={zero} shards over fsdp, which is pinned to 1",
     ),
     Rule(
         broken=lambda g: g.get("zero") == 0 and g.axis("fsdp", 1) > 1,
-        says="zero=0 cuts nothing over fsdp, which is pinned to {axes[fsdp]}; use the data axis"
+        says="zero=0 shards nothing over fsdp, which is pinned to {axes[fsdp]}; use the data axis"
         " instead",
     ),
     Rule(
         broken=lambda g: g.get("sequence_parallel", False) and g.axis("tensor", 0) == 1,
-        says="sequence_parallel=True cuts the sequence over tensor, which is pinned to 1",
+        says="sequence_parallel=True shards the sequence over tensor, which is pinned to 1",
     ),
 )
 

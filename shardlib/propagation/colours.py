@@ -239,7 +239,7 @@ def _choose_names(
                     where=f"{members[0][0]} dim {members[0][1]}",
                     message=(
                         f"the program ties the logical axes {', '.join(given)} together; they are"
-                        f" cut alike, under the name {name!r}"
+                        f" sharded alike, under the name {name!r}"
                     ),
                 )
             )

@@ -45,8 +45,8 @@ def proven_rows(
     """
     if how not in ("prove", "mean"):
         raise ArgumentError(
-            f"rows is {how!r} and neither 'prove' nor 'mean'\nTry: 'prove', or 'mean' for a loss that"
-            " is the mean over the rows of a batch, which then is not checked"
+            f"rows is {how!r} and neither 'prove' nor 'mean'\nTry: 'prove', or 'mean' for a loss"
+            " that is the mean over the rows of a batch, which then is not checked"
         )
     dims, sizes = rows_of(described)
     if how == "mean" or len(sizes) == 0:

@@ -63,7 +63,7 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
                 code="refuted-plans",
                 severity="info",
                 message=(
-                    f"the compiler cut {len(cut)} of the {len(record.trials)} plans that were"
+                    f"the compiler refused {len(cut)} of the {len(record.trials)} plans that were"
                     f" compiled: {reasons}."
                 ),
             )

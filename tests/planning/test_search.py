@@ -379,7 +379,7 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
         ),
         (
             {"mesh": {"data": 8}, "zero": 3},
-            "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1",
+            "pins are not usable: zero=3 shards over fsdp, which is pinned to 1",
         ),
         (
             {"remat": "dots"},

@@ -205,9 +205,9 @@ def on_their_devices(
         return None
     if layout is None or len(layout) < 2:
         raise PlanError(
-            f"experts={plan.experts!r} needs to know how the tokens of {site.call.path} are cut,"
-            " and the plan has no layout of them\nTry: tokens [batch, sequence, features], or"
-            " experts='none'"
+            f"experts={plan.experts!r} needs to know how the tokens of {site.call.path} are"
+            " sharded, and the plan has no layout of them\nTry: tokens [batch, sequence, features],"
+            " or experts='none'"
         )
     form, up = site.call.form, site.avals[3].shape
     view, known = site.views[3], parameters[3]

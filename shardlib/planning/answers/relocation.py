@@ -93,6 +93,7 @@ class Replan(Generic[P]):
         changed: decisions that differ, "microbatches 8 -> 16".
         notes: what had to be given up or should be known, a sentence each.
         machine: the new machine.
+        elsewhere: whether its chips are others, so that no device of it held anything before.
     """
 
     old: P
@@ -103,6 +104,7 @@ class Replan(Generic[P]):
     changed: tuple[str, ...]
     notes: tuple[str, ...]
     machine: Topology
+    elsewhere: bool = False
 
     @property
     def slowdown(self) -> float:
@@ -179,20 +181,24 @@ def replan_text(change: Replan[P]) -> str:
         f" one device: {seconds_text(change.moving_seconds)} if all of it comes over the slowest"
         " links.",
     )
+    lines += wrapped("  - ", _whence(change, held))
+    return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
+
+
+def _whence(change: Replan[P], held: int) -> str:
+    """Where the bytes of the new machine come from."""
     lost = change.lost_bytes
-    lines += wrapped(
-        "  - ",
-        (
+    if lost:
+        return (
             f"{bytes_text(lost)} ({percent_text(lost / held)} of {bytes_text(held)}) are on no"
             " surviving device and must come from a checkpoint."
-            if lost
-            else (
-                f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is"
-                " needed."
-            )
-        ),
-    )
-    return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
+        )
+    if change.elsewhere:
+        return (
+            f"The old machine has every one of {bytes_text(held)}: they come from a checkpoint, or"
+            " straight from it while it is still there."
+        )
+    return f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is needed."
 
 
 def _part_lines(parts: Sequence[Part]) -> list[str]:

@@ -54,7 +54,7 @@ def notes(
             Finding(
                 code="colours-left-out",
                 severity="info",
-                message="the search left these colours uncut because there are too many: "
+                message="the search left these colours unsharded because there are too many: "
                 + ", ".join(left_out),
                 hint="name dims alike to merge their colours",
             )
@@ -136,7 +136,7 @@ def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
             "nothing is sharded over tensor"
             if plan.mesh["tensor"] == 1
             else (
-                "the residual stream is not cut along the sequence"
+                "the residual stream is not sharded along the sequence"
                 if not plan.sequence_parallel
                 else "no matmul of a weight gathers or scatters the sequence"
             )
@@ -240,7 +240,7 @@ def _doubled(load: Workload, plan: PlanData) -> list[Finding]:
             message=(
                 f"{name!r} occurs twice in one value"
                 f" ({', '.join(axis or '-' for axis in colouring.forward[twice[name]])}); the first"
-                " of the two is cut there"
+                " of the two is sharded there"
             ),
         )
         for name in sorted(twice)

@@ -81,7 +81,7 @@ class Candidate:
         """The decisions other than the mesh, in a few words."""
         one, order = self.decisions, self.decisions.axis_order
         parts = [
-            f"tensor cuts {'+'.join(self.choice.tensor)}" if self.choice.tensor else "",
+            f"tensor shards {_listed(self.choice.tensor)}" if self.choice.tensor else "",
             "sequence parallel" if self.choice.sequence else "",
             "collective matmul" if one.collective_matmul == "loop" else "",
             f"ZeRO {one.zero}" if one.zero else "",
@@ -182,6 +182,12 @@ def microbatches_text(micro: int, groups: int) -> str:
         groups: groups whose gradients are accumulated one after the other.
     """
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in words: "mlp", "mlp and vocab", "heads, mlp and vocab"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def dtypes_text(dtypes: Dtypes) -> str:

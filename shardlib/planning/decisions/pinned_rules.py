@@ -73,7 +73,7 @@ def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     ]
     if lacking:
         raise PinError(
-            f"the pinned rules cut {batch!r} over {rules.axes_of(batch or '') or 'nothing'}, and"
+            f"the pinned rules shard {batch!r} over {rules.axes_of(batch or '') or 'nothing'}, and"
             f" the pinned mesh also has {', '.join(lacking)}\nTry: the rule ({batch!r}, ('data',"
             " 'fsdp'))"
         )

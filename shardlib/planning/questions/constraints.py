@@ -116,7 +116,7 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
             what=colouring.batch_colour or "batch",
             message=(
                 f"Every one of the {batch:,} examples of the batch has a device of its own: the"
-                " batch can be cut no further."
+                " batch can be sharded no further."
             ),
         )
     if (tensor := mesh["tensor"]) > 1:
@@ -136,6 +136,6 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
                 what="tensor",
                 message=(
                     f"A tensor axis of {2 * tensor} does not divide {', '.join(stuck)}, which"
-                    f" {tensor} parts cut now."
+                    f" {tensor} parts divide now."
                 ),
             )

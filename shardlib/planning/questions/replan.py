@@ -84,6 +84,7 @@ def replan(
         changed=changes(plan, found),
         notes=tuple(notes),
         machine=machine,
+        elsewhere=machine.chip != source.topology.chip,
     )
 
 

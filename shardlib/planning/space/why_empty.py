@@ -46,9 +46,9 @@ def explain_empty(
         return _no_rows(problem, MeshShape(sizes), pins.microbatches or 1)
     if size % ways:
         return PinError(
-            f"the mesh {MeshShape(sizes)} cuts the batch into {ways} parts, which do not divide its"
-            f" {size} examples\nTry: a batch that is a multiple of {ways}, or smaller data and fsdp"
-            " axes"
+            f"the mesh {MeshShape(sizes)} splits the batch into {ways} parts, which do not divide"
+            f" its {size} examples\nTry: a batch that is a multiple of {ways}, or smaller data and"
+            " fsdp axes"
         )
     if pins.microbatches and size % (ways * pins.microbatches):
         return PinError(
@@ -83,7 +83,7 @@ def explain_empty(
             else f"has sequences of {length}, which {tensor} parts do not divide"
         )
         return PinError(
-            f"sequence_parallel=True cuts the sequence over tensor={tensor}, and {problem.model}"
+            f"sequence_parallel=True shards the sequence over tensor={tensor}, and {problem.model}"
             f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
         )
     if tensor > 1 and pins.rules is not None:
@@ -135,7 +135,7 @@ def _in_order(pins: Pins, stages: int, together: int) -> bool:
 
 
 def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
-    """A batch is to be sharded that has nothing to cut."""
+    """A batch is to be sharded that has nothing to shard."""
     arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
     asked = " and ".join(
         [
@@ -144,7 +144,7 @@ def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
         ]
     )
     return BatchError(
-        f"{asked} would cut the rows of the batch, and it has"
+        f"{asked} would shard the rows of the batch, and it has"
         f" {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\nTry: a batch whose arrays"
         " have their rows along the first dim, or batch_axes that say where they are"
     )
@@ -167,7 +167,7 @@ def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length
         else ""
     )
     return PinError(
-        f"tensor={tensor} divides no colour that it could cut; colours with their largest common"
+        f"tensor={tensor} divides no colour that it could shard; colours with their largest common"
         f" size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
     )
 
@@ -189,7 +189,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
             else f"has sequences of {length}, which {size} parts do not divide"
         )
         return (
-            f"context={size} cuts the sequence, and {problem.model} {found}\nTry: a context axis"
+            f"context={size} shards the sequence, and {problem.model} {found}\nTry: a context axis"
             ' that divides it, or name the dim "seq" in batch_axes'
         )
     if axis == "expert" and size > 1:
@@ -200,7 +200,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
             else "has none that a grouped matmul (jax.lax.ragged_dot) uses"
         )
         return (
-            f"expert={size} cuts experts, and {problem.model} {found}\nTry: an expert axis that"
+            f"expert={size} shards experts, and {problem.model} {found}\nTry: an expert axis that"
             " divides them, or none"
         )
     return ""

@@ -49,8 +49,8 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
                 " before the ticks: every operation gathers what it uses."
             ),
             hint=(
-                "gather='use', or matmuls of parameters that fsdp cuts, on a batch that is sharded"
-                " over fsdp or data"
+                "gather='use', or matmuls of parameters that fsdp shards, on a batch that is"
+                " sharded over fsdp or data"
             ),
         ),
     )
