@@ -259,7 +259,10 @@ def test_growth_and_other_chips_are_said():
     assert any(
         note.startswith("The chips are others: h100 before, h200 now.") for note in other.notes
     )
-    assert all(other.moved_bytes_per_device)
+    assert all(other.moved_bytes_per_device) and other.elsewhere and not grown.elsewhere
+    text = " ".join(other.text.split())
+    assert "surviving device" not in text and "no checkpoint is needed" not in text
+    assert "they come from a checkpoint, or from the old machine while it is still there" in text
     google = planned("h100:4").replan("v5e:2x2")
     assert google.plan.topology == "v5e:2x2"
 

@@ -20,6 +20,7 @@ from shardlib.planning.text.diff import diff
 from shardlib.planning.text.explain import explain
 from shardlib.planning.text.figures import collective_rows
 from shardlib.planning.text.parameters import notation, parameter_rows
+from shardlib.planning.text.reasons import reasons
 from shardlib.planning.units.quantity import bar, bytes_text, clip, count_text, seconds_text
 from shardlib.planning.units.tables import WIDTH
 from shardlib.rules import Rules
@@ -38,7 +39,9 @@ Decisions
   microbatches     2
 
 Why
-  - Compute limits the step: 1.50 s of 1.81 s (82.8%).
+  - Kernels (compute and memory traffic) limit the step: 1.50 s of 1.81 s (82.8%). At the peak of
+    the chips their FLOPs alone would take 455 ms; the rest is memory traffic, launches and matmuls
+    that do not reach that peak.
   - The step needs 5.50 PFLOP and executes 30.9% more to recompute activations; the devices peak at
     15.8 PFLOP/s together.
   - Communication takes 576 ms, of which 56.6% hides behind compute; the most is over fsdp (501 ms).
@@ -355,3 +358,9 @@ def test_bars_are_proportional_and_never_vanish():
 def test_clip_keeps_both_ends():
     assert clip("abcdefgh", 8) == "abcdefgh"
     assert clip("abcdefgh", 5) == "ab…gh"
+
+
+@pytest.mark.parametrize(("flops", "said"), [(2e16, "Compute limits"), (1e14, "Kernels (compute")])
+def test_compute_limits_a_step_only_where_flops_take_the_time(flops: float, said: str):
+    estimate = replace(PLAN.estimate, model_flops=flops, hardware_flops=flops)
+    assert reasons(replace(PLAN, estimate=estimate))[0].startswith(said)

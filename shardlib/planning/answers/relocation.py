@@ -187,16 +187,16 @@ def replan_text(change: Replan[P]) -> str:
 
 def _whence(change: Replan[P], held: int) -> str:
     """Where the bytes of the new machine come from."""
+    if change.elsewhere:
+        return (
+            f"No device of the new machine holds any of {bytes_text(held)}: they come from a"
+            " checkpoint, or from the old machine while it is still there."
+        )
     lost = change.lost_bytes
     if lost:
         return (
             f"{bytes_text(lost)} ({percent_text(lost / held)} of {bytes_text(held)}) are on no"
             " surviving device and must come from a checkpoint."
-        )
-    if change.elsewhere:
-        return (
-            f"The old machine has every one of {bytes_text(held)}: they come from a checkpoint, or"
-            " straight from it while it is still there."
         )
     return f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is needed."
 

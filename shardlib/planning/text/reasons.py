@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from shardlib.cost.estimate import Estimate
 from shardlib.planning.decisions.plan_data import PlanData, Rejected
 from shardlib.planning.text.figures import LABELS
 from shardlib.planning.units.quantity import (
@@ -16,6 +17,8 @@ from shardlib.planning.units.quantity import (
 from shardlib.planning.units.tables import wrapped
 
 _MOST_RUNNERS = 4
+#: Share of the kernels' time that FLOPs take at the peak where they are what limits them.
+_MOSTLY = 0.5
 
 
 def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
@@ -31,9 +34,11 @@ def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
         ((field.name, getattr(seconds, field.name)) for field in fields(seconds)),
         key=lambda item: item[1],
     )
+    share = f"{seconds_text(most)} of {seconds_text(total)} ({percent_text(most / total)})"
     lines = [
-        f"{LABELS.get(name, name).capitalize()} limits the step: {seconds_text(most)} of"
-        f" {seconds_text(total)} ({percent_text(most / total)})."
+        _kernels_reason(estimate, most, share)
+        if name == "compute"
+        else f"{LABELS.get(name, name).capitalize()} limits the step: {share}."
     ]
     if estimate.model_flops:
         again = estimate.hardware_flops / estimate.model_flops - 1
@@ -59,6 +64,25 @@ def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
             )
         )
     return lines + _runner_reasons(plan)
+
+
+def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
+    """What limits a step of kernels: their FLOPs, where these alone take most of that time at the
+    peak of the chips.
+
+    Args:
+        estimate: of the step.
+        seconds: of its kernels.
+        share: these, of the step, in words.
+    """
+    least = estimate.hardware_flops / (estimate.peak_flops_per_s or 1.0)
+    if not least or least >= _MOSTLY * seconds:
+        return f"Compute limits the step: {share}."
+    return (
+        f"Kernels (compute and memory traffic) limit the step: {share}. At the peak of the chips"
+        f" their FLOPs alone would take {seconds_text(least)}; the rest is memory traffic, launches"
+        " and matmuls that do not reach that peak."
+    )
 
 
 def _communication_reason(plan: PlanData) -> list[str]:
