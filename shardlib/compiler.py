@@ -86,7 +86,7 @@ def plan(
         lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile`
             does; implied by `refine`.
         allow: dtypes that the planner may choose beside those of the model, which change its
-            numbers: {"moment_dtype": ["bfloat16"], ...}, see `docs/pins.md`.
+            numbers: {"moment_dtype": ["bfloat16"], ...}, one or several, see `docs/pins.md`.
         rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say
             that the loss and all metrics are means over rows, and nothing is proven.
         wrt: what is trained, in Flax's words: a filter of NNX such as `nnx.LoRAParam`, or for Linen
