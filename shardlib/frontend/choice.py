@@ -32,11 +32,9 @@ def with_allowed(
         pin: decisions fixed by hand.
         allow: dtypes, one or several, by what has one; None allows no others.
     """
-    if not allow:
-        return pin
-    if isinstance(pin, Pins):
-        return cast("PinMapping", pin.changed(Pins.parse({"allow": allow})))
-    return {**(pin or {}), "allow": allow}
+    if isinstance(pin, Pins):  # functions that take pins take them read, too
+        return cast("PinMapping", pin.changed(Pins.parse({"allow": allow or {}})))
+    return {**(pin or {}), "allow": allow} if allow else pin
 
 
 def searched(

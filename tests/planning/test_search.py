@@ -354,14 +354,14 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
         (
             {"mesh": {"data": 3}},
             (
-                "the mesh data=3 cuts the batch into 3 parts, which do not divide its 16"
+                "the mesh data=3 splits the batch into 3 parts, which do not divide its 16"
                 " examples\nTry: a batch that is a multiple of 3, or smaller data and fsdp axes"
             ),
         ),
         (
             {"mesh": {"tensor": 7}},
             (
-                "tensor=7 divides no colour that it could cut; colours with their largest common"
+                "tensor=7 divides no colour that it could shard; colours with their largest common"
                 " size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor axis"
                 " that divides one of them"
             ),
