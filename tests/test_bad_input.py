@@ -414,8 +414,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
     "a batch of scalars": (
         lambda: rowless({"x": 3.0}, {"microbatches": 2}),
         shardlib.BatchError,
-        "microbatches=2 would shard the rows of the batch, and it has no dim called batch: batch.x []"
-        + ROWS,
+        "microbatches=2 would shard the rows of the batch, and it has no dim called batch: batch.x"
+        " []" + ROWS,
     ),
 }
 

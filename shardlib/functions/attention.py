@@ -94,7 +94,7 @@ def attention(
         window=window,
         block=block,
         segments=segments,
-        numbers={"scale": scale, "softcap": softcap},
+        numbers={"scale": 1.0 if scale is None else scale, "softcap": softcap},
     )
     width = sum(one.shape[-1] for one in queries)
     form = Attention(

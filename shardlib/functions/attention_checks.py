@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -19,14 +20,14 @@ def check(
     window: int,
     block: int,
     segments: jax.Array | None,
-    numbers: Mapping[str, object],
+    numbers: Mapping[str, Any],
 ) -> None:
     """Raises where operands and options of a call do not fit each other.
 
     Args:
         queries, keys, value: arrays.
         causal, window, block, segments: see `attention`.
-        numbers: options that are factors, by name; None where one is left out.
+        numbers: options that are factors, by name.
 
     Raises:
         ModelError: all that does not fit.
@@ -89,12 +90,12 @@ def check(
         raise_all(ModelError, "attention does not fit its operands", found)
 
 
-def _no_numbers(numbers: Mapping[str, object]) -> list[str]:
+def _no_numbers(numbers: Mapping[str, Any]) -> list[str]:
     """What is wrong with factors: scale may be any number, softcap none below 0."""
     wrong: list[str] = []
     for name, value in numbers.items():
         try:
-            number = math.nan if isinstance(value, str) else float(0.0 if value is None else value)  # pyright: ignore[reportArgumentType]
+            number = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
             number = math.nan
         shown = value if isinstance(value, str | int | float) else type(value).__name__

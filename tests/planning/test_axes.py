@@ -411,11 +411,11 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
         (
             {"mesh": {"context": 7}},
             (
-                "context=7 cuts the sequence, and world has sequences of 512, which 7 parts do not"
-                " divide"
+                "context=7 shards the sequence, and world has sequences of 512, which 7 parts do"
+                " not divide"
             ),
         ),
-        ({"mesh": {"expert": 2}}, "expert=2 cuts experts, and world has none"),
+        ({"mesh": {"expert": 2}}, "expert=2 shards experts, and world has none"),
         (
             {"experts": "dropless"},
             "experts='dropless' sends tokens to experts, and world has no grouped matmul",

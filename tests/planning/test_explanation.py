@@ -212,8 +212,8 @@ def test_sizes_bind_where_they_are_used_up():
     assert "batch" not in {one.what for one in by_batch.binding}  # 16 examples
     full = planned("2*h100:8", {"mesh": {"data": 16}}).constraints()
     assert (
-        "Every one of the 16 examples of the batch has a device of its own: the batch can be cut no"
-        " further." in [one.message for one in full.binding]
+        "Every one of the 16 examples of the batch has a device of its own: the batch can be"
+        " sharded no further." in [one.message for one in full.binding]
     )
     heads = planned(
         "h100:8",
@@ -222,7 +222,7 @@ def test_sizes_bind_where_they_are_used_up():
             "rules": [("batch", ["data", "fsdp"]), ("heads", "tensor")],
         },
     ).constraints()
-    assert "A tensor axis of 8 does not divide heads (4), which 4 parts cut now." in [
+    assert "A tensor axis of 8 does not divide heads (4), which 4 parts divide now." in [
         one.message for one in heads.binding
     ]
     mlp = planned(

@@ -78,8 +78,8 @@ def test_names_that_the_program_ties_are_reported_and_share_a_colour() -> None:
     colouring = colour(problem)
     assert colouring.canonical("hidden") == "mlp"
     assert [f.message for f in colouring.findings] == [
-        "the program ties the logical axes mlp, hidden together; they are cut alike, under the name"
-        " 'mlp'"
+        "the program ties the logical axes mlp, hidden together; they are sharded alike, under"
+        " the name 'mlp'"
     ]
 
 

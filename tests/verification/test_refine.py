@@ -327,7 +327,7 @@ def test_survivors_are_counted_and_refuted_plans_are_not():
     ) and sorted(verdicts[1::2]) == ["chosen", "slower"]
     assert chosen.refined.trials[2].message == "no such cut"
     assert (
-        "the compiler cut 2 of the 4 plans that were compiled: 1 compiler-abort, 1 not-lowered."
+        "the compiler refused 2 of the 4 plans that were compiled: 1 compiler-abort, 1 not-lowered."
         in {finding.message for finding in chosen.findings}
     )
     assert dict(chosen.search.counts)["refuted"] == 2
