@@ -1,0 +1,253 @@
+"""A quote as arrays: what a price depends on, so that it can be asked again under other figures a
+thousand times faster than by tracing, and without the traced model.
+
+The price of a plan is a sum of kernels and collectives before anything is hidden. Of every distinct
+kernel there are three numbers - seconds of its matrix work at the full peak, of its vector work, of
+its traffic at the full bandwidth - and how often each segment of the step runs it; of collectives
+their counts and bytes. A figure of `shardlib.cost.machine.efficiency.Efficiency` divides or scales
+columns of that table, and the rest is the cost model's own `sums` and `combine`. The result is that
+of `Quote.seconds` but for rounding, which `tests/test_published_unseen.py` holds for random figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.published.pricing import Quote
+from shardlib.cost.machine.roofline import CHAINS, kernel_parts
+from shardlib.cost.pricing.candidates import Candidates, candidates
+from shardlib.cost.pricing.sums import Model, sums
+from shardlib.cost.pricing.totals import combine
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
+from shardlib.cost.step.routed_experts import GROUPED
+from shardlib.cost.tables.charges import charges
+from shardlib.cost.tables.measures import Kernel, Launch, Measure
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.basis_functions import evaluate
+from shardlib.cost.tables.quantities import ROWS
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.local_sizes import Shapes, local
+from shardlib.cost.terms.terms import Compute, Item
+from shardlib.decisions.table import Decisions
+from shardlib.hardware.placement import place
+from shardlib.hardware.topology import Topology
+from shardlib.propagation.assignment import Choice
+
+Array = np.ndarray
+#: Figures that divide the seconds of matrix work, all 1 where a table is made.
+UNIT: Mapping[str, float] = dict.fromkeys(
+    ("matmul", "eight_bit", "attention", "attention_backward", "grouped", "misaligned"), 1.0
+)
+#: Dtypes of the peak that `eight_bit` is a share of.
+EIGHT: tuple[str, ...] = ("float8", "int8", "uint8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The distinct kernels of a step, arrays [kernels] but for `times`.
+
+    Attributes:
+        matrix, vector, traffic: seconds of each at full peak and bandwidth, traffic with perfectly
+            fused chains.
+        kind: figure that divides `matrix`: "matmul", "eight_bit", "attention",
+            "attention_backward", or "" where none does.
+        grouped, misaligned: whether `matrix` is divided by that figure, too.
+        chain, outside, indexed: whether the kernel is a chain of ops, is outside of all layers, and
+            gathers or scatters.
+        times: executions by row of the tally, array [rows, kernels].
+    """
+
+    matrix: Array
+    vector: Array
+    traffic: Array
+    kind: Array
+    grouped: Array
+    misaligned: Array
+    chain: Array
+    outside: Array
+    indexed: Array
+    times: Array
+
+    def seconds(self, pricer: Pricer) -> Array:
+        """Seconds of an execution of each kernel."""
+        figures = pricer.constants
+        share = np.ones_like(self.matrix)
+        for name in ("matmul", "attention", "attention_backward"):
+            share = np.where(self.kind == name, getattr(figures, name), share)
+        share = np.where(self.kind == "eight_bit", figures.peak_share("float8_e4m3fn"), share)
+        share = share * np.where(self.grouped, figures.grouped, 1.0)
+        share = share * np.where(self.misaligned, figures.misaligned, 1.0)
+        passes = np.where(
+            self.chain, np.where(self.outside, pricer.outside.unfused, figures.unfused), 1.0
+        )
+        rate = np.where(self.indexed, figures.bandwidth_share("gather"), figures.memory)
+        return np.maximum(
+            np.maximum(self.vector, self.matrix / share), self.traffic * passes / rate
+        ) + max(pricer.topology.chip.launch_s, figures.gap_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tallied:
+    """A quote without its model.
+
+    Attributes:
+        topology: the machine, of boundless memory.
+        stack, model, how: the software, the layers, and the decisions.
+        kernels: the kernels.
+        fixed: quantities of the step that no figure changes, array [segments, rows, 1].
+        launches: launches by the host, of the same shape.
+        rest: quantities of what is stored.
+        used: names of the figures that the price depends on.
+    """
+
+    topology: Topology
+    stack: FrameworkProfile
+    model: Model
+    how: Decisions
+    kernels: Kernels
+    fixed: Array
+    launches: Array
+    rest: Array
+    used: tuple[str, ...]
+    _links: dict[tuple[float, float], Candidates] = field(
+        default_factory=dict[tuple[float, float], Candidates], compare=False, repr=False
+    )
+
+    def seconds(self, values: Mapping[str, Any]) -> float:
+        """Predicted seconds of a step with some figures replaced, as `Quote.seconds`."""
+        pricer = Pricer(replace(self.topology, efficiency=values), self.stack)
+        work = self.fixed + self.launches * pricer.constants.dispatch_s
+        times = self.kernels.times @ self.kernels.seconds(pricer)
+        work = work + times.reshape(work.shape)
+        key = pricer.constants.fast, pricer.constants.slow
+        if key not in self._links:
+            self._links[key] = _candidate(self.how, pricer)
+        c = self._links[key]
+        totals = combine(
+            sums(work, self.rest, [], self.model, pricer, c), self.how, self.model, pricer, c
+        )
+        return float(totals.step_seconds[0])
+
+    def figures(self) -> tuple[str, ...]:
+        """Figures that the price depends on."""
+        return self.used
+
+
+#: What prices a run under figures.
+Priced = Quote | Tallied
+
+
+def tallied(quote: Quote, figures: Mapping[str, Any]) -> Priced:
+    """The quote as arrays; as it is where its price needs the traced model: some layers
+    rematerialise, or values are in host memory.
+
+    Args:
+        quote: of a run.
+        figures: those of the chip that are never fitted, such as tiles of matmuls.
+    """
+    how, load, choice = quote.candidate.decisions, quote.load, quote.candidate.choice
+    if how.remat_layers or how.offload:
+        return quote
+    pricer = Pricer(replace(quote.topology, efficiency={**figures, **UNIT}), load.stack)
+    c, classes = _candidate(how, pricer), len(load.counts)
+    work = load.programs[how.remat, quote.candidate.routes].work
+    kernels, parts, hosts = _split(work, choice, load.stack, classes)
+    fixed, launches = (np.zeros((classes + 2) * ROWS) for _ in range(2))
+    for row, measure, amount in parts:
+        fixed[row] += amount * _value(measure, c.shapes, pricer)
+    for row, amount in hosts:
+        launches[row] += amount
+    shape = classes + 2, ROWS, 1
+    return Tallied(
+        topology=quote.topology,
+        stack=load.stack,
+        model=load.model,
+        how=how,
+        kernels=_kernels(kernels, c.shapes, pricer, (classes + 2) * ROWS),
+        fixed=fixed.reshape(shape),
+        launches=launches.reshape(shape),
+        rest=pricer.tally(load.rest, choice, c.shapes, classes),
+        used=quote.figures(),
+    )
+
+
+def _candidate(how: Decisions, pricer: Pricer) -> Candidates:
+    placed = place(how.mesh, pricer.topology, how.axis_order)
+    assert placed is not None, "the candidate was priced on this machine"
+    return candidates([(how.mesh, placed)], [how.microbatches], pricer.topology)
+
+
+def _split(
+    items: list[Item], choice: Choice, stack: FrameworkProfile, classes: int
+) -> tuple[
+    dict[Kernel, list[tuple[int, float]]],
+    list[tuple[int, Measure, float]],
+    list[tuple[int, float]],
+]:
+    """Charges of items: (row, times) by kernel; (row, measure, amount) of what no figure changes;
+    (row, launches) of the host.
+    """
+    kernels: dict[Kernel, list[tuple[int, float]]] = {}
+    parts: list[tuple[int, Measure, float]] = []
+    hosts: list[tuple[int, float]] = []
+    for item in items:
+        for term in item.terms(choice):
+            for row, measure, amount in charges(item.segment, term, stack):
+                at = item.segment % (classes + 2) * ROWS + row
+                if isinstance(measure, Kernel):
+                    kernels.setdefault(measure, []).append((at, amount))
+                elif any(isinstance(factor, Launch) for factor in measure.factors):
+                    hosts.append((at, amount))
+                else:
+                    parts.append((at, measure, amount))
+    return kernels, parts, hosts
+
+
+def _value(measure: Measure, shapes: Shapes, pricer: Pricer) -> float:
+    assert not isinstance(measure, Kernel)
+    return float(evaluate(measure, shapes, pricer.constants)[0])
+
+
+def _kernels(
+    found: Mapping[Kernel, list[tuple[int, float]]], shapes: Shapes, pricer: Pricer, rows: int
+) -> Kernels:
+    plain = replace(pricer.constants, memory=1.0, unfused=1.0, gather=None)
+    slowed = replace(plain, misaligned=0.5)
+    chip, terms = pricer.topology.chip, [one.term for one in found]
+    parts = np.array(
+        [
+            [float(part[0]) for part in kernel_parts(term, lambda a: local(a, shapes), chip, plain)]
+            for term in terms
+        ]
+    )
+    slow = np.array(
+        [float(kernel_parts(t, lambda a: local(a, shapes), chip, slowed)[1][0]) for t in terms]
+    )
+    times = np.zeros((rows, len(terms)))
+    for number, listed in enumerate(found.values()):
+        for row, amount in listed:
+            times[row, number] += amount
+    return Kernels(
+        matrix=parts[:, 1],
+        vector=parts[:, 0],
+        traffic=parts[:, 2],
+        kind=np.array([_kind(term) for term in terms]),
+        grouped=np.array([term.kind in GROUPED for term in terms]),
+        misaligned=slow > 1.5 * parts[:, 1],
+        chain=np.array([term.category in CHAINS for term in terms]),
+        outside=np.array([one.outside for one in found]),
+        indexed=np.array([term.category in ("gather", "scatter") for term in terms]),
+        times=times,
+    )
+
+
+def _kind(term: Compute) -> str:
+    """The figure that divides the matrix work of a kernel; "" where it has none."""
+    if term.kind in (FORWARD, BACKWARD):
+        return "attention" if term.kind == FORWARD else "attention_backward"
+    matrix = term.kind in GROUPED or term.category == "convolution" or term.matmul is not None
+    return "" if not matrix else "eight_bit" if term.dtype.startswith(EIGHT) else "matmul"
