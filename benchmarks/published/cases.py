@@ -239,4 +239,3 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
             ),
         }
     return pins, tuple(assumed)
-

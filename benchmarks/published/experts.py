@@ -6,7 +6,8 @@ every expert. Megatron-Core's default is etp = tp (NVIDIA/Megatron-LM megatron/t
 `--expert-tensor-parallel-size`: "Default is to use the same as tensor-model-parallel-size"); MaxText
 cuts the same dims of experts as of dense layers (MaxText/configs/base.yml, logical_axis_rules:
 mlp over tensor). With etp = 1, ep counts ranks of tensor as well, each of which has a part of the
-tokens and all of the width of fewer experts.
+tokens and all of the width of fewer experts: in pins that is width cut over tensor, of the
+same FLOPs and bytes, and `FrameworkProfile.exchange` says what is sent.
 """
 
 from __future__ import annotations
@@ -53,14 +54,13 @@ def spread_of(row: Entry, routed: bool, plan: Mapping[str, int], data: int, fsdp
         expert = data * fsdp
         assumed.append("experts over all ranks")
     elif routed and tensor > 1:
-        beyond = etp is None and _placed(data, fsdp, expert) is None and expert % tensor == 0
         if etp not in (None, 1, tensor):
             raise ValueError(f"experts over {etp} of {tensor} ranks of tensor")
         if etp == 1 and expert % tensor:
             raise ValueError(f"experts over {expert} ranks, {tensor} of them of tensor")
-        if etp == 1 or beyond:
+        if over_tensor(row):
             expert //= tensor
-            assumed.append("experts over ranks of tensor as their width over them")
+            assumed += [] if etp else ["experts over ranks of tensor"]
         elif etp is None and row["parallel"].get("method") != "heuristic":
             assumed.append("width of experts over tensor")
     placed = _placed(data, fsdp, expert)
@@ -73,6 +73,16 @@ def spread_of(row: Entry, routed: bool, plan: Mapping[str, int], data: int, fsdp
         cut=routed and tensor > 1,
         assumed=tuple(assumed),
     )
+
+
+def over_tensor(row: Entry) -> bool:
+    """Whether ranks of tensor have different experts: the row says that none of them cuts their
+    width, or spreads experts over more ranks than data has.
+    """
+    plan = row["parallel"]
+    tensor, data = int(plan.get("tp") or 1), int(plan.get("dp") or 1) * int(plan.get("fsdp") or 1)
+    etp, expert = plan.get("etp"), int(plan.get("ep") or 1)
+    return tensor > 1 and (etp == 1 or (etp is None and expert > data and expert % tensor == 0))
 
 
 def _placed(data: int, fsdp: int, expert: int) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from benchmarks.published.fitting import FIGURES, Sample
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench
 from benchmarks.published.summary import Result, compare
-from benchmarks.published.tallies import Priced, tallied
+from benchmarks.published.tallies import Priced, Tallied, tallied
 from shardlib.cost.machine.efficiency import efficiency
 from shardlib.cost.machine.efficiency_curves import curves
 from shardlib.errors import ShardlibError
@@ -51,9 +51,21 @@ class Run:
         """Name of the curve that prices it."""
         return f"{self.chip}.{self.stack}"
 
+    @property
+    def vendor(self) -> str:
+        """Of the chip."""
+        return "google" if self.stack == "maxtext-tpu" else "nvidia"
+
     def seconds(self, values: Figures) -> float:
         """Predicted seconds of a step with some figures in place of the chip's."""
         return self.priced.seconds({**self.start, **self.fixed, **complete(values, self.start)})
+
+    def many(self, settings: Sequence[Figures]) -> list[float]:
+        """The same under several settings."""
+        full = [{**self.start, **self.fixed, **complete(one, self.start)} for one in settings]
+        if isinstance(self.priced, Tallied):
+            return [float(seconds) for seconds in self.priced.many(full)]
+        return [self.priced.seconds(one) for one in full]
 
     def beside(self, values: Figures) -> Result:
         """The row beside its prediction under some figures; memory depends on none."""
@@ -126,7 +138,7 @@ def _runs(cases: list[tuple[Case, str]]) -> tuple[list[Run], dict[str, str]]:
                     start=start,
                     fixed=fixed,
                     priced=tallied(bench.quote(case), {**start, **fixed}),
-                    result=compare(case, bench.predict(case)),
+                    result=_result(case, bench),
                 )
             )
         except ShardlibError as error:
@@ -134,3 +146,23 @@ def _runs(cases: list[tuple[Case, str]]) -> tuple[list[Run], dict[str, str]]:
         except (AssertionError, ValueError, KeyError, IndexError) as error:
             refused[case.id] = f"fault: {type(error).__name__}: {error}"
     return runs, refused
+
+
+def _result(case: Case, bench: Bench) -> Result:
+    """The row beside its memory; without it where none was measured."""
+    if case.peak_bytes or case.out_of_memory:
+        return compare(case, bench.predict(case))
+    return Result(
+        id=case.id,
+        source=case.source,
+        group=case.group,
+        predicted_s=0.0,
+        measured_s=case.step_s,
+        predicted_bytes=0.0,
+        measured_bytes=None,
+        predicted_fits=True,
+        measured_fits=True,
+        parts={},
+        memory={},
+        assumed=case.assumed,
+    )

@@ -11,23 +11,25 @@ of `Quote.seconds` but for rounding, which `tests/test_published_unseen.py` hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.published.pricing import Quote
+from shardlib.axes import MESH_AXES
+from shardlib.cost.machine.collective_tables import Links
 from shardlib.cost.machine.roofline import CHAINS, kernel_parts
 from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.sums import Model, sums
 from shardlib.cost.pricing.totals import combine
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
 from shardlib.cost.step.routed_experts import GROUPED
+from shardlib.cost.tables.basis_functions import evaluate
 from shardlib.cost.tables.charges import charges
 from shardlib.cost.tables.measures import Kernel, Launch, Measure
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.tables.basis_functions import evaluate
 from shardlib.cost.tables.quantities import ROWS
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.local_sizes import Shapes, local
@@ -42,6 +44,19 @@ Array = np.ndarray
 UNIT: Mapping[str, float] = dict.fromkeys(
     ("matmul", "eight_bit", "attention", "attention_backward", "grouped", "misaligned"), 1.0
 )
+#: Figures that settings may differ in.
+FITTED: tuple[str, ...] = (
+    *UNIT,
+    "memory",
+    "unfused",
+    "dispatch_s",
+    "gap_s",
+    "microbatch_s",
+    "fast",
+    "slow",
+)
+#: Figures by name, one column a setting.
+Columns = dict[str, Array]
 #: Dtypes of the peak that `eight_bit` is a share of.
 EIGHT: tuple[str, ...] = ("float8", "int8", "uint8")
 
@@ -72,22 +87,26 @@ class Kernels:
     indexed: Array
     times: Array
 
-    def seconds(self, pricer: Pricer) -> Array:
-        """Seconds of an execution of each kernel."""
-        figures = pricer.constants
-        share = np.ones_like(self.matrix)
-        for name in ("matmul", "attention", "attention_backward"):
-            share = np.where(self.kind == name, getattr(figures, name), share)
-        share = np.where(self.kind == "eight_bit", figures.peak_share("float8_e4m3fn"), share)
-        share = share * np.where(self.grouped, figures.grouped, 1.0)
-        share = share * np.where(self.misaligned, figures.misaligned, 1.0)
-        passes = np.where(
-            self.chain, np.where(self.outside, pricer.outside.unfused, figures.unfused), 1.0
-        )
-        rate = np.where(self.indexed, figures.bandwidth_share("gather"), figures.memory)
-        return np.maximum(
-            np.maximum(self.vector, self.matrix / share), self.traffic * passes / rate
-        ) + max(pricer.topology.chip.launch_s, figures.gap_s)
+    def seconds(self, of: Columns, launch_s: float, unfused_loss: float) -> Array:
+        """Seconds of an execution of each kernel, array [kernels, settings].
+
+        Args:
+            of: the figures.
+            launch_s: seconds of a launch on the chip.
+            unfused_loss: the least that `unfused` is outside of all layers.
+        """
+        share = np.ones((len(self.matrix), len(of["matmul"])))
+        for name in ("matmul", "eight_bit", "attention", "attention_backward"):
+            share[self.kind == name] = of[name]
+        share[self.grouped] *= of["grouped"]
+        share[self.misaligned] *= of["misaligned"]
+        passes = np.ones_like(share)
+        passes[self.chain] = of["unfused"]
+        passes[self.chain & self.outside] = np.maximum(of["unfused"], unfused_loss)
+        rate = np.ones_like(share) * of["memory"]
+        rate[self.indexed] = of["gather"]
+        alone = np.maximum(self.matrix[:, None] / share, self.traffic[:, None] * passes / rate)
+        return np.maximum(self.vector[:, None], alone) + np.maximum(launch_s, of["gap_s"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,22 +138,71 @@ class Tallied:
 
     def seconds(self, values: Mapping[str, Any]) -> float:
         """Predicted seconds of a step with some figures replaced, as `Quote.seconds`."""
-        pricer = Pricer(replace(self.topology, efficiency=values), self.stack)
-        work = self.fixed + self.launches * pricer.constants.dispatch_s
-        times = self.kernels.times @ self.kernels.seconds(pricer)
-        work = work + times.reshape(work.shape)
-        key = pricer.constants.fast, pricer.constants.slow
-        if key not in self._links:
-            self._links[key] = _candidate(self.how, pricer)
-        c = self._links[key]
+        return float(self.many([values])[0])
+
+    def many(self, settings: Sequence[Mapping[str, Any]]) -> Array:
+        """Predicted seconds of a step under several settings of the figures that are fitted; all
+        others are those of the first.
+        """
+        pricer = Pricer(replace(self.topology, efficiency=settings[0]), self.stack)
+        of = _columns(settings, pricer)
+        kernels = self.kernels.seconds(of, pricer.topology.chip.launch_s, self.stack.unfused_loss)
+        work = self.fixed + self.launches * of["dispatch_s"]
+        work = work + (self.kernels.times @ kernels).reshape(work.shape)
+        c = self._places(of)
         totals = combine(
-            sums(work, self.rest, [], self.model, pricer, c), self.how, self.model, pricer, c
+            sums(work, self.rest[..., np.zeros(len(c), dtype=np.int64)], [], self.model, pricer, c),
+            self.how,
+            self.model,
+            pricer,
+            c,
         )
-        return float(totals.step_seconds[0])
+        parts, figures = totals.seconds, pricer.constants
+        slots = c.micro + self.how.accumulation * (c.stage - 1)
+        return (
+            totals.step_seconds
+            + parts["optimizer"] * (figures.update_share / of["optimizer"] - 1)
+            + (of["microbatch_s"] - figures.microbatch_s) * slots
+        )
+
+    def _places(self, of: Columns) -> Candidates:
+        """The candidate once for each setting, with the links as fast as that says."""
+        found: list[Candidates] = []
+        for key in zip(of["fast"].tolist(), of["slow"].tolist(), strict=True):
+            if key not in self._links:
+                values = {"fast": key[0], "slow": key[1]}
+                pricer = Pricer(replace(self.topology, efficiency=values), self.stack)
+                self._links[key] = _candidate(self.how, pricer)
+            found.append(self._links[key])
+        first, count = found[0], len(found)
+        at = np.zeros(count, dtype=np.int64)
+        sizes = {name: getattr(first, name)[at] for name in (*MESH_AXES, "micro")}
+        shapes = first.shapes.take(at)
+        joined = Links(
+            latency=np.concatenate([one.links.latency for one in found], axis=1),
+            per_byte=np.concatenate([one.links.per_byte for one in found], axis=1),
+        )
+        return Candidates(**sizes, links=joined, shapes=shapes, shape=np.arange(count))
 
     def figures(self) -> tuple[str, ...]:
         """Figures that the price depends on."""
         return self.used
+
+
+def _columns(settings: Sequence[Mapping[str, Any]], pricer: Pricer) -> Columns:
+    """Every figure that is fitted as an array over the settings."""
+    own = pricer.constants
+    found = {
+        name: np.array([float(one.get(name, getattr(own, name)) or 0.0) for one in settings])
+        for name in FITTED
+    }
+    for name, other in (("eight_bit", "matmul"), ("gather", "memory"), ("optimizer", "memory")):
+        said = getattr(own, name)
+        if name != "eight_bit":
+            found[name] = found[other] if said is None else np.full(len(settings), float(said))
+        elif said is None:
+            found[name] = np.where(found[name] > 0, found[name], found[other])
+    return found
 
 
 #: What prices a run under figures.

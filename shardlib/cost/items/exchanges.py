@@ -4,6 +4,8 @@ attention, and activations from one pipeline stage to the next.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlib.cost.step.attention_kernels import (
     BACKWARD,
     FORWARD,
@@ -99,20 +101,33 @@ def route_items(facts: Facts) -> list[Item]:
         def terms(choice: Choice) -> tuple[Term, ...]:
             if choice.expert is None:
                 return ()
-            return (
-                Transfer(
-                    kind="all-to-all",
-                    group="expert",
-                    bytes=amount(float(size), facts.value_cut(value, choice)),
-                    trips=facts.trips[op.region],
-                    cause=op.scope or op.kind,
-                    routed=routed_load(facts, op, value, choice),
-                ),
+            whole = amount(float(size), facts.value_cut(value, choice))
+            own = facts.exchange != "whole" and choice.sequence is not None
+            sent = Transfer(
+                kind="all-to-all",
+                group="expert",
+                bytes=replace(whole, tensor=whole.tensor or own),
+                trips=facts.trips[op.region],
+                cause=op.scope or op.kind,
+                routed=routed_load(facts, op, value, choice),
             )
+            if not own or whole.tensor or facts.exchange == "ranks":
+                return (sent,)
+            # Of rows that go out and come home, forward and backward, half are gathered; the other
+            # half are partial sums, which `reductions` scatters.
+            arrived = replace(
+                sent,
+                kind="all-gather",
+                group="tensor",
+                bytes=replace(whole, total=whole.total / 2),
+                routed=None,
+            )
+            return (sent, arrived)
 
-        return Item(
-            colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(op.region)
-        )
+        colours = named(facts.names[value])
+        if facts.exchange != "whole" and facts.sequence is not None:
+            colours |= {facts.sequence}  # what is sent depends on it
+        return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
     return (
         [

@@ -26,6 +26,7 @@ class Facts:
         batch, sequence: colours of the batch and of the sequence.
         routes: whether tokens are routed between devices (`shardlib.cost.step.routed_experts`).
         room: bytes of a message over those of an even routing (`FrameworkProfile.exchange_room`).
+        exchange: what ranks of tensor send to experts (`FrameworkProfile.exchange`).
         capped: layers of experts with a capacity, by region; only where tokens are routed.
     """
 
@@ -40,10 +41,12 @@ class Facts:
         sequence: tuple[str | None, int] = (None, 1),
         routes: bool = False,
         room: float = 1.0,
+        exchange: str = "whole",
     ) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
         self.batch, self.sequence, self.routes, self.room = batch[0], sequence[0], routes, room
+        self.exchange = exchange
         self.capped = layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
@@ -82,6 +85,7 @@ class Facts:
             sequence=sequence,
             routes=self.routes,
             room=self.room,
+            exchange=self.exchange,
         )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:

@@ -83,6 +83,7 @@ def program_of(
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
         room=stack.exchange_room,
+        exchange=stack.exchange,
     )
     apart = (
         1 < len(facts.layers.counts) <= MAX_CLASSES

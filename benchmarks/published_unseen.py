@@ -1,0 +1,214 @@
+"""How well does shardlib predict published training runs of a source that nothing was fitted to?
+
+    python benchmarks/published_unseen.py FILE.yaml... --out
+
+Leave one source out: for every source of the files the figures of chips under frameworks are fitted
+anew to all rows of the other sources, and the source's own rows are priced with those. Beside it
+stands the error of the same rows where they take part in the fit. Every row is traced once and kept
+as arrays (`benchmarks/published/tallies.py`), so that a price under other figures takes a
+millisecond and a fit seconds.
+
+What is left out are the fitted constants. Facts of framework profiles - what hides behind what, what
+is saved, which dtypes - are taken from their sources; memory depends on them alone, and no constant
+of it is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmarks.environment import RESULTS, write
+from benchmarks.published import fitting
+from benchmarks.published.levels import (
+    MOST,
+    MOST_OF_PAIR,
+    SOURCED,
+    Fit,
+    figures_of,
+    fitted,
+    spread,
+)
+from benchmarks.published.runs import Figures, Run, runs_of
+from benchmarks.published.summary import Result, summary
+from shardlib.processes.lifetime.kin import end_with_parent
+
+#: How constants are fitted: level by level, or for each pair of chip and framework alone.
+METHODS: tuple[str, ...] = ("levels", "pairs")
+_RUNS: list[Run] = []
+
+
+def levels(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
+    """The fit of every wanted pair of chip and framework, by name, to the runs that have a time."""
+    timed = [run for run in runs if run.sample.measured_s]
+    above: dict[str, Fit] = {}
+    found: dict[str, Fit] = {}
+    for name in sorted(wanted):
+        stack = name.split(".", 1)[1]
+        vendor = "google" if stack == "maxtext-tpu" else "nvidia"
+        if vendor not in above:
+            every = spread([run for run in timed if run.vendor == vendor], 999, MOST_OF_PAIR)
+            above[vendor] = fitted(every, SOURCED)
+        if stack not in above:
+            same = spread([run for run in timed if run.stack == stack], 2 * MOST, MOST // 2)
+            above[stack] = fitted(same, above[vendor].level)
+        pair = spread([run for run in timed if run.group == name], MOST)
+        found[name] = fitted(pair, above[stack].level)
+    return found
+
+
+def pairs(runs: list[Run], wanted: set[str]) -> dict[str, Figures]:
+    """The figures of every wanted pair, each fitted alone as `benchmarks/fit_stacks.py` does."""
+    found: dict[str, Figures] = {}
+    for name in sorted(wanted):
+        own = spread([run for run in runs if run.sample.measured_s and run.group == name], MOST)
+        if not own:
+            found[name] = {}
+            continue
+        used = set[str]().union(*(run.priced.figures() for run in own))
+        samples = [run.sample for run in own]
+        values = fitting.fit(
+            samples,
+            lambda values, own=own: [run.seconds(dict(values)) for run in own],
+            own[0].start,
+            fitting.figures_for(samples, used),
+        )
+        start = {n: own[0].start[n] for n in values}
+        before, after = ([run.seconds(dict(v)) for run in own] for v in (start, values))
+        better = fitting.source_error(samples, after) < fitting.source_error(samples, before)
+        found[name] = values if better else {}
+    return found
+
+
+def priced(runs: list[Run], others: list[Run], method: str) -> list[Result]:
+    """Some runs priced with figures that are fitted to others."""
+    wanted = {run.group for run in runs}
+    if method == "pairs":
+        values = pairs(others, wanted)
+        return [run.beside(values[run.group]) for run in runs]
+    fits = levels(others, wanted)
+    return [run.beside(figures_of(fits[run.group].level, run)) for run in runs]
+
+
+def _fold(given: tuple[str, str]) -> tuple[str, list[Result], float]:
+    source, method = given
+    started = time.perf_counter()
+    own = [run for run in _RUNS if run.sample.source == source]
+    others = [run for run in _RUNS if run.sample.source != source]
+    return source, priced(own, others, method), time.perf_counter() - started
+
+
+def _take(path: Path) -> None:
+    end_with_parent()
+    _RUNS.extend(pickle.loads(path.read_bytes()))
+
+
+def unseen(kept: Path, sources: list[str], method: str, processes: int) -> dict[str, list[Result]]:
+    """For every source its rows, priced with figures that are fitted to all other sources.
+
+    Args:
+        kept: where `main` keeps the runs.
+        sources: names.
+        method: one of `METHODS`.
+        processes: side by side.
+    """
+    with ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_take,
+        initargs=(kept,),
+    ) as pool:
+        found: dict[str, list[Result]] = {}
+        for source, results, seconds in pool.map(_fold, [(one, method) for one in sources]):
+            found[source] = results
+            print(f"{source}: {len(results)} rows, {seconds:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def figures(found: dict[str, list[Result]]) -> dict[str, Any]:
+    """Pooled figures, and those of every source."""
+    return {
+        "pooled": summary([result for results in found.values() for result in results]),
+        "by_source": {source: summary(results) for source, results in sorted(found.items())},
+    }
+
+
+def line(name: str, s: dict[str, Any]) -> str:
+    """The figures of some rows in a line."""
+
+    def share(value: float | None) -> str:
+        return "    -" if value is None else f"{100 * value:5.1f}%"
+
+    right, total = s["counts"]["rank"]
+    return (
+        f"{name:28} rows {s['rows']:4}  time {share(s['step_time_median_error'])}  p90"
+        f" {share(s['step_time_p90_error'])}  signed {share(s['step_time_signed_median'])}  memory"
+        f" {share(s['memory_median_error'])}  pairs {right} of {total}"
+    )
+
+
+def main() -> int:
+    """Prices every source as one that nobody has seen."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--source", action="append", help="this source alone; may be repeated")
+    parser.add_argument("--method", choices=METHODS, default="levels")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--keep", type=Path, default=Path("/tmp/published_runs.pickle"))
+    parser.add_argument("--kept", action="store_true", help="take the runs that --keep has")
+    parser.add_argument(
+        "--out", type=Path, nargs="?", const=RESULTS / "published_unseen.json", help="write JSON"
+    )
+    args = parser.parse_args()
+    if args.kept:
+        runs, left_out = pickle.loads(args.keep.read_bytes()), {}
+    else:
+        runs, left_out = runs_of(args.files, args.processes)
+        args.keep.write_bytes(pickle.dumps(runs))
+    sources = args.source or sorted({run.sample.source for run in runs})
+    found = unseen(args.keep, sources, args.method, args.processes)
+    result = figures(found)
+    for source, one in result["by_source"].items():
+        print(line(source, one))
+    print(line("all rows", result["pooled"]))
+    if args.out:
+        command = f"python benchmarks/published_unseen.py {' '.join(f.name for f in args.files)}"
+        rows = [
+            {
+                "id": r.id,
+                "source": r.source,
+                "predicted_s": r.predicted_s,
+                "measured_s": r.measured_s,
+                "error": r.time_error,
+                "memory_error": r.memory_error,
+            }
+            for results in found.values()
+            for r in results
+        ]
+        write(
+            args.out,
+            {
+                "command": command,
+                "method": args.method,
+                "summary": result,
+                "left_out": left_out,
+                "rows": rows,
+            },
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
