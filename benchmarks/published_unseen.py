@@ -4,8 +4,8 @@
 
 Leave one source out: for every source of the files the figures of chips under frameworks are fitted
 anew to all rows of the other sources, and the source's own rows are priced with those. Beside it
-stands the error of the same rows where they take part in the fit. Every row is traced once and kept
-as arrays (`benchmarks/published/tallies.py`), so that a price under other figures takes a
+stands the error of the same rows under the figures that come with shardlib. Every row is traced once and kept
+as arrays (`benchmarks/published/unseen/tallies.py`), so that a price under other figures takes a
 millisecond and a fit seconds.
 
 What is left out are the fitted constants. Facts of framework profiles - what hides behind what, what
@@ -16,12 +16,10 @@ of it is fitted.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import pickle
 import sys
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.environment import RESULTS, write
 from benchmarks.published import fitting
-from benchmarks.published.levels import (
+from benchmarks.published.summary import Result, summary
+from benchmarks.published.unseen.levels import (
     MOST,
     MOST_OF_PAIR,
     SOURCED,
@@ -39,13 +38,10 @@ from benchmarks.published.levels import (
     fitted,
     spread,
 )
-from benchmarks.published.runs import Figures, Run, runs_of
-from benchmarks.published.summary import Result, summary
-from shardlib.processes.lifetime.kin import end_with_parent
+from benchmarks.published.unseen.runs import Figures, Run, runs_of
 
 #: How constants are fitted: level by level, or for each pair of chip and framework alone.
 METHODS: tuple[str, ...] = ("levels", "pairs")
-_RUNS: list[Run] = []
 
 
 def levels(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
@@ -100,38 +96,30 @@ def priced(runs: list[Run], others: list[Run], method: str) -> list[Result]:
     return [run.beside(figures_of(fits[run.group].level, run)) for run in runs]
 
 
-def _fold(given: tuple[str, str]) -> tuple[str, list[Result], float]:
-    source, method = given
-    started = time.perf_counter()
-    own = [run for run in _RUNS if run.sample.source == source]
-    others = [run for run in _RUNS if run.sample.source != source]
-    return source, priced(own, others, method), time.perf_counter() - started
-
-
-def _take(path: Path) -> None:
-    end_with_parent()
-    _RUNS.extend(pickle.loads(path.read_bytes()))
-
-
-def unseen(kept: Path, sources: list[str], method: str, processes: int) -> dict[str, list[Result]]:
+def unseen(runs: list[Run], sources: list[str], method: str) -> dict[str, list[Result]]:
     """For every source its rows, priced with figures that are fitted to all other sources.
 
     Args:
-        kept: where `main` keeps the runs.
-        sources: names.
+        runs: of all sources.
+        sources: names of those to price.
         method: one of `METHODS`.
-        processes: side by side.
     """
-    with ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_take,
-        initargs=(kept,),
-    ) as pool:
-        found: dict[str, list[Result]] = {}
-        for source, results, seconds in pool.map(_fold, [(one, method) for one in sources]):
-            found[source] = results
-            print(f"{source}: {len(results)} rows, {seconds:.0f} s", file=sys.stderr, flush=True)
+    found: dict[str, list[Result]] = {}
+    for source in sources:
+        started = time.perf_counter()
+        own = [run for run in runs if run.sample.source == source]
+        others = [run for run in runs if run.sample.source != source]
+        found[source] = priced(own, others, method)
+        seconds = time.perf_counter() - started
+        print(f"{line(source, summary(found[source]))}  {seconds:.0f} s", file=sys.stderr)
+    return found
+
+
+def shipped(runs: list[Run]) -> dict[str, list[Result]]:
+    """All rows by source under the figures that come with shardlib."""
+    found: dict[str, list[Result]] = {}
+    for run in runs:
+        found.setdefault(run.sample.source, []).append(run.result)
     return found
 
 
@@ -157,6 +145,14 @@ def line(name: str, s: dict[str, Any]) -> str:
     )
 
 
+def show(title: str, found: dict[str, Any]) -> None:
+    """Prints the figures of every source, and of all rows."""
+    print(f"{title}:")
+    for source, one in found["by_source"].items():
+        print(line(source, one))
+    print(line("all rows", found["pooled"]), flush=True)
+
+
 def main() -> int:
     """Prices every source as one that nobody has seen."""
     parser = argparse.ArgumentParser(
@@ -165,26 +161,32 @@ def main() -> int:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--source", action="append", help="this source alone; may be repeated")
     parser.add_argument("--method", choices=METHODS, default="levels")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--keep", type=Path, default=Path("/tmp/published_runs.pickle"))
-    parser.add_argument("--kept", action="store_true", help="take the runs that --keep has")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "published_runs",
+        help="folder with the runs that were read before, a file for each source; remove it when"
+        " shardlib or the files change",
+    )
+    parser.add_argument("--shipped", action="store_true", help="leave nothing out")
     parser.add_argument(
         "--out", type=Path, nargs="?", const=RESULTS / "published_unseen.json", help="write JSON"
     )
     args = parser.parse_args()
-    if args.kept:
-        runs, left_out = pickle.loads(args.keep.read_bytes()), {}
-    else:
-        runs, left_out = runs_of(args.files, args.processes)
-        args.keep.write_bytes(pickle.dumps(runs))
+    runs, left_out = runs_of(args.files, args.keep)
     sources = args.source or sorted({run.sample.source for run in runs})
-    found = unseen(args.keep, sources, args.method, args.processes)
-    result = figures(found)
-    for source, one in result["by_source"].items():
-        print(line(source, one))
-    print(line("all rows", result["pooled"]))
+    result = {"shipped": figures(shipped([r for r in runs if r.sample.source in sources]))}
+    show("under the figures that come with shardlib", result["shipped"])
+    if args.shipped:
+        found = shipped(runs)
+    else:
+        found = unseen(runs, sources, args.method)
+        result["unseen"] = figures(found)
+        show("each source under figures fitted to all others", result["unseen"])
     if args.out:
-        command = f"python benchmarks/published_unseen.py {' '.join(f.name for f in args.files)}"
+        names = " ".join(file.name for file in args.files)
+        flag = " --shipped" if args.shipped else ""
+        command = f"python benchmarks/published_unseen.py {names}{flag} --out {args.out.name}"
         rows = [
             {
                 "id": r.id,
@@ -201,7 +203,7 @@ def main() -> int:
             args.out,
             {
                 "command": command,
-                "method": args.method,
+                "method": "none" if args.shipped else args.method,
                 "summary": result,
                 "left_out": left_out,
                 "rows": rows,

@@ -11,14 +11,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import levels
 from benchmarks.published.cases import Case
 from benchmarks.published.fitting import Sample
-from benchmarks.published.levels import RANGES, SOURCED, figures_of, fitted, names_for, spread
 from benchmarks.published.pricing import Bench
-from benchmarks.published.runs import Run, sourced
 from benchmarks.published.summary import Result
-from benchmarks.published.tallies import Tallied, tallied
+from benchmarks.published.unseen import levels
+from benchmarks.published.unseen.levels import (
+    RANGES,
+    SOURCED,
+    figures_of,
+    fitted,
+    names_for,
+    spread,
+)
+from benchmarks.published.unseen.runs import Run, sourced
+from benchmarks.published.unseen.tallies import Tallied, tallied
 from benchmarks.published_unseen import line, priced, summary
 from tests.test_published_plans import sparse
 from tests.test_published_runs import the_case

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections import Counter
+import gc
+import pickle
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published.cases import Case, case_of
-from benchmarks.published.document import read
+from benchmarks.published.document import Document, Entry, read
 from benchmarks.published.fitting import FIGURES, Sample
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench
-from benchmarks.published.summary import Result, compare
-from benchmarks.published.tallies import Priced, Tallied, tallied
+from benchmarks.published.software import memory_of
+from benchmarks.published.summary import Result
+from benchmarks.published.unseen.tallies import Tallied, tallied
 from shardlib.cost.machine.efficiency import efficiency
 from shardlib.cost.machine.efficiency_curves import curves
 from shardlib.errors import ShardlibError
-from shardlib.processes.lifetime.kin import end_with_parent
+from shardlib.planning.assembly.candidate_price import price
 
 Figures = dict[str, Any]
 
@@ -43,7 +43,7 @@ class Run:
     stack: str
     start: Figures
     fixed: Figures
-    priced: Priced
+    priced: Tallied
     result: Result
 
     @property
@@ -63,9 +63,7 @@ class Run:
     def many(self, settings: Sequence[Figures]) -> list[float]:
         """The same under several settings."""
         full = [{**self.start, **self.fixed, **complete(one, self.start)} for one in settings]
-        if isinstance(self.priced, Tallied):
-            return [float(seconds) for seconds in self.priced.many(full)]
-        return [self.priced.seconds(one) for one in full]
+        return [float(seconds) for seconds in self.priced.many(full)]
 
     def beside(self, values: Figures) -> Result:
         """The row beside its prediction under some figures; memory depends on none."""
@@ -95,74 +93,72 @@ def sourced(chip: str, vendor: str) -> tuple[Figures, Figures]:
     return start, {name: value for name, value in own.items() if name not in start}
 
 
-def runs_of(files: Sequence[Path], processes: int) -> tuple[list[Run], dict[str, str]]:
-    """The runs of some files, and why other rows are left out; rows of one source, which share
-    their models, are read by one process.
+def runs_of(files: Sequence[Path], keep: Path) -> tuple[list[Run], dict[str, str]]:
+    """The runs of some files, and why other rows are left out.
+
+    Args:
+        files: documents.
+        keep: folder with the runs of every source that was read before; written to.
     """
-    cases: list[tuple[Case, str]] = []
+    keep.mkdir(parents=True, exist_ok=True)
+    runs: list[Run] = []
     left_out: dict[str, str] = {}
     for file in files:
         document = read(file)
-        for row in document.rows:
-            case = case_of(document, row)
-            if isinstance(case, str):
-                left_out[row["id"]] = case
-            else:
-                cases.append((case, str(row.get("split_group") or row["id"])))
-    counts = Counter(case.source for case, _ in cases)
-    shares: list[list[tuple[Case, str]]] = [[] for _ in range(processes)]
-    for source, _ in counts.most_common():
-        min(shares, key=len).extend(one for one in cases if one[0].source == source)
-    with ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent
-    ) as pool:
-        found = list(pool.map(_runs, shares))
-    order = {case.id: number for number, (case, _) in enumerate(cases)}
-    runs = sorted((run for some, _ in found for run in some), key=lambda r: order[r.sample.id])
-    return runs, left_out | {name: why for _, refused in found for name, why in refused.items()}
+        for source in dict.fromkeys(row["source"] for row in document.rows):
+            path = keep / f"{source}.pickle"
+            if not path.exists():
+                own = [row for row in document.rows if row["source"] == source]
+                path.write_bytes(pickle.dumps(_read(document, own)))
+            some, refused = pickle.loads(path.read_bytes())
+            runs += some
+            left_out |= refused
+    return runs, left_out
 
 
-def _runs(cases: list[tuple[Case, str]]) -> tuple[list[Run], dict[str, str]]:
+def _read(document: Document, rows: Sequence[Entry]) -> tuple[list[Run], dict[str, str]]:
     bench, runs, refused = Bench(), list[Run](), dict[str, str]()
-    for case, split in cases:
-        chip = case.topology.chip
-        start, fixed = sourced(chip.name, chip.vendor)
+    gc.disable()  # tracing makes many objects that live as long as the bench
+    for row in rows:
+        case = case_of(document, row)
+        if isinstance(case, str):
+            refused[row["id"]] = case
+            continue
         try:
-            runs.append(
-                Run(
-                    sample=Sample(
-                        id=case.id, source=case.source, split=split, measured_s=case.step_s or 0.0
-                    ),
-                    chip=chip.name,
-                    stack=case.software.stack.name,
-                    start=start,
-                    fixed=fixed,
-                    priced=tallied(bench.quote(case), {**start, **fixed}),
-                    result=_result(case, bench),
-                )
-            )
+            runs.append(_run(case, str(row.get("split_group") or row["id"]), bench))
         except ShardlibError as error:
             refused[case.id] = str(error)
         except (AssertionError, ValueError, KeyError, IndexError) as error:
             refused[case.id] = f"fault: {type(error).__name__}: {error}"
+    gc.enable()
     return runs, refused
 
 
-def _result(case: Case, bench: Bench) -> Result:
-    """The row beside its memory; without it where none was measured."""
-    if case.peak_bytes or case.out_of_memory:
-        return compare(case, bench.predict(case))
-    return Result(
-        id=case.id,
-        source=case.source,
-        group=case.group,
-        predicted_s=0.0,
-        measured_s=case.step_s,
-        predicted_bytes=0.0,
-        measured_bytes=None,
-        predicted_fits=True,
-        measured_fits=True,
-        parts={},
-        memory={},
-        assumed=case.assumed,
+def _run(case: Case, split: str, bench: Bench) -> Run:
+    chip, quote = case.topology.chip, bench.quote(case)
+    start, fixed = sourced(chip.name, chip.vendor)
+    found = price(quote.load, quote.topology, quote.candidate)
+    arrays = float(found.peak_bytes[0])
+    needed = memory_of(arrays, case.software.runtime, "nvidia-smi")
+    return Run(
+        sample=Sample(id=case.id, source=case.source, split=split, measured_s=case.step_s or 0.0),
+        chip=chip.name,
+        stack=case.software.stack.name,
+        start=start,
+        fixed=fixed,
+        priced=tallied(quote, {**start, **fixed}),
+        result=Result(
+            id=case.id,
+            source=case.source,
+            group=case.group,
+            predicted_s=float(found.step_seconds[0]),
+            measured_s=case.step_s,
+            predicted_bytes=memory_of(arrays, case.software.runtime, case.peak_kind),
+            measured_bytes=case.peak_bytes,
+            predicted_fits=needed <= chip.hbm_bytes,
+            measured_fits=not case.out_of_memory,
+            parts={},
+            memory={},
+            assumed=case.assumed,
+        ),
     )

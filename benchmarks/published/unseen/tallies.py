@@ -18,95 +18,26 @@ from typing import Any
 import numpy as np
 
 from benchmarks.published.pricing import Quote
+from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, kernels_of
 from shardlib.axes import MESH_AXES
 from shardlib.cost.machine.collective_tables import Links
-from shardlib.cost.machine.roofline import CHAINS, kernel_parts
 from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.sums import Model, sums
 from shardlib.cost.pricing.totals import combine
-from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
-from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.tables.basis_functions import evaluate
 from shardlib.cost.tables.charges import charges
 from shardlib.cost.tables.measures import Kernel, Launch, Measure
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import ROWS
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.local_sizes import Shapes, local
-from shardlib.cost.terms.terms import Compute, Item
+from shardlib.cost.terms.local_sizes import Shapes
+from shardlib.cost.terms.terms import Item
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
-#: Figures that divide the seconds of matrix work, all 1 where a table is made.
-UNIT: Mapping[str, float] = dict.fromkeys(
-    ("matmul", "eight_bit", "attention", "attention_backward", "grouped", "misaligned"), 1.0
-)
-#: Figures that settings may differ in.
-FITTED: tuple[str, ...] = (
-    *UNIT,
-    "memory",
-    "unfused",
-    "dispatch_s",
-    "gap_s",
-    "microbatch_s",
-    "fast",
-    "slow",
-)
-#: Figures by name, one column a setting.
-Columns = dict[str, Array]
-#: Dtypes of the peak that `eight_bit` is a share of.
-EIGHT: tuple[str, ...] = ("float8", "int8", "uint8")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The distinct kernels of a step, arrays [kernels] but for `times`.
-
-    Attributes:
-        matrix, vector, traffic: seconds of each at full peak and bandwidth, traffic with perfectly
-            fused chains.
-        kind: figure that divides `matrix`: "matmul", "eight_bit", "attention",
-            "attention_backward", or "" where none does.
-        grouped, misaligned: whether `matrix` is divided by that figure, too.
-        chain, outside, indexed: whether the kernel is a chain of ops, is outside of all layers, and
-            gathers or scatters.
-        times: executions by row of the tally, array [rows, kernels].
-    """
-
-    matrix: Array
-    vector: Array
-    traffic: Array
-    kind: Array
-    grouped: Array
-    misaligned: Array
-    chain: Array
-    outside: Array
-    indexed: Array
-    times: Array
-
-    def seconds(self, of: Columns, launch_s: float, unfused_loss: float) -> Array:
-        """Seconds of an execution of each kernel, array [kernels, settings].
-
-        Args:
-            of: the figures.
-            launch_s: seconds of a launch on the chip.
-            unfused_loss: the least that `unfused` is outside of all layers.
-        """
-        share = np.ones((len(self.matrix), len(of["matmul"])))
-        for name in ("matmul", "eight_bit", "attention", "attention_backward"):
-            share[self.kind == name] = of[name]
-        share[self.grouped] *= of["grouped"]
-        share[self.misaligned] *= of["misaligned"]
-        passes = np.ones_like(share)
-        passes[self.chain] = of["unfused"]
-        passes[self.chain & self.outside] = np.maximum(of["unfused"], unfused_loss)
-        rate = np.ones_like(share) * of["memory"]
-        rate[self.indexed] = of["gather"]
-        alone = np.maximum(self.matrix[:, None] / share, self.traffic[:, None] * passes / rate)
-        return np.maximum(self.vector[:, None], alone) + np.maximum(launch_s, of["gap_s"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +52,7 @@ class Tallied:
         launches: launches by the host, of the same shape.
         rest: quantities of what is stored.
         used: names of the figures that the price depends on.
+        factor: seconds of the quote over those of the arrays.
     """
 
     topology: Topology
@@ -132,6 +64,7 @@ class Tallied:
     launches: Array
     rest: Array
     used: tuple[str, ...]
+    factor: float = 1.0
     _links: dict[tuple[float, float], Candidates] = field(
         default_factory=dict[tuple[float, float], Candidates], compare=False, repr=False
     )
@@ -159,7 +92,7 @@ class Tallied:
         )
         parts, figures = totals.seconds, pricer.constants
         slots = c.micro + self.how.accumulation * (c.stage - 1)
-        return (
+        return self.factor * (
             totals.step_seconds
             + parts["optimizer"] * (figures.update_share / of["optimizer"] - 1)
             + (of["microbatch_s"] - figures.microbatch_s) * slots
@@ -205,13 +138,9 @@ def _columns(settings: Sequence[Mapping[str, Any]], pricer: Pricer) -> Columns:
     return found
 
 
-#: What prices a run under figures.
-Priced = Quote | Tallied
-
-
-def tallied(quote: Quote, figures: Mapping[str, Any]) -> Priced:
-    """The quote as arrays; as it is where its price needs the traced model: some layers
-    rematerialise, or values are in host memory.
+def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
+    """The quote as arrays. Where some layers rematerialise alone, or values are in host memory, it
+    is the plan in which all do and none are, scaled to the price of the quote under `figures`.
 
     Args:
         quote: of a run.
@@ -219,7 +148,11 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Priced:
     """
     how, load, choice = quote.candidate.decisions, quote.load, quote.candidate.choice
     if how.remat_layers or how.offload:
-        return quote
+        plain = replace(how, remat_layers=0, offload=())
+        alike = replace(quote, candidate=replace(quote.candidate, decisions=plain))
+        found = tallied(alike, figures)
+        setting = {**figures, "misaligned": figures.get("misaligned", 1.0)}
+        return replace(found, factor=quote.seconds(setting) / found.seconds(setting))
     pricer = Pricer(replace(quote.topology, efficiency={**figures, **UNIT}), load.stack)
     c, classes = _candidate(how, pricer), len(load.counts)
     work = load.programs[how.remat, quote.candidate.routes].work
@@ -235,7 +168,7 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Priced:
         stack=load.stack,
         model=load.model,
         how=how,
-        kernels=_kernels(kernels, c.shapes, pricer, (classes + 2) * ROWS),
+        kernels=kernels_of(kernels, c.shapes, pricer, (classes + 2) * ROWS),
         fixed=fixed.reshape(shape),
         launches=launches.reshape(shape),
         rest=pricer.tally(load.rest, choice, c.shapes, classes),
@@ -278,44 +211,3 @@ def _split(
 def _value(measure: Measure, shapes: Shapes, pricer: Pricer) -> float:
     assert not isinstance(measure, Kernel)
     return float(evaluate(measure, shapes, pricer.constants)[0])
-
-
-def _kernels(
-    found: Mapping[Kernel, list[tuple[int, float]]], shapes: Shapes, pricer: Pricer, rows: int
-) -> Kernels:
-    plain = replace(pricer.constants, memory=1.0, unfused=1.0, gather=None)
-    slowed = replace(plain, misaligned=0.5)
-    chip, terms = pricer.topology.chip, [one.term for one in found]
-    parts = np.array(
-        [
-            [float(part[0]) for part in kernel_parts(term, lambda a: local(a, shapes), chip, plain)]
-            for term in terms
-        ]
-    )
-    slow = np.array(
-        [float(kernel_parts(t, lambda a: local(a, shapes), chip, slowed)[1][0]) for t in terms]
-    )
-    times = np.zeros((rows, len(terms)))
-    for number, listed in enumerate(found.values()):
-        for row, amount in listed:
-            times[row, number] += amount
-    return Kernels(
-        matrix=parts[:, 1],
-        vector=parts[:, 0],
-        traffic=parts[:, 2],
-        kind=np.array([_kind(term) for term in terms]),
-        grouped=np.array([term.kind in GROUPED for term in terms]),
-        misaligned=slow > 1.5 * parts[:, 1],
-        chain=np.array([term.category in CHAINS for term in terms]),
-        outside=np.array([one.outside for one in found]),
-        indexed=np.array([term.category in ("gather", "scatter") for term in terms]),
-        times=times,
-    )
-
-
-def _kind(term: Compute) -> str:
-    """The figure that divides the matrix work of a kernel; "" where it has none."""
-    if term.kind in (FORWARD, BACKWARD):
-        return "attention" if term.kind == FORWARD else "attention_backward"
-    matrix = term.kind in GROUPED or term.category == "convolution" or term.matmul is not None
-    return "" if not matrix else "eight_bit" if term.dtype.startswith(EIGHT) else "matmul"
