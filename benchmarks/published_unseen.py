@@ -195,6 +195,7 @@ def main() -> int:
                 "measured_s": r.measured_s,
                 "error": r.time_error,
                 "memory_error": r.memory_error,
+                "assumed": list(r.assumed),
             }
             for results in found.values()
             for r in results
