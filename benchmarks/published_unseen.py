@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.environment import RESULTS, write
-from benchmarks.published import fitting
 from benchmarks.published.summary import Result, summary
 from benchmarks.published.unseen.levels import (
     MOST,
@@ -38,7 +37,7 @@ from benchmarks.published.unseen.levels import (
     fitted,
     spread,
 )
-from benchmarks.published.unseen.runs import Figures, Run, runs_of
+from benchmarks.published.unseen.runs import Run, runs_of
 
 #: How constants are fitted: level by level, or for each pair of chip and framework alone.
 METHODS: tuple[str, ...] = ("levels", "pairs")
@@ -63,36 +62,21 @@ def levels(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
     return found
 
 
-def pairs(runs: list[Run], wanted: set[str]) -> dict[str, Figures]:
-    """The figures of every wanted pair, each fitted alone as `benchmarks/fit_stacks.py` does."""
-    found: dict[str, Figures] = {}
-    for name in sorted(wanted):
-        own = spread([run for run in runs if run.sample.measured_s and run.group == name], MOST)
-        if not own:
-            found[name] = {}
-            continue
-        used = set[str]().union(*(run.priced.figures() for run in own))
-        samples = [run.sample for run in own]
-        values = fitting.fit(
-            samples,
-            lambda values, own=own: [run.seconds(dict(values)) for run in own],
-            own[0].start,
-            fitting.figures_for(samples, used),
-        )
-        start = {n: own[0].start[n] for n in values}
-        before, after = ([run.seconds(dict(v)) for run in own] for v in (start, values))
-        better = fitting.source_error(samples, after) < fitting.source_error(samples, before)
-        found[name] = values if better else {}
-    return found
+def pairs(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
+    """The fit of every wanted pair to its own runs alone, from the chip's sourced figures, as
+    `benchmarks/fit_stacks.py` makes those that come with shardlib.
+    """
+    timed = [run for run in runs if run.sample.measured_s]
+    return {
+        name: fitted(spread([run for run in timed if run.group == name], MOST), SOURCED)
+        for name in wanted
+    }
 
 
 def priced(runs: list[Run], others: list[Run], method: str) -> list[Result]:
     """Some runs priced with figures that are fitted to others."""
     wanted = {run.group for run in runs}
-    if method == "pairs":
-        values = pairs(others, wanted)
-        return [run.beside(values[run.group]) for run in runs]
-    fits = levels(others, wanted)
+    fits = (levels if method == "levels" else pairs)(others, wanted)
     return [run.beside(figures_of(fits[run.group].level, run)) for run in runs]
 
 
@@ -185,7 +169,7 @@ def main() -> int:
         show("each source under figures fitted to all others", result["unseen"])
     if args.out:
         names = " ".join(file.name for file in args.files)
-        flag = " --shipped" if args.shipped else ""
+        flag = " --shipped" if args.shipped else f" --method {args.method}"
         command = f"python benchmarks/published_unseen.py {names}{flag} --out {args.out.name}"
         rows = [
             {

@@ -5,7 +5,7 @@ here.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,8 +38,8 @@ class Machine:
     flops_s: float = 1.0
     links_s: float = 0.2
 
-    def seconds(self, values: Mapping[str, Any]) -> float:
-        return self.flops_s / values["matmul"] + self.links_s / values["slow"]
+    def many(self, settings: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        return [self.flops_s / one["matmul"] + self.links_s / one["slow"] for one in settings]
 
     def figures(self) -> tuple[str, ...]:
         return ("matmul", "slow")
@@ -179,7 +179,8 @@ def test_a_pair_without_other_runs_is_as_the_framework_elsewhere() -> None:
     assert max(abs(one.time_error or 0.0) for one in by_level) < 0.05
     assert min(abs(one.time_error or 0.0) for one in alone) > 0.2
     other = [replace(one, stack="two") for one in own]
-    general = priced(other, [*others, *true_runs("third", 0.7, stack="three")], "levels")
+    more = [run for name in ("three", "four") for run in true_runs(name, 0.7, stack=name)]
+    general = priced(other, [*others, *more], "levels")
     assert max(abs(one.time_error or 0.0) for one in general) < 0.05
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import Document, Entry, read
@@ -16,13 +16,25 @@ from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench
 from benchmarks.published.software import memory_of
 from benchmarks.published.summary import Result
-from benchmarks.published.unseen.tallies import Tallied, tallied
+from benchmarks.published.unseen.tallies import tallied
 from shardlib.cost.machine.efficiency import efficiency
 from shardlib.cost.machine.efficiency_curves import curves
 from shardlib.errors import ShardlibError
 from shardlib.planning.assembly.candidate_price import price
 
 Figures = dict[str, Any]
+
+
+class Price(Protocol):
+    """What a run costs under figures, as `Tallied`."""
+
+    def many(self, settings: Sequence[Figures]) -> Iterable[float]:
+        """Predicted seconds of a step under each of some settings."""
+        ...
+
+    def figures(self) -> tuple[str, ...]:
+        """Figures that the price depends on."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +55,7 @@ class Run:
     stack: str
     start: Figures
     fixed: Figures
-    priced: Tallied
+    priced: Price
     result: Result
 
     @property
@@ -58,7 +70,7 @@ class Run:
 
     def seconds(self, values: Figures) -> float:
         """Predicted seconds of a step with some figures in place of the chip's."""
-        return self.priced.seconds({**self.start, **self.fixed, **complete(values, self.start)})
+        return self.many([values])[0]
 
     def many(self, settings: Sequence[Figures]) -> list[float]:
         """The same under several settings."""
