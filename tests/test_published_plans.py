@@ -128,3 +128,14 @@ def test_zero_shards_over_experts_and_context_alone() -> None:
     context = the_case(parallel={**PLAN, "tp": 1, "pp": 1, "dp": 1, "cp": 16, "zero_stage": 1})
     assert (context.pins["mesh"], context.pins["zero"]) == ({"context": 16}, 1)
     assert isinstance(context, Case)
+
+
+def test_eight_bits_on_a_tpu_have_a_price() -> None:
+    """A cast that takes a scale belongs to its layer, and no cast of all layers at once."""
+    machine = {"system": "pod", "chip": "tpu-v5e", "num_devices": 16, "num_chips": 16}
+    plan = {**PLAN, "tp": 1, "pp": 1, "dp": 1, "fsdp": 16, "zero_stage": 3}
+    case = the_case(**machine, parallel=plan, framework="MaxText", precision="fp8")
+    assert case.software.stack.matmul_dtype == "int8"
+    found = Bench().predict(case)
+    plain = the_case(**machine, parallel=plan, framework="MaxText", precision="bf16")
+    assert 0 < found.arrays and found.step_s != Bench().predict(plain).step_s
