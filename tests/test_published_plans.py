@@ -138,4 +138,4 @@ def test_eight_bits_on_a_tpu_have_a_price() -> None:
     assert case.software.stack.matmul_dtype == "int8"
     found = Bench().predict(case)
     plain = the_case(**machine, parallel=plan, framework="MaxText", precision="bf16")
-    assert 0 < found.arrays and found.step_s != Bench().predict(plain).step_s
+    assert found.arrays > 0 and found.step_s != Bench().predict(plain).step_s

@@ -205,7 +205,7 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
             or len(op.operands) > 1  # a scale of the layer's own, so that the loop casts it
         ):
             continue
-        (source,), (result,) = op.operands, op.results
+        source, result = op.operands[0], op.results[0]
         if values[result].itemsize < values[source].itemsize and facts.weights[result] not in known:
             made.setdefault(
                 facts.weights[result],
