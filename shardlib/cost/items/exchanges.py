@@ -94,7 +94,7 @@ def route_items(facts: Facts) -> list[Item]:
 
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
-        size = facts.graph.values[value].bytes * facts.room
+        size = facts.graph.values[value].bytes * facts.exchange.room
         if capped is not None:  # of the rows of slots, as many as there are assignments are sent
             size *= capped.assignments / slots_of(facts.graph, value)
 
@@ -102,7 +102,7 @@ def route_items(facts: Facts) -> list[Item]:
             if choice.expert is None:
                 return ()
             whole = amount(float(size), facts.value_cut(value, choice))
-            own = facts.exchange != "whole" and choice.sequence is not None
+            own = facts.exchange.sent != "whole" and choice.sequence is not None
             sent = Transfer(
                 kind="all-to-all",
                 group="expert",
@@ -111,7 +111,7 @@ def route_items(facts: Facts) -> list[Item]:
                 cause=op.scope or op.kind,
                 routed=routed_load(facts, op, value, choice),
             )
-            if not own or whole.tensor or facts.exchange == "ranks":
+            if not own or whole.tensor or facts.exchange.sent == "ranks":
                 return (sent,)
             # Of rows that go out and come home, forward and backward, half are gathered; the other
             # half are partial sums, which `reductions` scatters.
@@ -125,7 +125,7 @@ def route_items(facts: Facts) -> list[Item]:
             return (sent, arrived)
 
         colours = named(facts.names[value])
-        if facts.exchange != "whole" and facts.sequence is not None:
+        if facts.exchange.sent != "whole" and facts.sequence is not None:
             colours |= {facts.sequence}  # what is sent depends on it
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 

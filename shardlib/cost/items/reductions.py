@@ -157,7 +157,7 @@ def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
     """
     return (
         axis == "tensor"
-        and facts.exchange == "ranks"
+        and facts.exchange.sent == "ranks"
         and facts.routes
         and choice.sequence is not None
         and facts.graph.ops[index].kind in GROUPED

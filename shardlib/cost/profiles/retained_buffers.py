@@ -94,7 +94,7 @@ class Keeping:
         messages have room for them.
         """
         return (
-            self._facts.room * self._arrived[value]
+            self._facts.exchange.room * self._arrived[value]
             if choice.expert is not None and value in self._arrived
             else 1.0
         )
