@@ -238,8 +238,7 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
 def _divisors(number: int, most: int) -> list[int]:
     """The divisors of a number up to `most`, the largest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    every = {*small, *(number // n for n in small)}
-    return sorted((n for n in every if n <= most), reverse=True)
+    return sorted({n for n in (*small, *(number // n for n in small)) if n <= most}, reverse=True)
 
 
 def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -140,8 +140,7 @@ class Facts:
         )
 
     def _plain_cut(self, value: int, choice: Choice) -> Cut:
-        known = self._cuts.setdefault(choice, {})
-        axes = self.names[value]
+        known, axes = self._cuts.setdefault(choice, {}), self.names[value]
         if axes not in known:
             known[axes] = choice.cut(axes)
         return known[axes]
