@@ -96,7 +96,11 @@ def report(results: list[Result], left_out: dict[str, str]) -> dict[str, Any]:
         for source in sources
     }
     return {
-        "summary": {**overall(by_source, results), "by_source": by_source},
+        "summary": {
+            **overall(by_source, results),
+            "pooled": summary(results),
+            "by_source": by_source,
+        },
         "left_out": left_out,
         "rows": [
             {
@@ -137,6 +141,8 @@ def table(found: dict[str, Any]) -> str:
         for source, figures in found["summary"]["by_source"].items()
     ]
     lines += [["mean over sources", *(cell(found["summary"][key]) for key, _ in COLUMNS)]]
+    pooled = found["summary"]["pooled"]
+    lines += [["all rows", *(cell(pooled[key]) for key, _ in COLUMNS)]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
@@ -267,9 +273,8 @@ def main() -> int:
             sep="\n",
         )
     if args.out:
-        write(
-            args.out, {"command": f"python benchmarks/published_runs.py {args.file.name}", **found}
-        )
+        command = f"python benchmarks/published_runs.py {args.file.name} --out {args.out.name}"
+        write(args.out, {"command": command, **found})
     if args.free and args.free_out:
         write(
             args.free_out,

@@ -77,7 +77,7 @@ def plan(
         pin: decisions fixed by hand, in the words of the plan's JSON (`docs/pins.md`); None fixes
             none.
         batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is
-            "batch".
+            "batch", and the second dim of integer arrays of rank 2 is "seq".
         name: what to call the model in the plan; by default that of its constructor or class.
         refine: how many of the best plans to compile for the topology, ahead of time, before the
             best is chosen by what the compiler makes of them (`plan.refined`); none if left out.

@@ -174,7 +174,7 @@ def test_experts_are_folded_over_the_batch_axes() -> None:
         2,
     ), "every second layer is dense; two shared experts of 256"
     assert "of which data has" in str(
-        case_of(document(), row(model="sparse", parallel={**PLAN, "ep": 8}))
+        case_of(document(), row(model="sparse", parallel={**PLAN, "ep": 16}))
     )
 
 

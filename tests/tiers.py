@@ -63,7 +63,9 @@ TESTS = {
     "test_notebooks.py": "processes",
     "test_parity.py": "compile",
     "test_partial_training_docs.py": "compile",
+    "test_published_plans.py": "unit",
     "test_published_runs.py": "unit",
+    "test_published_unseen.py": "unit",
     "test_readme.py": "compile",
     "test_tiers.py": "unit",
 }

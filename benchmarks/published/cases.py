@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.published.document import Document, Entry
+from benchmarks.published.experts import spread_of
 from benchmarks.published.machines import topology_of
 from benchmarks.published.models import configuration
 from benchmarks.published.recompute import recompute_of
@@ -72,6 +73,7 @@ def case_of(document: Document, row: Entry) -> Case | str:
     why = _unusable(document, row)
     if why:
         return why
+    row, likened = as_known(row)
     name = str(row.get("chip") or document.systems[row["system"]]["chip"])
     how = software(row, document.chips[name]["vendor"])
     if how is None:
@@ -105,8 +107,18 @@ def case_of(document: Document, row: Entry) -> Case | str:
         peak_bytes=peak and peak * GIB,
         peak_kind=measured.get("mem_kind") or "",
         out_of_memory=bool(measured.get("oom")),
-        assumed=assumed,
+        assumed=likened + assumed,
     )
+
+
+def as_known(row: Entry) -> tuple[Entry, tuple[str, ...]]:
+    """The row as one of `framework_like`, the nearest framework that has a profile, where it names
+    one; and what is assumed by that.
+    """
+    like = row.get("framework_like")
+    if not like or like == row.get("framework"):
+        return row, ()
+    return {**row, "framework": like}, (f"{row.get('framework')} as {like}",)
 
 
 def _unusable(document: Document, row: Entry) -> str:
@@ -174,21 +186,20 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
         return f"a batch of {batch} is no whole number of micro-batches of {micro} on {ranks} ranks"
     data, fsdp = plan["dp"], plan["fsdp"]
     if zero in (1, 2) and fsdp == 1:
-        data, fsdp = 1, data
+        group = int(row.get("zero_group") or data)
+        if data % group:
+            return f"optimizer state over {group} ranks, of which data has {data}"
+        data, fsdp = data // group, group
     heuristic = row["parallel"].get("method") == "heuristic"
     if heuristic:
         data, fsdp, plan["tp"], zero = 1, 1, plan["tp"] * ranks, 0
         assumed.append("largest dims of weights over all ranks")
-    expert = plan["ep"]
-    if model.get("moe") and expert == 1 and _shards_experts(row):
-        expert = data * fsdp
-        assumed.append("experts over all ranks")
-    if data % expert == 0:
-        data //= expert
-    elif fsdp % expert == 0:
-        fsdp //= expert
-    else:
-        return f"experts over {expert} ranks, of which data has {data * fsdp}"
+    try:
+        where = spread_of(row, bool(model.get("moe")), plan, data, fsdp)
+    except ValueError as error:
+        return str(error)
+    data, fsdp, expert = where.data, where.fsdp, where.expert
+    assumed += where.assumed
     mesh = {
         axis: size
         for axis, size in (
@@ -201,7 +212,7 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
         )
         if size > 1
     }
-    spread = fsdp > 1 or (zero == 3 and expert > 1)
+    spread = fsdp * expert * plan["cp"] > 1  # what ZeRO cuts, it cuts over all of these
     recompute = recompute_of(row)
     assumed += recompute.assumed
     pins: dict[str, Any] = {
@@ -214,7 +225,7 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
         pins["sequence_parallel"] = bool(row["parallel"].get("sp"))
     if model.get("moe"):
         pins["experts"] = "dropless"
-        if heuristic and plan["tp"] > 1:
+        if where.cut:
             pins["rules"] = {"expert_mlp": "tensor"}
     if recompute.every > 1:
         pins["remat_layers"] = int(model["layers"]) // recompute.every
@@ -228,16 +239,3 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
             ),
         }
     return pins, tuple(assumed)
-
-
-def _shards_experts(row: Entry) -> bool:
-    """Whether a plan that says nothing of experts has them over all ranks.
-
-    Alpa's solver shards experts (arXiv:2201.12023, section 8.2); NeMo AutoModel's experts are
-    parallel over the ranks of FSDP (NVIDIA-NeMo/Automodel
-    nemo_automodel/components/moe/parallelizer.py).
-    """
-    return (
-        row["parallel"].get("method") == "auto_sharding"
-        or str(row.get("framework")) == "NeMo AutoModel"
-    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.published.document import Entry
+from benchmarks.published.experts import over_tensor
 from benchmarks.published.recompute import recompute_of
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import framework_profile
@@ -136,7 +137,15 @@ def software(row: Entry, vendor: str) -> Software | None:
         # Megatron-LM's README on H100: "--overlap-grad-reduce --overlap-param-gather",
         # "--tp-comm-overlap"; its examples and NeMo's recipes for performance reduce gradients in
         # bfloat16
-        facts |= {"reduction_dtype": "bfloat16", "tensor_overlap": SPLIT_OVERLAP}
+        facts |= {"reduction_dtype": "bfloat16"}
+        if row["parallel"].get("sp"):
+            # megatron/training/arguments.py: "Tensor parallel communication/GEMM overlap can happen
+            # only when sequence parallelism is enabled"
+            facts |= {"tensor_overlap": SPLIT_OVERLAP}
+    if name.startswith("megatron-core"):
+        # megatron/core/transformer/moe/token_dispatcher.py: every rank of tensor dispatches its own
+        # part of the sequence, which ranks of expert tensor parallelism gather
+        facts |= {"exchange": "ranks" if over_tensor(row) else "gathered"}
     if row["framework"] == "megascale":
         facts |= _megascale(str(row.get("ablation") or MEGASCALE[-1]))
     if name == "maxtext-tpu" and str(row["source"]).startswith("tpu_recipes"):

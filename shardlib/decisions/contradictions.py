@@ -102,6 +102,11 @@ RULES: tuple[Rule, ...] = (
         says="schedule='none' runs without stages, and the stage axis is pinned to {axes[stage]}",
     ),
     Rule(
+        broken=lambda g: g.get("virtual_stages", 1) > 1 and g.axis("stage", 2) == 1,
+        says="virtual_stages={virtual_stages} are chunks of the layers of a stage, and the stage"
+        " axis is pinned to 1",
+    ),
+    Rule(
         broken=lambda g: not g.chunked(lockstep=True),
         says="virtual_stages={virtual_stages} needs the schedule {chunked}, and it is pinned to"
         " {schedule!r}",

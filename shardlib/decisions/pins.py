@@ -206,6 +206,7 @@ class Pins:
             sizes.get("stage", 1) > 1
             or (self.schedule is not None and named(self.schedule).staged)
             or (self.accumulation or 1) > 1
+            or (self.virtual_stages or 1) > 1
             or self.pipeline == "programs"
         )
 

@@ -224,7 +224,7 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
     if not tiers:
         return () if devices == 1 else None
     inner = tiers[-1]
-    for part in (d for d in range(min(devices, inner.devices), 0, -1) if devices % d == 0):
+    for part in _divisors(devices, inner.devices):
         blocks = list(_factorings(part, inner.shape))
         outer = _fill(devices // part, tiers[:-1]) if blocks else None
         if outer is not None:
@@ -233,6 +233,12 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
                 min(blocks, key=lambda block: _preference(block, block, (1,) * len(block), inner)),
             )
     return None
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """The divisors of a number up to `most`, the largest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({n for n in (*small, *(number // n for n in small)) if n <= most}, reverse=True)
 
 
 def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:

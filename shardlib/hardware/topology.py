@@ -54,6 +54,8 @@ from shardlib.untrusted import construct, read_toml
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 from shardlib.untrusted.shown import bounded
 
+#: Larger machines are refused: nobody has built one, and placing a mesh takes time with its size.
+MOST_DEVICES = 1 << 20
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved
 #: for the backward pass, of other values, and of gathered parameters.
 CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication")
@@ -103,6 +105,11 @@ class Topology:
         if faults:
             raise_all(
                 TopologyError, f"the corrections of topology {self.name!r} are not usable", faults
+            )
+        if self.tiers and self.devices > MOST_DEVICES:
+            raise TopologyError(
+                f"topology {self.name!r} has {self.devices} devices; at most {MOST_DEVICES} are"
+                " planned for"
             )
         if not self.tiers:
             raise TopologyError(

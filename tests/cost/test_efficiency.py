@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.published.machines import PRODUCTS
 from shardlib.cost.machine.efficiency import Efficiency, efficiency
-from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, linked
+from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, evidence_of, linked
 from shardlib.cost.terms.framework_profiles import framework_profiles
 from shardlib.errors import PinError, TopologyError
 from shardlib.hardware.catalog import CATALOG
@@ -83,3 +83,20 @@ def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
     assert found == replace(efficiency("nvidia"), matmul=0.66, tiles=((128.0, 256.0, 1.0),))
     with pytest.raises(TopologyError, match="'efficiency' is no table"):
         Topology.from_json({**place.to_json(), "efficiency": 3})
+
+
+def test_the_docs_say_how_many_runs_every_profile_rests_on() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text(encoding="utf-8")
+    for name in set(framework_profiles()) - {"xla"}:
+        cell = ", ".join(
+            f"{one.chip} {one.rows} / {len(one.fitted)}{'' if one.well_founded else ' (few)'}"
+            for one in evidence_of(name)
+        )
+        assert f"| {name} | {cell or NO_RUNS} |" in text, name
+    assert sum(len(evidence_of(name)) for name in framework_profiles()) == sum(
+        bool(one.rows) for one in curves().values()
+    )
+
+
+#: What the docs say of a profile without runs.
+NO_RUNS = "none: the chip's own figures"

@@ -52,6 +52,7 @@ def test_pins_are_values() -> None:
 BROKEN = (
     {"schedule": "1f1b", "mesh.stage": 1},
     {"schedule": "none", "mesh.stage": 2},
+    {"virtual_stages": 2, "mesh.stage": 1},
     {"schedule": "1f1b", "virtual_stages": 2},
     {"gather": "once", "zero": 1},
     {"accumulation": 2, "schedule": "none"},

@@ -128,6 +128,10 @@ def test_wrap_around(spelling: str, wrap: tuple[bool, ...]):
         ),
         ("0*h100:8", "topology '0*h100:8' has a size of 0; sizes are at least 1, e.g. 'h100:8'"),
         (
+            "999999999*h100:8",
+            ("topology '999999999*h100:8' has 7999999992 devices; at most 1048576 are planned for"),
+        ),
+        (
             "h100:16",
             (
                 "topology 'h100:16' asks for 16 GPUs in one NVLink domain; h100 has at most 8. "

@@ -178,13 +178,13 @@ def test_steps_are_those_of_one_device(name, pin):
     assert any(one.kind == "collective-permute" for one in moved)
 
 
-@pytest.mark.parametrize(("remat", "loops", "merged"), [("dots", 10, 0), ("full", 13, 2)])
-def test_messages_are_as_predicted(remat, loops, merged):
+@pytest.mark.parametrize(("remat", "loops"), [("dots", 10), ("full", 11)])
+def test_messages_are_as_predicted(remat, loops):
     """In a layer two gathers and two scatters; six loops on the way back, and under full
     recomputation again those whose results are needed: all but the last scatter.
 
-    Then an operand goes around for its matmuls and for the gradients of their weights, and the
-    compiler makes one message of two that are equal.
+    An operand that goes around for its matmuls and for the gradients of their weights goes around
+    once: the compiler makes one message of two that are equal.
     """
     program, _ = compiled("decoder", "cpu:2", looped("decoder", {"tensor": 2}, remat=remat))
     found = [
@@ -194,10 +194,8 @@ def test_messages_are_as_predicted(remat, loops, merged):
     ]
     planned = [one for one in program.plan.estimate.collectives if one.kind == "collective-permute"]
     assert sum(one.count for one in planned) == DECODER.layers * loops
-    each = planned[0].bytes
-    assert (
-        sum(one.total_bytes for one in planned)
-        == sum(one.total_bytes for one in found) + DECODER.layers * merged * each
+    assert sorted((one.bytes, one.count) for one in planned) == sorted(
+        (one.bytes, one.count) for one in found
     )
 
 

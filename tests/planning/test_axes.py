@@ -324,6 +324,25 @@ def test_what_is_not_lowered_is_left_out_on_demand() -> None:
     assert not [f for f in found.findings if f.code == "not-lowered"]
 
 
+def test_chunks_of_stages_are_stages() -> None:
+    found = plan({"virtual_stages": 2, "zero": 0})
+    assert found.virtual_stages == 2 and found.mesh["stage"] > 1
+
+
+def test_a_pin_without_effect_is_said() -> None:
+    pin = {"mesh": {"data": 8}, "axis_order": ["tensor"]}
+    (finding,) = [one for one in plan(pin).findings if one.code == "pin-without-effect"]
+    assert finding.where == "axis_order" and finding.severity == "warning"
+    used = plan({**pin, "mesh": {"data": 2, "tensor": 4}})
+    assert "pin-without-effect" not in {one.code for one in used.findings}
+
+
+def test_no_program_has_a_ring_without_a_call_of_attention() -> None:
+    load, pin = deep(), {"mesh": {"context": 4}, "context": "ring"}
+    with pytest.raises(PinError, match="does not call attention as a function"):
+        planner.search(load.problem, "h100:8", pin, load=load, lowered=True)
+
+
 def test_memory_that_is_short_is_found_in_the_host() -> None:
     roomy = plan({"mesh": {"data": 8}, "remat": "full"})
     place = topology("h100:8")

@@ -18,8 +18,12 @@ from shardlib.errors import PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
+from shardlib.planning.space.attention import strategies
+from shardlib.planning.space.schedules import zeros_and_schedules
+from shardlib.planning.space.space import build
 from shardlib.planning.space.workload import prepare
 from shardlib.schedules import table
+from shardlib.schedules.gpipe import GPipe
 from shardlib.schedules.one_f_one_b import OneForwardOneBackward
 from shardlib.schedules.orders import Order
 from shardlib.schedules.schedule import Array, Pipelines
@@ -65,9 +69,15 @@ class Unlowered(OneForwardOneBackward):
     lowered = False
 
 
+class Late(GPipe):
+    """A schedule that works breadth first as GPipe does, under a name of its own."""
+
+    name = "late"
+
+
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    for schedule in (Eager(), Instant(), Unlowered()):
+    for schedule in (Eager(), Instant(), Unlowered(), Late()):
         monkeypatch.setitem(table.SCHEDULES, schedule.name, schedule)  # pyright: ignore[reportArgumentType]
 
 
@@ -99,10 +109,21 @@ def test_planning_tries_a_new_schedule_by_itself() -> None:
 
 
 @pytest.mark.usefixtures("added")
+def test_a_pinned_schedule_is_no_other_that_works_breadth_first_too() -> None:
+    load = prepare(WORLD, "nvidia", XLA)
+    pins = Pins.parse({"mesh": {"stage": 2, "fsdp": 8}, "gather": "any", "schedule": "late"})
+    (usual, *_), _ = strategies(load.problem, pins, XLA, "nvidia")
+    room = build(load, pins, None, usual, lowered=False)
+    tried = zeros_and_schedules(room, "full", pipelined=True)
+    assert {one.schedule for one in tried} == {"late"}
+    assert {one.virtual_stages for one in tried} > {1}
+
+
+@pytest.mark.usefixtures("added")
 def test_what_a_new_schedule_does_not_allow_is_refused() -> None:
     with pytest.raises(PinError, match=r"needs the schedule 'interleaved' or 'gpipe'.*'eager'"):
         Pins.parse({"schedule": "eager", "virtual_stages": 2})
-    with pytest.raises(PinError, match="'zero-bubble', 'eager', 'instant', 'unlowered'"):
+    with pytest.raises(PinError, match="'zero-bubble', 'eager', 'instant', 'unlowered', 'late'"):
         Pins.parse({"schedule": "dualpipe"})
     assert "the schedule unlowered" in str(plan(schedule="unlowered").explain())
 

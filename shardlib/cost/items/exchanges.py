@@ -4,6 +4,8 @@ attention, and activations from one pipeline stage to the next.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlib.cost.step.attention_kernels import (
     BACKWARD,
 )
@@ -108,27 +110,40 @@ def route_items(facts: Facts) -> list[Item]:
 
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
-        size = facts.graph.values[value].bytes * facts.room
+        size = facts.graph.values[value].bytes * facts.exchange.room
         if capped is not None:  # of the rows of slots, as many as there are assignments are sent
             size *= capped.assignments / slots_of(facts.graph, value)
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             if choice.expert is None:
                 return ()
-            return (
-                Transfer(
-                    kind="all-to-all",
-                    group="expert",
-                    bytes=amount(float(size), facts.value_cut(value, choice)),
-                    trips=facts.trips[op.region],
-                    cause=op.scope or op.kind,
-                    routed=routed_load(facts, op, value, choice),
-                ),
+            whole = amount(float(size), facts.value_cut(value, choice))
+            own = facts.exchange.sent != "whole" and choice.sequence is not None
+            sent = Transfer(
+                kind="all-to-all",
+                group="expert",
+                bytes=replace(whole, tensor=whole.tensor or own),
+                trips=facts.trips[op.region],
+                cause=op.scope or op.kind,
+                routed=routed_load(facts, op, value, choice),
             )
+            if not own or whole.tensor or facts.exchange.sent == "ranks":
+                return (sent,)
+            # Of rows that go out and come home, forward and backward, half are gathered; the other
+            # half are partial sums, which `reductions` scatters.
+            arrived = replace(
+                sent,
+                kind="all-gather",
+                group="tensor",
+                bytes=replace(whole, total=whole.total / 2),
+                routed=None,
+            )
+            return (sent, arrived)
 
-        return Item(
-            colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(op.region)
-        )
+        colours = named(facts.names[value])
+        if facts.exchange.sent != "whole" and facts.sequence is not None:
+            colours |= {facts.sequence}  # what is sent depends on it
+        return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
     return (
         [

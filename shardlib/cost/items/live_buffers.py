@@ -208,6 +208,7 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
             op.kind != "convert_element_type"
             or op.results[0] not in facts.weights
             or facts.trips[op.region] <= 1
+            or len(op.operands) != 1  # a scale of the layer's own, so that the loop casts it
         ):
             continue
         (source,), (result,) = op.operands, op.results

@@ -126,6 +126,8 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                         cause=cause,
                     )
                 )
+            elif _whole_experts(facts, index, axis, choice):
+                continue
             elif axis in partial and not (axis == "context" and "batch" in partial):
                 # Results of experts come home before they are added up, and there they are sharded
                 # along the sequence.
@@ -157,6 +159,19 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                 )
             )
     return tuple(found)
+
+
+def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
+    """Whether what looks like partial sums over an axis are sums of whole experts, of which ranks
+    of tensor have different ones.
+    """
+    return (
+        axis == "tensor"
+        and facts.exchange.sent == "ranks"
+        and facts.routes
+        and choice.sequence is not None
+        and facts.graph.ops[index].kind in GROUPED
+    )
 
 
 def _reduced_bytes(facts: Facts, value: int) -> int:

@@ -39,6 +39,10 @@ def linked(topology: Topology, constants: Efficiency) -> Topology:
     return replace(topology, tiers=tuple(tiers))
 
 
+#: Published runs that a fitted figure takes, for its value to say something of other runs.
+ROWS_A_FIGURE = 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """What is known of a chip, or of a chip under a stack, beyond its vendor's constants.
@@ -56,6 +60,25 @@ class Curve:
     values: tuple[tuple[str, Any], ...]
     sources: tuple[str, ...]
     evidence: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Published runs that figures were fitted to; 0 where all are sourced."""
+        return len(json.loads(self.evidence or "{}").get("rows", ()))
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """Names of the figures that were fitted to published runs."""
+        return tuple(
+            name
+            for name, _ in self.values
+            if any(source.startswith(f"{name}: fitted") for source in self.sources)
+        )
+
+    @property
+    def well_founded(self) -> bool:
+        """Whether the curve rests on at least `ROWS_A_FIGURE` runs for every fitted figure."""
+        return self.rows >= ROWS_A_FIGURE * len(self.fitted)
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> Curve:
@@ -80,6 +103,15 @@ def curves() -> Mapping[tuple[str, str], Curve]:
     return {
         (one.chip, one.stack): one for one in sorted(found, key=lambda one: (one.chip, one.stack))
     }
+
+
+def evidence_of(stack: str) -> tuple[Curve, ...]:
+    """The curves of a framework profile that were fitted to published runs, by chip.
+
+    >>> [(one.chip, one.rows, len(one.fitted)) for one in evidence_of("nanotron")]
+    [('h100', 12, 10)]
+    """
+    return tuple(one for one in curves().values() if one.stack == stack and one.rows)
 
 
 def efficiency_of(

@@ -42,8 +42,8 @@ Array = NDArray[np.float64]
 #: Gives what one device has of an amount, by candidate.
 Local = Callable[[Amount], Array]
 
-#: Categories of ops that compilers fuse with each other.
-_CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
+#: Categories of ops that compilers fuse with each other, and `Efficiency.unfused` is of.
+CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 
 
 def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
@@ -58,27 +58,44 @@ def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficienc
     Returns:
         Array [candidates].
     """
+    vector, matrix, traffic = kernel_parts(term, local, chip, constants)
+    return np.maximum(np.maximum(vector, matrix), traffic) + max(chip.launch_s, constants.gap_s)
+
+
+def kernel_parts(
+    term: Compute, local: Local, chip: Chip, constants: Efficiency
+) -> tuple[Array, Array, Array]:
+    """Seconds of a kernel's vector work, of the work that decides its class, and of its memory
+    traffic, each as if it ran alone, by candidate.
+
+    Args:
+        term: FLOPs and bytes of the kernel.
+        local: what one device has of an amount, by candidate.
+        chip: peaks and rates.
+        constants: shares of them that kernels reach.
+
+    Returns:
+        Three arrays [candidates].
+    """
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
     vector = sum((local(amount) for amount in term.simple), zeros)
     vector = vector + constants.transcendental * sum(
         (local(amount) for amount in term.transcendental), zeros
     )
-    seconds = np.maximum(
-        vector / (chip.peak("bfloat16") * constants.vector),
-        _compute_seconds(term, flops, local, chip, constants),
-    )
     passes = (
         constants.sort
         if term.category == "sort"
         else constants.unfused
-        if term.category in _CHAINS
+        if term.category in CHAINS
         else 1.0
     )
     traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
-    return np.maximum(
-        seconds, traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category))
-    ) + max(chip.launch_s, constants.gap_s)
+    return (
+        vector / (chip.peak("bfloat16") * constants.vector),
+        _compute_seconds(term, flops, local, chip, constants),
+        traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category)),
+    )
 
 
 def _compute_seconds(

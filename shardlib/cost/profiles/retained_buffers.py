@@ -103,7 +103,7 @@ class Keeping:
             choice: what shards colours.
         """
         return (
-            self._facts.room * self._arrived[value]
+            self._facts.exchange.room * self._arrived[value]
             if choice.expert is not None and value in self._arrived
             else 1.0
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.step.attention_kernels import (
@@ -19,6 +20,19 @@ from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import TOKENS, Choice, Cut, has, kinds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How tokens travel to their experts (`FrameworkProfile`).
+
+    Attributes:
+        room: bytes of a message over those of an even routing (`exchange_room`).
+        sent: what ranks of tensor send (`exchange`).
+    """
+
+    room: float = 1.0
+    sent: str = "whole"
+
+
 class Facts:
     """What the items of one step graph share: colours of values and factors, fusion, weights,
     gradients.
@@ -31,7 +45,7 @@ class Facts:
         layers: layer groups.
         batch, sequence: colours of the batch and of the sequence.
         routes: whether tokens are routed between devices (`shardlib.cost.step.routed_experts`).
-        room: bytes of a message over those of an even routing (`FrameworkProfile.exchange_room`).
+        exchange: how tokens travel to their experts.
         capped: layers of experts with a capacity, by region; only where tokens are routed.
         heads: heads of the kernels of attention, by index of the op.
         widths: colours of the width of these heads.
@@ -47,11 +61,12 @@ class Facts:
         batch: tuple[str | None, int] = (None, 1),
         sequence: tuple[str | None, int] = (None, 1),
         routes: bool = False,
-        room: float = 1.0,
+        exchange: Exchange = Exchange(),
     ) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
-        self.batch, self.sequence, self.routes, self.room = batch[0], sequence[0], routes, room
+        self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
+        self.exchange = exchange
         self.capped = layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
@@ -96,7 +111,7 @@ class Facts:
             batch=batch,
             sequence=sequence,
             routes=self.routes,
-            room=self.room,
+            exchange=self.exchange,
         )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
@@ -125,8 +140,7 @@ class Facts:
         )
 
     def _plain_cut(self, value: int, choice: Choice) -> Cut:
-        known = self._cuts.setdefault(choice, {})
-        axes = self.names[value]
+        known, axes = self._cuts.setdefault(choice, {}), self.names[value]
         if axes not in known:
             known[axes] = choice.cut(axes)
         return known[axes]

@@ -33,6 +33,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "gathered_inputs": ("again", "kept", "shared"),
     "stage_gathers": ("use", "step"),
     "collected": ("apart", "together"),
+    "exchange": ("whole", "gathered", "ranks"),
 }
 #: Names of results of a layer (`shardlib.cost.step.layer_results`).
 RESULTS: tuple[str, ...] = (
@@ -141,6 +142,12 @@ class FrameworkProfile:
         tensor_overlap: share of the collectives over tensor that hides under the matmuls beside
             them; None: nothing does.
         expert_overlap: the same for all-to-all of experts.
+        exchange: what a rank of tensor sends to experts where the sequence is sharded over tensor:
+            the "whole" rows of its group; its own part, which is "gathered" over tensor where it
+            arrives, and scattered before it goes home; or its own part to experts of which
+            the "ranks" of tensor have different ones, so that nothing is gathered and no sums are
+            partial - the sharding of experts' width over tensor then stands for whole experts on
+            fewer ranks, whose FLOPs and bytes are the same.
         exchange_room: bytes that tokens take on their way to experts over those of an even routing,
             at least 1: more than 1 where messages have equal sizes and room to spare.
         send_overlap: share of the messages between stages that hides under compute.
@@ -184,6 +191,7 @@ class FrameworkProfile:
     reduce_overlap: float | None = None
     tensor_overlap: float | None = None
     expert_overlap: float | None = None
+    exchange: str = "whole"
     exchange_room: float = 1.0
     send_overlap: float = 0.0
     runtime_bytes: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardlib.cost.machine.expert_load import BALANCED, dropped_share
 from shardlib.cost.step import capacity_experts as capped
 from shardlib.cost.tables.pricer import Pricer
+from shardlib.decisions.pins import Pins
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import layouts
@@ -176,6 +177,30 @@ def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Findin
         )
         for layer in dict.fromkeys(capped.layers(load.problem.forward).values())
     ]
+
+
+def without_effect(pins: Pins, plan: PlanData) -> tuple[Finding, ...]:
+    """Pins that decide nothing in a plan: what they are about is not there.
+
+    Args:
+        pins: the user's decisions.
+        plan: the plan under them.
+    """
+    if not pins.axis_order or set(pins.axis_order) & set(plan.mesh):
+        return ()
+    names = ", ".join(pins.axis_order)
+    return (
+        Finding(
+            code="pin-without-effect",
+            severity="warning",
+            where="axis_order",
+            message=(
+                f"axis_order names {names}, of which the mesh {plan.mesh} has none: the pin has no"
+                " effect."
+            ),
+            hint=f"pin the axis, too, e.g. mesh.{pins.axis_order[0]}=2, or leave the pin out",
+        ),
+    )
 
 
 def waiting(plan: PlanData) -> tuple[Finding, ...]:

@@ -96,6 +96,12 @@ def priced_space(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
             f" {topology.devices}"
         )
+    called = "attention" in load.problem.functions
+    if lowered and pins.context in ("ring", "ulysses") and not called:
+        raise PinError(
+            f"context={pins.context!r} is pinned, and {load.problem.model} does not call attention"
+            " as a function\nTry: shardlib.attention in the model, or context='all-gather'"
+        )
     offloaded = [part for part in pins.offload or () if part != "disk"]
     if offloaded and not topology.chip.host_bytes_per_s:
         raise PinError(

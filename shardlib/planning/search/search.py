@@ -23,6 +23,7 @@ from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.assembly.assemble import assemble
+from shardlib.planning.assembly.findings import without_effect
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import Rejected, Search
 from shardlib.planning.offers.incumbents import Best
@@ -183,7 +184,7 @@ def _plan(
     candidate: Candidate,
     certificate: Search,
 ) -> Plan:
-    return assemble(
+    made = assemble(
         load,
         topology,
         candidate,
@@ -191,6 +192,7 @@ def _plan(
         rules=space.rules,
         left_out=space.room.left_out,
     )
+    return made.with_findings(*without_effect(space.room.pins, made))
 
 
 def _certificate(

@@ -13,7 +13,7 @@ from shardlib.cost.profiles.saved_activations import keep_rows
 from shardlib.cost.step.fusion import Traits, traits
 from shardlib.cost.step.phases import Moment
 from shardlib.cost.step.routed_experts import expert_colour, localised
-from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.step.step_facts import Exchange, Facts
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import Item
 from shardlib.graph.forward import forward_pass
@@ -82,7 +82,7 @@ def program_of(
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
-        room=profile.exchange_room,
+        exchange=Exchange(room=profile.exchange_room, sent=profile.exchange),
     )
     apart = (
         1 < len(facts.layers.counts) <= MAX_CLASSES

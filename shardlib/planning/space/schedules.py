@@ -65,6 +65,7 @@ def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[De
     listed += [
         (3, schedule.name, virtual, "once")
         for schedule in forward_first()
+        if pins.schedule in (None, schedule.name)
         for virtual in (breadth_first(room) if pipelined else ())
     ]
     return [

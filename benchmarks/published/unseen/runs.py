@@ -1,0 +1,176 @@
+"""All measured runs of some files as tallies, for fits that ask for their prices over and over."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.published.cases import Case, case_of
+from benchmarks.published.document import Document, Entry, read
+from benchmarks.published.fitting import FIGURES, Sample
+from benchmarks.published.machines import PRODUCTS
+from benchmarks.published.pricing import Bench
+from benchmarks.published.software import memory_of
+from benchmarks.published.summary import Result
+from benchmarks.published.unseen.tallies import tallied
+from shardlib.cost.machine.efficiency import efficiency
+from shardlib.cost.machine.efficiency_curves import curves
+from shardlib.errors import ShardlibError
+from shardlib.planning.assembly.candidate_price import price
+
+Figures = dict[str, Any]
+
+
+class Price(Protocol):
+    """What a run costs under figures, as `Tallied`."""
+
+    def many(self, settings: Sequence[Figures]) -> Iterable[float]:
+        """Predicted seconds of a step under each of some settings."""
+        ...
+
+    def figures(self) -> tuple[str, ...]:
+        """Figures that the price depends on."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One row, to be priced under any figures.
+
+    Attributes:
+        sample: what was measured; 0 seconds where the time was not.
+        chip, stack: what it ran on and under.
+        start: the sourced figures of the chip, where a fit starts.
+        fixed: figures of the chip that are never fitted.
+        priced: its price.
+        result: the row beside its prediction under the figures that come with shardlib.
+    """
+
+    sample: Sample
+    chip: str
+    stack: str
+    start: Figures
+    fixed: Figures
+    priced: Price
+    result: Result
+
+    @property
+    def group(self) -> str:
+        """Name of the curve that prices it."""
+        return f"{self.chip}.{self.stack}"
+
+    @property
+    def vendor(self) -> str:
+        """Of the chip."""
+        return "google" if self.stack == "maxtext-tpu" else "nvidia"
+
+    def seconds(self, values: Figures) -> float:
+        """Predicted seconds of a step with some figures in place of the chip's."""
+        return self.many([values])[0]
+
+    def many(self, settings: Sequence[Figures]) -> list[float]:
+        """The same under several settings."""
+        full = [{**self.start, **self.fixed, **complete(one, self.start)} for one in settings]
+        return [float(seconds) for seconds in self.priced.many(full)]
+
+    def beside(self, values: Figures) -> Result:
+        """The row beside its prediction under some figures; memory depends on none."""
+        return replace(self.result, predicted_s=self.seconds(values))
+
+
+def complete(values: Figures, start: Figures) -> Figures:
+    """The figures of a curve; attention backward keeps its proportion to attention forward."""
+    found = dict(values)
+    if "attention" in found:
+        found["attention_backward"] = round(
+            found["attention"] * start["attention_backward"] / start["attention"], 4
+        )
+    return found
+
+
+def sourced(chip: str, vendor: str) -> tuple[Figures, Figures]:
+    """The sourced figures of a chip, those that are fitted and the others: where it is a variant of
+    a product and has no curve of its own, the product's.
+    """
+    product = PRODUCTS.get(chip, chip)
+    known = next((name for name in (chip, product) if (name, "") in curves()), None)
+    own = dict(curves()[known, ""].values) if known and not chip.startswith("v100") else {}
+    base = efficiency(vendor).with_values(own)
+    start = {name: getattr(base, name) for name in (*FIGURES, "attention_backward")}
+    start["eight_bit"] = start["eight_bit"] or start["matmul"]
+    return start, {name: value for name, value in own.items() if name not in start}
+
+
+def runs_of(files: Sequence[Path], keep: Path) -> tuple[list[Run], dict[str, str]]:
+    """The runs of some files, and why other rows are left out.
+
+    Args:
+        files: documents.
+        keep: folder with the runs of every source that was read before; written to.
+    """
+    keep.mkdir(parents=True, exist_ok=True)
+    runs: list[Run] = []
+    left_out: dict[str, str] = {}
+    for file in files:
+        document = read(file)
+        for source in dict.fromkeys(row["source"] for row in document.rows):
+            path = keep / f"{source}.pickle"
+            if not path.exists():
+                own = [row for row in document.rows if row["source"] == source]
+                path.write_bytes(pickle.dumps(_read(document, own)))
+            some, refused = pickle.loads(path.read_bytes())
+            runs += some
+            left_out |= refused
+    return runs, left_out
+
+
+def _read(document: Document, rows: Sequence[Entry]) -> tuple[list[Run], dict[str, str]]:
+    bench, runs, refused = Bench(), list[Run](), dict[str, str]()
+    gc.disable()  # tracing makes many objects that live as long as the bench
+    for row in rows:
+        case = case_of(document, row)
+        if isinstance(case, str):
+            refused[row["id"]] = case
+            continue
+        try:
+            runs.append(_run(case, str(row.get("split_group") or row["id"]), bench))
+        except ShardlibError as error:
+            refused[case.id] = str(error)
+        except (AssertionError, ValueError, KeyError, IndexError) as error:
+            refused[case.id] = f"fault: {type(error).__name__}: {error}"
+    gc.enable()
+    return runs, refused
+
+
+def _run(case: Case, split: str, bench: Bench) -> Run:
+    chip, quote = case.topology.chip, bench.quote(case)
+    start, fixed = sourced(chip.name, chip.vendor)
+    found = price(quote.load, quote.topology, quote.candidate)
+    arrays = float(found.peak_bytes[0])
+    needed = memory_of(arrays, case.software.runtime, "nvidia-smi")
+    return Run(
+        sample=Sample(id=case.id, source=case.source, split=split, measured_s=case.step_s or 0.0),
+        chip=chip.name,
+        stack=case.software.stack.name,
+        start=start,
+        fixed=fixed,
+        priced=tallied(quote, {**start, **fixed}),
+        result=Result(
+            id=case.id,
+            source=case.source,
+            group=case.group,
+            predicted_s=float(found.step_seconds[0]),
+            measured_s=case.step_s,
+            predicted_bytes=memory_of(arrays, case.software.runtime, case.peak_kind),
+            measured_bytes=case.peak_bytes,
+            predicted_fits=needed <= chip.hbm_bytes,
+            measured_fits=not case.out_of_memory,
+            parts={},
+            memory={},
+            assumed=case.assumed,
+        ),
+    )

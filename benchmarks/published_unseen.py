@@ -1,0 +1,201 @@
+"""How well does shardlib predict published training runs of a source that nothing was fitted to?
+
+    python benchmarks/published_unseen.py FILE.yaml... --out
+
+Leave one source out: for every source of the files the figures of chips under frameworks are fitted
+anew to all rows of the other sources, and the source's own rows are priced with those. Beside it
+stands the error of the same rows under the figures that come with shardlib. Every row is traced once and kept
+as arrays (`benchmarks/published/unseen/tallies.py`), so that a price under other figures takes a
+millisecond and a fit seconds.
+
+What is left out are the fitted constants. Facts of framework profiles - what hides behind what, what
+is saved, which dtypes - are taken from their sources; memory depends on them alone, and no constant
+of it is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmarks.environment import RESULTS, write
+from benchmarks.published.summary import Result, summary
+from benchmarks.published.unseen.levels import (
+    MOST,
+    MOST_OF_PAIR,
+    SOURCED,
+    Fit,
+    figures_of,
+    fitted,
+    spread,
+)
+from benchmarks.published.unseen.runs import Run, runs_of
+
+#: How constants are fitted: level by level, or for each pair of chip and framework alone.
+METHODS: tuple[str, ...] = ("levels", "pairs")
+
+
+def levels(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
+    """The fit of every wanted pair of chip and framework, by name, to the runs that have a time."""
+    timed = [run for run in runs if run.sample.measured_s]
+    above: dict[str, Fit] = {}
+    found: dict[str, Fit] = {}
+    for name in sorted(wanted):
+        stack = name.split(".", 1)[1]
+        vendor = "google" if stack == "maxtext-tpu" else "nvidia"
+        if vendor not in above:
+            every = spread([run for run in timed if run.vendor == vendor], 999, MOST_OF_PAIR)
+            above[vendor] = fitted(every, SOURCED)
+        if stack not in above:
+            same = spread([run for run in timed if run.stack == stack], 2 * MOST, MOST // 2)
+            above[stack] = fitted(same, above[vendor].level)
+        pair = spread([run for run in timed if run.group == name], MOST)
+        found[name] = fitted(pair, above[stack].level)
+    return found
+
+
+def pairs(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
+    """The fit of every wanted pair to its own runs alone, from the chip's sourced figures, as
+    `benchmarks/fit_stacks.py` makes those that come with shardlib.
+    """
+    timed = [run for run in runs if run.sample.measured_s]
+    return {
+        name: fitted(spread([run for run in timed if run.group == name], MOST), SOURCED)
+        for name in wanted
+    }
+
+
+def priced(runs: list[Run], others: list[Run], method: str) -> list[Result]:
+    """Some runs priced with figures that are fitted to others."""
+    wanted = {run.group for run in runs}
+    fits = (levels if method == "levels" else pairs)(others, wanted)
+    return [run.beside(figures_of(fits[run.group].level, run)) for run in runs]
+
+
+def unseen(runs: list[Run], sources: list[str], method: str) -> dict[str, list[Result]]:
+    """For every source its rows, priced with figures that are fitted to all other sources.
+
+    Args:
+        runs: of all sources.
+        sources: names of those to price.
+        method: one of `METHODS`.
+    """
+    found: dict[str, list[Result]] = {}
+    for source in sources:
+        started = time.perf_counter()
+        own = [run for run in runs if run.sample.source == source]
+        others = [run for run in runs if run.sample.source != source]
+        found[source] = priced(own, others, method)
+        seconds = time.perf_counter() - started
+        print(f"{line(source, summary(found[source]))}  {seconds:.0f} s", file=sys.stderr)
+    return found
+
+
+def shipped(runs: list[Run]) -> dict[str, list[Result]]:
+    """All rows by source under the figures that come with shardlib."""
+    found: dict[str, list[Result]] = {}
+    for run in runs:
+        found.setdefault(run.sample.source, []).append(run.result)
+    return found
+
+
+def figures(found: dict[str, list[Result]]) -> dict[str, Any]:
+    """Pooled figures, and those of every source."""
+    return {
+        "pooled": summary([result for results in found.values() for result in results]),
+        "by_source": {source: summary(results) for source, results in sorted(found.items())},
+    }
+
+
+def line(name: str, s: dict[str, Any]) -> str:
+    """The figures of some rows in a line."""
+
+    def share(value: float | None) -> str:
+        return "    -" if value is None else f"{100 * value:5.1f}%"
+
+    right, total = s["counts"]["rank"]
+    return (
+        f"{name:28} rows {s['rows']:4}  time {share(s['step_time_median_error'])}  p90"
+        f" {share(s['step_time_p90_error'])}  signed {share(s['step_time_signed_median'])}  memory"
+        f" {share(s['memory_median_error'])}  pairs {right} of {total}"
+    )
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    """Prints the figures of every source, and of all rows."""
+    print(f"{title}:")
+    for source, one in found["by_source"].items():
+        print(line(source, one))
+    print(line("all rows", found["pooled"]), flush=True)
+
+
+def main() -> int:
+    """Prices every source as one that nobody has seen."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--source", action="append", help="this source alone; may be repeated")
+    parser.add_argument("--method", choices=METHODS, default="levels")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "published_runs",
+        help="folder with the runs that were read before, a file for each source; remove it when"
+        " shardlib or the files change",
+    )
+    parser.add_argument("--shipped", action="store_true", help="leave nothing out")
+    parser.add_argument(
+        "--out", type=Path, nargs="?", const=RESULTS / "published_unseen.json", help="write JSON"
+    )
+    args = parser.parse_args()
+    runs, left_out = runs_of(args.files, args.keep)
+    sources = args.source or sorted({run.sample.source for run in runs})
+    result = {"shipped": figures(shipped([r for r in runs if r.sample.source in sources]))}
+    show("under the figures that come with shardlib", result["shipped"])
+    if args.shipped:
+        found = shipped(runs)
+    else:
+        found = unseen(runs, sources, args.method)
+        result["unseen"] = figures(found)
+        show("each source under figures fitted to all others", result["unseen"])
+    if args.out:
+        names = " ".join(file.name for file in args.files)
+        flag = " --shipped" if args.shipped else f" --method {args.method}"
+        command = f"python benchmarks/published_unseen.py {names}{flag} --out {args.out.name}"
+        rows = [
+            {
+                "id": r.id,
+                "source": r.source,
+                "predicted_s": r.predicted_s,
+                "measured_s": r.measured_s,
+                "error": r.time_error,
+                "memory_error": r.memory_error,
+                "assumed": list(r.assumed),
+            }
+            for results in found.values()
+            for r in results
+        ]
+        write(
+            args.out,
+            {
+                "command": command,
+                "method": "none" if args.shipped else args.method,
+                "summary": result,
+                "left_out": left_out,
+                "rows": rows,
+            },
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
