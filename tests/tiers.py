@@ -68,6 +68,7 @@ TESTS = {
     "test_published_unseen.py": "unit",
     "test_readme.py": "compile",
     "test_tiers.py": "unit",
+    "test_wrong_kinds.py": "compile",
 }
 EXAMPLES = dict.fromkeys(
     (
