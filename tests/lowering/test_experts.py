@@ -55,7 +55,7 @@ def choices(skew, seq=SEQ, count=COUNT, batch=BATCH):
 
 def one_expert(batch=BATCH, seq=SEQ):
     """All choices of all tokens are one expert."""
-    return jnp.full((batch, seq, CHOICES), 5, jnp.int32)
+    return jnp.asarray(np.full((batch, seq, CHOICES), 5, np.int32))
 
 
 def on_devices(axes, form, *, exchange="dense", grouped=BLOCKS, slack=1.25):
