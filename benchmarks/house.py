@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import dataclasses
 import importlib
 import inspect
@@ -52,10 +53,16 @@ def sources() -> dict[str, Path]:
     }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a module, read once."""
+    return ast.parse(path.read_text())
+
+
 def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
     """Modules of the package that a module imports anywhere."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -93,7 +100,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 def definitions(paths: list[Path]) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
     """Classes and functions, with where they stand."""
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 
@@ -199,7 +206,7 @@ def docstrings(modules: dict[str, Path]) -> dict[str, Any]:
     several = [
         (f"{path.relative_to(ROOT)}:{node.lineno} {name}", node)
         for path in modules.values()
-        for name, node in public(ast.parse(path.read_text()))
+        for name, node in public(parsed(path))
         if parameters(node) > 1
     ]
     with_args = [where for where, node in several if told(ast.get_docstring(node), "Args")]
@@ -227,7 +234,7 @@ def uses_of_any(modules: dict[str, Path]) -> dict[str, int]:
             for one in ast.walk(node)
         )
 
-    trees = [ast.parse(path.read_text()) for path in modules.values()]
+    trees = [parsed(path) for path in modules.values()]
     signatures = sum(count(node.args, node.returns) for tree in trees for _, node in public(tree))
     in_fields = sum(
         count(one.annotation)

@@ -3,8 +3,9 @@
 Eight simulated CPU devices are set before JAX starts; child processes of tests inherit them. What
 one process of a run compiles, the others load: the run has a compilation cache of its own.
 
-Each test is of a tier (`tiers.py`), and `--quick` runs the unit tier without its matrices. A unit
-test that compiles a program or starts a process fails.
+Each test is of a tier (`tiers.py`), and `--quick` runs the unit tier without its matrices and
+without its long tests (`pytest.mark.long`): searches over large spaces, and questions of many
+searches, that take a second or more. A unit test that compiles a program or starts a process fails.
 
 Of a large matrix (`pytest.mark.matrix`) a draw of one case in six is run. The draw changes with the
 commit and is named when a run begins, and `--draw NAME` draws the same again; a case that is named
@@ -52,6 +53,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not i
 
 #: Of the cases of a matrix, one in so many is drawn.
 SPARSE = 6
+#: Markers of unit tests that a quick run leaves out.
+FULL = ("matrix", "long")
 #: What the test that runs now has compiled and started.
 compiled: list[str] = []
 started: list[str] = []
@@ -59,7 +62,9 @@ started: list[str] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--quick", action="store_true", help="run the unit tier alone, without its matrices"
+        "--quick",
+        action="store_true",
+        help="run the unit tier alone, without its matrices and its long tests",
     )
     parser.addoption(
         "--draw",
@@ -79,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "compiler(vendor): needs the compiler of a vendor, tpu or gpu (./run compilers)"
     )
     config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
+    config.addinivalue_line("markers", "long: a unit test of a second or more, not of --quick")
     if not hasattr(config, "workerinput"):
         keep_figures()
         config.option.draw = config.option.draw or _commit(
@@ -122,7 +128,7 @@ def _say(config: pytest.Config) -> None:
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         terminal.write_line(
-            "no matrices"
+            "no matrices and no long tests"
             if config.option.quick
             else (
                 "matrices in full"
@@ -243,7 +249,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {
         id(item)
         for item in items
-        if not quick or (tier(item) == "unit" and item.get_closest_marker("matrix") is None)
+        if not quick
+        or (tier(item) == "unit" and not any(item.get_closest_marker(name) for name in FULL))
     }
     if not quick and not config.option.every_case:
         matrix = [item for item in items if item.get_closest_marker("matrix") is not None]

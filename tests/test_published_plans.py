@@ -42,6 +42,7 @@ def test_recomputation_is_that_of_the_nearest_framework() -> None:
     assert case.software.stack.kept == ("query", "value", "context", "gate")
 
 
+@pytest.mark.long
 def test_optimizer_state_over_a_group_of_ranks() -> None:
     plan = {**PLAN, "tp": 1, "pp": 1, "dp": 16, "zero_stage": 1}
     every, eight = the_case(parallel=plan), the_case(parallel=plan, zero_group=8)
@@ -58,6 +59,7 @@ def test_optimizer_state_over_a_group_of_ranks() -> None:
     )
 
 
+@pytest.mark.long
 def test_ranks_of_tensor_cut_the_width_of_experts() -> None:
     case = the_case(**sparse(etp=2))
     assert case.pins["mesh"] == {"fsdp": 2, "expert": 4, "tensor": 2}
@@ -82,6 +84,7 @@ def test_experts_over_ranks_of_tensor() -> None:
     assert beyond.assumed == ("experts over ranks of tensor",)
 
 
+@pytest.mark.long
 def test_what_ranks_of_tensor_send_to_experts() -> None:
     """Their own part alone is less than the rows of the whole group, and than their own part and
     what is gathered of it.
@@ -130,6 +133,7 @@ def test_zero_shards_over_experts_and_context_alone() -> None:
     assert isinstance(context, Case)
 
 
+@pytest.mark.long
 def test_eight_bits_on_a_tpu_have_a_price() -> None:
     """A cast that takes a scale belongs to its layer, and no cast of all layers at once."""
     machine = {"system": "pod", "chip": "tpu-v5e", "num_devices": 16, "num_chips": 16}

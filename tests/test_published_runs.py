@@ -178,6 +178,7 @@ def test_experts_are_folded_over_the_batch_axes() -> None:
     )
 
 
+@pytest.mark.long
 def test_alpa_heuristic_is_tensor_parallelism_of_experts_too() -> None:
     plan = {
         **PLAN,
@@ -459,6 +460,7 @@ def test_memory_counts_what_the_measurement_counts() -> None:
     )
 
 
+@pytest.mark.long
 def test_cases_are_priced_whether_they_fit_or_not() -> None:
     bench = Bench()
     case, lost = (

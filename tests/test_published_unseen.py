@@ -92,6 +92,7 @@ def with_time(one: Run, seconds: float) -> Run:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardlib.cost.terms.framework import FrameworkProfile
@@ -43,13 +43,17 @@ class Prepared:
     topology: Topology
     pins: Pins
     lowered: bool = False
+    _answered: dict[tuple[Topology, Pins], Plan] = field(
+        default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
+    )
 
     def under(self, pins: Pins) -> Prepared:
         """The same problem under other pins."""
         return replace(self, pins=pins)
 
     def search(self, topology: Topology, pins: Pins) -> Plan:
-        """The best plan for the same problem; all questions end here or in `ranked`.
+        """The best plan for the same problem; all questions end here or in `ranked`. What was
+        asked before is not searched again.
 
         Args:
             topology: the machine.
@@ -59,7 +63,12 @@ class Prepared:
             PinError: the pins allow no plan.
             InfeasibleError: nothing fits.
         """
-        return search(self.load.problem, topology, pins, load=self.load, lowered=self.lowered)
+        asked = topology, pins
+        if asked not in self._answered:
+            self._answered[asked] = search(
+                self.load.problem, topology, pins, load=self.load, lowered=self.lowered
+            )
+        return self._answered[asked]
 
     def ranked(
         self, topology: Topology, *, slack: float = math.inf, front: bool = False

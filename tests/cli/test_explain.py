@@ -48,6 +48,7 @@ def test_questions_about_a_plan_that_does_not_say_its_model(shell, plan_file: Pa
     assert code == 2 and err.startswith("error: the plan does not say which model it is for")
 
 
+@pytest.mark.long
 def test_explain_alternatives_and_sensitivity(shell, made: Path):
     code, out, err = shell("explain", str(made), "--alternatives", "--sensitivity", "--json")
     assert (code, err) == (0, "")

@@ -46,6 +46,7 @@ def test_rules_that_are_no_list(shell):
     )
 
 
+@pytest.mark.long
 def test_dtypes_are_searched_where_they_are_allowed(shell, shallow: Path):
     words = (
         "plan",
@@ -78,6 +79,7 @@ def test_dtypes_are_searched_where_they_are_allowed(shell, shallow: Path):
         assert code == 2 and message in err
 
 
+@pytest.mark.long
 def test_plan_why_not_and_back(shell, card: Path, tmp_path: Path):
     file = tmp_path / "out.json"
     words = ("plan", str(card), "--topology", "h100:8", "--batch", "16", "--seq", "64")
@@ -116,6 +118,7 @@ def test_a_function_brings_its_own_batch(shell, tmp_path: Path, monkeypatch: pyt
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

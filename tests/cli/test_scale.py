@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 def test_scale_strong_and_weak(shell, shallow: Path, tmp_path: Path):
     picture = tmp_path / "curve.svg"
     words = (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 def test_timeline_draws_a_plan_with_stages(shell, tmp_path: Path, plan_file: Path):
     plan, picture, trace = tmp_path / "staged.json", tmp_path / "t.svg", tmp_path / "t.json"
     words = (
@@ -43,6 +44,7 @@ def test_timeline_draws_a_plan_with_stages(shell, tmp_path: Path, plan_file: Pat
     assert code == 2 and "no pipeline stages to draw" in err
 
 
+@pytest.mark.long
 def test_edge_spreads_a_model_over_devices_of_a_file(shell, card: Path, tmp_path: Path):
     devices = tmp_path / "devices.toml"
     devices.write_text(

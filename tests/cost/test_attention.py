@@ -61,6 +61,7 @@ def test_no_array_as_large_as_the_scores_is_left(name: str, policy: str) -> None
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_recomputed_core_is_one_more_forward_kernel(name: str) -> None:
     steps = problem(name).steps

@@ -91,6 +91,7 @@ def planned(capacity: float, mesh: dict[str, int], experts: str) -> Plan:
     return planner.search(traced(capacity), "h100:8", pin)
 
 
+@pytest.mark.long
 def test_a_capacity_of_one_costs_as_much_as_none():
     """With a slot for every assignment on average, the same rows travel and the same rows are
     multiplied as without a capacity.
@@ -109,6 +110,7 @@ def test_a_capacity_of_one_costs_as_much_as_none():
     assert capped.estimate.step_seconds == pytest.approx(free.estimate.step_seconds, rel=0.25)
 
 
+@pytest.mark.long
 def test_slots_are_cut_as_tokens_are():
     """Four times the devices that share experts and tokens have a quarter of the products."""
     few, many = (planned(1.25, {"expert": size}, "capacity") for size in (2, 8))

@@ -335,6 +335,7 @@ def test_the_search_is_still_that_of_brute_force():
     )
 
 
+@pytest.mark.long
 def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
     entry = Correction(
         chip="h100",

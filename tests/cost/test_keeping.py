@@ -132,6 +132,7 @@ def test_eager_layers_keep_the_activated_gate() -> None:
     check(keep_operands(step, names, eager=True)[0].graph)
 
 
+@pytest.mark.long
 def test_copies_beside_attention_and_results_in_host_memory() -> None:
     config = CONFIGS["llama"]
     layer = 2 * TOKENS * config.heads * config.head_dim
@@ -202,6 +203,7 @@ def test_the_loss_takes_so_many_bytes_a_logit() -> None:
     ]
 
 
+@pytest.mark.long
 def test_stages_cut_by_work_put_the_layer_that_passes_it_before_the_cut() -> None:
     pins = {"mesh": {"stage": 2}, "schedule": "1f1b", "microbatches": 2}
     even, uneven = (
@@ -216,6 +218,7 @@ def test_stages_cut_by_work_put_the_layer_that_passes_it_before_the_cut() -> Non
     assert uneven > even  # floor((4 + 0.17) / 2) + 1 = 3 layers instead of 2
 
 
+@pytest.mark.long
 def test_stages_that_gather_once_a_step_hold_everything_whole() -> None:
     pins = {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "schedule": "1f1b", "microbatches": 1}
     use, step = (
@@ -252,6 +255,7 @@ def test_ends_that_stay_gathered() -> None:
     )  # the embedding, too, at the loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [2, 3])
 def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: int) -> None:
     pins = {"mesh": {"fsdp": 2}, "zero": zero, "remat": "full"}
@@ -294,6 +298,7 @@ def test_routed_experts_keep_rows_and_the_products_that_activations_read() -> No
     assert freed == 4 * 2 * config.experts.per_token * config.experts.mlp
 
 
+@pytest.mark.long
 def test_rows_that_have_travelled_lie_where_messages_have_room() -> None:
     config = CONFIGS["mixture"]
     assert config.experts is not None

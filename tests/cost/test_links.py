@@ -22,6 +22,7 @@ from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import topology
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where",
     [

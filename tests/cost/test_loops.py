@@ -122,6 +122,7 @@ def test_all_messages_but_the_first_hide():
     assert after.estimate.device_bytes == before.estimate.device_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "tensor", "others"),
     [
@@ -145,6 +146,7 @@ def test_loops_are_chosen_where_they_are_faster(topology, tensor, others):
         assert all(seconds >= 0 for seconds in vars(plan.estimate.seconds).values())
 
 
+@pytest.mark.long
 def test_both_are_chosen_somewhere():
     assert {
         planned(*case).collective_matmul for case in (("h100:4", 4, "any"), ("v5p:2x2x2", 8, "any"))
@@ -159,6 +161,7 @@ def test_loops_are_for_those_who_ask():
     )
 
 
+@pytest.mark.long
 def test_the_planner_decides_for_loops_and_mesh_together():
     """Against every mesh on its own."""
     best = planned("v5p:2x2x2", None, "any", None)

@@ -98,6 +98,7 @@ def elements(some, *, trained):
     )
 
 
+@pytest.mark.long
 def test_only_adapters_have_optimizer_state_and_the_base_is_sharded():
     found = plan(nnx.LoRAParam)
     parts = found.estimate.device_bytes
@@ -127,6 +128,7 @@ def test_only_adapters_have_optimizer_state_and_the_base_is_sharded():
     )
 
 
+@pytest.mark.long
 def test_there_are_no_matmuls_and_reductions_for_gradients_of_the_base():
     some, every = plan(nnx.LoRAParam), plan(nnx.Param)
     assert every.estimate.device_bytes.frozen == 0

@@ -23,6 +23,7 @@ def workload() -> Workload:
     return worlds.prepared(worlds.layers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["v5e:2x4", "2*h100:4", "cpu:8"])
 @pytest.mark.parametrize(
     "pin",

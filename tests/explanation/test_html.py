@@ -73,6 +73,7 @@ def test_every_decision_and_parameter_is_there():
         assert text in page
 
 
+@pytest.mark.long
 def test_answers_are_sections_of_their_own():
     load = worlds.prepared(worlds.mlp, batch=4096, embed=1024, hidden=4096)
     plan = planner.search(

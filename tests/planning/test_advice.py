@@ -262,6 +262,7 @@ def test_every_rule_names_its_source():
         ), rule.__name__
 
 
+@pytest.mark.long
 def test_plans_carry_the_advice():
     plan = planner.search(worlds.layers(), "h100:8", lowered=True)
     assert "below-ridge" in {finding.code for finding in plan.findings}  # 512 tokens on 8 devices

@@ -56,6 +56,7 @@ def plan(pin: dict[str, object], where: str = "h100:8", load: Workload | None = 
     return planner.search(load.problem, where, pin, load=load)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["h100:8", "2*h100:4"])
 def test_the_plan_is_never_worse_than_recipes(where: str) -> None:
     best = plan({}, where)
@@ -74,6 +75,7 @@ def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) 
     assert Plan.from_json(first.to_json()) == first
 
 
+@pytest.mark.long
 def test_no_schedule_means_no_stages() -> None:
     every = list(planner.ranked(deep().problem, "h100:4", {"schedule": "none"}, load=deep()))
     assert len(every) > 10 and all(one.candidate.mesh["stage"] == 1 for one in every)
@@ -144,6 +146,7 @@ def test_keys_and_values_go_around_the_context() -> None:
     )
 
 
+@pytest.mark.long
 def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> (
     None
 ):
@@ -245,6 +248,7 @@ def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
     assert found.attention == "cudnn" and not _gathered(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")]
 )
@@ -367,6 +371,7 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     )
 
 
+@pytest.mark.long
 def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> None:
     """Both ways over a disk of 1 GB/s a device; nothing undercuts the recipes, also where memory
     holds nothing else.

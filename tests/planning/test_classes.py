@@ -75,6 +75,7 @@ def test_the_search_equals_brute_force(where: str, share: float) -> None:
     assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= place.chip.usable_bytes
 
 
+@pytest.mark.long
 def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> None:
     load, place, few, many = _sizes("cpu:1")
     assert load.counts == (2, 2) and load.class_names == ("first", "second")
@@ -108,6 +109,7 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
         )
 
 
+@pytest.mark.long
 def test_pinned_classes_are_priced_between_their_corners() -> None:
     load, place, _, _ = _sizes("cpu:1")
 

@@ -78,6 +78,7 @@ def test_the_search_equals_brute_force(where: str, share: float | None) -> None:
     assert plan.dtypes and set(dict(plan.dtypes)) <= set(allow)
 
 
+@pytest.mark.long
 def test_what_is_not_allowed_is_not_searched() -> None:
     load = _load()
     plain, every = (
@@ -109,6 +110,7 @@ def test_what_is_not_allowed_is_not_searched() -> None:
     )
 
 
+@pytest.mark.long
 def test_plans_say_their_dtypes_and_pins_fix_them() -> None:
     load = _load()
     free = planner.search(load.problem, "2*h100:1", {"allow": ALLOW}, load=load)

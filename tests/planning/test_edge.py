@@ -233,6 +233,7 @@ def test_the_pieces_are_the_forward_pass() -> None:
     )
 
 
+@pytest.mark.long
 def test_what_later_pieces_read_is_handed_on() -> None:
     """A decoder reads the encoder's output in every layer; inputs and targets wait until they are
     asked for.

@@ -71,6 +71,7 @@ def seconds(
 # --- a plan priced again ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["h100:8", "2*h100:4", "v5e:2x2", "cpu:1"])
 def test_a_plan_pinned_to_itself_is_itself(where: str):
     plan = planned(where)
@@ -99,6 +100,7 @@ def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
 # --- alternatives ---
 
 
+@pytest.mark.long
 def test_alternatives_are_the_next_times_of_the_ranking():
     plan = planned("h100:8")
     times = [entry.seconds for entry in ranked("h100:8")]
@@ -143,6 +145,7 @@ def test_alternatives_of_a_slower_plan_start_with_the_best():
     assert free.alternatives(1)[0].step_seconds == pytest.approx(best.estimate.step_seconds)
 
 
+@pytest.mark.long
 def test_alternatives_under_pins_keep_them_and_there_may_be_none():
     assert all(
         one.mesh["tensor"] == 2 for one in planned("h100:8", {"mesh.tensor": 2}).alternatives()
@@ -162,6 +165,7 @@ def test_a_plan_from_a_file_says_what_it_lacks():
 # --- constraints ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", (0.6, 0.4))
 def test_a_search_with_the_memory_of_a_step_is_as_fast(share: float):
     where = tight("h100:2", share)
@@ -192,6 +196,7 @@ def test_memory_binds_where_a_faster_plan_does_not_fit():
     assert "Faster plans that do not fit" in str(found)
 
 
+@pytest.mark.long
 def test_a_pin_binds_where_the_planner_would_do_better():
     free = planned("h100:8")
     (pin,) = [
@@ -207,6 +212,7 @@ def test_a_pin_binds_where_the_planner_would_do_better():
     ]
 
 
+@pytest.mark.long
 def test_sizes_bind_where_they_are_used_up():
     by_batch = planned("h100:8", {"mesh": {"data": 8}}).constraints()
     assert "batch" not in {one.what for one in by_batch.binding}  # 16 examples
@@ -243,6 +249,7 @@ def test_nothing_binds():
 # --- sensitivity ---
 
 
+@pytest.mark.long
 def test_shadow_prices_are_differences_of_two_searches():
     load = perceptron()
     where = tight("2*h100:4", 0.6, load)
@@ -267,6 +274,7 @@ def test_shadow_prices_are_differences_of_two_searches():
         )
 
 
+@pytest.mark.long
 def test_the_break_point_of_memory_is_where_the_plan_changes():
     where = tight("h100:2", 0.6)
     plan = planned(where)
@@ -321,11 +329,13 @@ def breaks(place: Topology) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_the_break_point_of_a_link_is_where_the_plan_changes():
     assert breaks(slowed("v5e:2x2", 0.1)) == ["ICI"]
     assert breaks(slowed("2*h100:4", 0.1)) == ["InfiniBand", "NVLink"]
 
 
+@pytest.mark.long
 def test_regret_is_the_loss_against_the_best_plan_then():
     best = planned("2*h100:4")
     slow = planned("2*h100:4", {"mesh": {"tensor": 4, "data": 2}})
@@ -353,6 +363,7 @@ def test_regret_is_the_loss_against_the_best_plan_then():
     assert "This plan takes" in str(found)
 
 
+@pytest.mark.long
 def test_a_plan_that_stays_best_has_no_regret():
     shocks = planned("h100:8").sensitivity().shocks
     calm = [shock for shock in shocks if not shock.changes]
@@ -361,6 +372,7 @@ def test_a_plan_that_stays_best_has_no_regret():
     )
 
 
+@pytest.mark.long
 def test_everything_is_plain_data_and_fits_the_width():
     load = perceptron()
     plan = planned(tight("2*h100:4", 0.6, load), None, load)

@@ -46,6 +46,7 @@ def test_components_are_the_classes_of_tied_colours() -> None:
     assert subsets(("a", "b")) == [(), ("a",), ("b",), ("a", "b")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "software"), (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla"))
 )
@@ -85,6 +86,7 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
             )
 
 
+@pytest.mark.long
 def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
     load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
     plan = planner.search(load.problem, where, load=load, lowered=True)

@@ -83,6 +83,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [(), (0,), (1, 2), (5, 6, 7)])
 def test_moved_and_lost_elements_are_counted_exactly(lost: tuple[int, ...]):
     shape, where = (24, 24), topology("h100:8")
@@ -150,6 +151,7 @@ def counted(change: Replan) -> list[int]:
     return [round(x) for x in total]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "pin"),
     [
@@ -290,6 +292,7 @@ def test_bad_machines(where: str, error: type[Exception], message: str):
         planned("h100:8").replan(where)
 
 
+@pytest.mark.long
 def test_bad_questions():
     with pytest.raises(
         TopologyError, match="the lost devices 8, 9 are none of h100:8, whose devices are 0 to 7"
@@ -315,6 +318,7 @@ def test_json_and_width():
     assert max(map(len, change.text.splitlines())) <= WIDTH and str(change) == change.text
 
 
+@pytest.mark.long
 def test_replanning_a_large_machine_is_quick():
     world = worlds.layers(batch=4096)
     plan = planner.search(world, "256*h100:8", lowered=True)

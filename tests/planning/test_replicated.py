@@ -94,6 +94,7 @@ def test_what_divides_is_not_said() -> None:
     assert not _found(_plan(2047, {"data": 8}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh", [{"tensor": 8}, {"data": 2, "tensor": 4}, {"fsdp": 8}, {"stage": 2, "tensor": 4}]
 )

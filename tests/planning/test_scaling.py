@@ -50,6 +50,7 @@ def made_up(times: dict[int, float | Exception]) -> Curve:
     return curve("toy", "strong", [of_size("cpu:1", n) for n in times], plan)
 
 
+@pytest.mark.long
 def test_points_are_the_best_plans_and_their_figures():
     machines = [of_size("h100:8", n) for n in (4, 1, 16, 2)]
     found = curve("world", "strong", machines, planned)

@@ -183,6 +183,7 @@ def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> 
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pin",
     [
@@ -220,6 +221,7 @@ def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
     assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
 
 
+@pytest.mark.long
 def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> None:
     pin = {
         "mesh": {"stage": 2, "fsdp": 2},
@@ -473,6 +475,7 @@ def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) 
         assert plan.mesh not in {rejected.mesh for rejected in plan.search.rejected}
 
 
+@pytest.mark.long
 def test_the_ranking_leaves_out_what_does_not_fit() -> None:
     load, place = load_of("narrow"), topology("h100:2")
     tight = with_memory(
@@ -484,6 +487,7 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
         planner.ranked(load.problem, with_memory(place, 1e5), load=load)
 
 
+@pytest.mark.long
 def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() -> None:
     load = prepare(worlds.layers(batch=24))
     pin = {
@@ -518,6 +522,7 @@ def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() 
     assert use.estimate.device_bytes.parameters < once.estimate.device_bytes.parameters
 
 
+@pytest.mark.long
 def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> None:
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "1f1b", "microbatches": 4, "gather": "use"}
     lockstep, programs = (

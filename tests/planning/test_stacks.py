@@ -45,6 +45,7 @@ def _plan(pins: dict[str, Any], where: str = "4*h100:1", **facts: Any) -> Plan:
     return planner.search(world(), topology(where), pins, load=_load(software))
 
 
+@pytest.mark.long
 def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
     named = planner.search(world(), "h100:4", SHARDED, profile="megatron-core")
     loaded = planner.search(
@@ -154,6 +155,7 @@ def test_gradients_on_the_wire_have_the_dtype_of_the_stack() -> None:
     )  # beside them, small sums that compute waits for
 
 
+@pytest.mark.long
 def test_hidden_shares_shorten_what_compute_waits_for() -> None:
     tensor: dict[str, Any] = {"mesh": {"tensor": 4}, "microbatches": 1, "remat": "none"}
     assert _plan(tensor, tensor_overlap=0.5).estimate.seconds.exposed == pytest.approx(
@@ -163,6 +165,7 @@ def test_hidden_shares_shorten_what_compute_waits_for() -> None:
     assert hidden.estimate.step_seconds < sends.estimate.step_seconds
 
 
+@pytest.mark.long
 def test_memory_of_state_gradients_and_runtime() -> None:
     plain = _plan(SHARDED)
     count = sum(math.prod(p.shape) for p in world().parameters)

@@ -161,6 +161,7 @@ def test_values_that_no_plan_has(at: tuple[Any, ...], value: Any, message: str, 
     assert message in str(caught.value)
 
 
+@pytest.mark.long
 def test_everything_that_is_wrong_is_listed_and_no_more_than_people_read():
     data = {**DATA, "zero": "a", "remat": 3, "estimate": {**DATA["estimate"], "tokens": None}}
     with pytest.raises(PlanError) as caught:

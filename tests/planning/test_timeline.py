@@ -64,6 +64,7 @@ def _plan(name: str, **facts: Any) -> Plan:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "facts",
     [

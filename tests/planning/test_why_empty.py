@@ -37,6 +37,7 @@ def looped(params: Any, batch: Any) -> jax.Array:
     return ((jax.lax.scan(layer, batch["x"], params["layers"])[0] @ params["head"]) ** 2).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "topology", "pin", "said"),
     [

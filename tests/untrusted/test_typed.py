@@ -175,6 +175,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     data=st.fixed_dictionaries({}, optional=dict.fromkeys(Outer.__dataclass_fields__, PLAIN))

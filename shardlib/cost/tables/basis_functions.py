@@ -10,8 +10,9 @@ small matrix with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -90,6 +91,10 @@ def _counting(heads: Heads, shapes: Shapes) -> Array:
     return np.array([float(heads.counts(int(n))) for n in ways])[which.reshape(-1)]
 
 
+#: Sets of shapes whose measures a book keeps.
+MOST_KEPT = 8
+
+
 class Book:
     """Numbers measures; equal ones have one number.
 
@@ -102,6 +107,32 @@ class Book:
         self.measures: list[Measure] = []
         self.sizes: list[frozenset[str]] = []
         self._numbers: dict[Measure, int] = {}
+        self._kept: OrderedDict[Hashable, Values] = OrderedDict()
+
+    def on(self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes) -> Values:
+        """The measures on some shapes, which are kept for the next search that asks for them: a
+        topology with other links or more memory has the same kernels.
+
+        Args:
+            chip: what kernels run on.
+            constants, outside: its efficiencies, in layers and outside of them.
+            shapes: sizes of mesh axes and microbatches.
+        """
+        key = (
+            replace(chip, hbm_bytes=1, reserved_bytes=0),
+            constants,
+            outside,
+            tuple(getattr(shapes, name).tobytes() for name in SIZES),
+        )
+        found = self._kept.pop(key, None)
+        if found is None:
+            found = Values(
+                book=self, chip=chip, constants=constants, outside=outside, shapes=shapes
+            )
+        self._kept[key] = found
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return found
 
     def number(self, measure: Measure) -> int:
         """The number of a measure."""

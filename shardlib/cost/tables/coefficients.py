@@ -11,7 +11,7 @@ Tallies of different items add up, so tables of partial sums can be combined; on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,9 @@ class Tally:
     rows: Array
     measures: tuple[int, ...]
     matrix: Array
+    _folded: dict[tuple[int, int, tuple[int, ...]], Tally] = field(
+        default_factory=dict[tuple[int, int, tuple[int, ...]], "Tally"], init=False, repr=False
+    )
 
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
         """Segments of `width` rows added up, as many as there are in `length`, and of the result
@@ -43,6 +46,13 @@ class Tally:
             width: rows of a segment.
             rows: those of a segment that are wanted.
         """
+        key = length, width, tuple(rows)
+        if key not in self._folded:
+            self._folded[key] = self._fold(length, width, rows)
+        return self._folded[key]
+
+    def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
+        """See `folded`."""
         found, which = np.unique(self.rows % width, return_inverse=True)
         matrix = np.zeros((len(found), len(self.measures)))
         np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))

@@ -117,13 +117,7 @@ class Pricer:
             book: the measures.
             shapes: sizes of mesh axes and microbatches.
         """
-        return Values(
-            book=book,
-            chip=self.topology.chip,
-            constants=self.constants,
-            outside=self.outside,
-            shapes=shapes,
-        )
+        return book.on(self.topology.chip, self.constants, self.outside, shapes)
 
     def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last

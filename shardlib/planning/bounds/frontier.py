@@ -23,6 +23,8 @@ from shardlib.planning.space import meshes
 from shardlib.planning.space.table_components import Scope
 
 Array = np.ndarray
+#: Components of the colours that are added up, one after the other, before all of them are.
+FIRST_COMPONENTS = 2
 #: The number of a choice, entries that it fits, and their bounds for a microbatch by policy.
 Bounded = tuple[int, Array, dict[str, Tick]]
 
@@ -122,8 +124,8 @@ class Entries:
         return {axis: values[entries] for axis, values in self.sizes.items()}
 
     def slower(self, limit: float) -> bool:
-        """Whether no plan is faster than a limit, seen as soon as the components of the colours,
-        one after the other, add up to it.
+        """Whether no plan is faster than a limit, seen as soon as what depends on no colour, or
+        that with the first component of the colours, adds up to it.
         """
 
         def seconds(first: int) -> Array:
@@ -133,8 +135,8 @@ class Entries:
             )
 
         return any(
-            bool((seconds(first) >= limit).all()) for first in range(self.bounds.components + 1)
-        )
+            bool((seconds(first) >= limit).all()) for first in range(FIRST_COMPONENTS)
+        ) or bool((self.fastest >= limit).all())
 
     @cached_property
     def _ticks(self) -> dict[str, Tick]:

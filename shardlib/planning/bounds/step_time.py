@@ -129,11 +129,6 @@ class Bounds:
             )[:, self._values.which[at]]
         )
 
-    @property
-    def components(self) -> int:
-        """Number of components of colours that the tensor axis may shard."""
-        return max(parts.components for parts in self._parts.values())
-
     def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:
         """See `_seconds`, of one segment."""
         mine = tally.rows // ROWS == segment

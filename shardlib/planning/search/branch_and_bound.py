@@ -26,7 +26,7 @@ from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries, Pairs, joined
-from shardlib.planning.bounds.step_time_that_fits import Fitting
+from shardlib.planning.bounds.step_time_that_fits import ROUNDING, Fitting
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Ranking
@@ -83,6 +83,7 @@ class Explorer:
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
         self._any_plan, self._explored = any_plan, list[Entries]()
+        self._most = capacity * (1 + ROUNDING)
         self._uncut: float | None = None
         self._cuttable = tuple(
             dict.fromkeys(
@@ -175,6 +176,9 @@ class Explorer:
 
     def _explore(self, entries: Entries, reach: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
+        if self._any_plan and not (entries.leanest(np.arange(len(entries))) <= self._most).any():
+            self.best.counts["memory"] += len(entries)
+            return
         if np.isfinite(self.limit * reach) and entries.slower(self.limit * reach):
             self.best.counts["bound"] += len(entries)
             return

@@ -87,11 +87,6 @@ class Parts:
             np.zeros((self._count, len(at))),
         )
 
-    @property
-    def components(self) -> int:
-        """Number of components of colours that the tensor axis may shard."""
-        return len(self._account.parts)
-
     def least(self, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where
         no choice fits.
