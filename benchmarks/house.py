@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import dataclasses
+import functools
 import importlib
 import inspect
 import json

@@ -112,6 +112,6 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
         if bool(choice.tensor) == (plan.mesh["tensor"] > 1)
     ]
     assert 0 < least <= min(ticks) * (1 + 1e-12)
-    parts = [bounds.least("none", at, first).busy[0] for first in range(bounds.components + 1)]
+    parts = [bounds.least("none", at, first).busy[0] for first in range(len(room.tensor) + 1)]
     assert parts == sorted(parts) and parts[0] < parts[-1] == least
     assert min(ticks) * plan.microbatches < plan.estimate.step_seconds

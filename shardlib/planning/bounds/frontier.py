@@ -168,7 +168,9 @@ class Entries:
         """Bytes that no plan of some entries undercuts; infinite where no choice fits."""
         if self._apart:
             return np.zeros(len(entries))
-        return self._fitting.leanest(self._least(entries))
+        with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
+            found = self._fitting.leanest(self._least(entries))
+        return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
 
     def seconds(self, entries: Array) -> Array:
         """Seconds of a step that no plan of some entries beats that fits; infinite where none
