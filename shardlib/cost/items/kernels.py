@@ -69,29 +69,34 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         default="float32",
     )
 
+    bytes_moved = [(value, _traffic_bytes(facts, op, value)) for value in values]
+    simple_work, transcendental_work = (
+        [
+            _largest(facts, i)
+            for i in kernel.fused
+            if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard
+        ]
+        for hard in (False, True)
+    )
+
     def shares(choice: Choice) -> bool:
         return facts.shares_heads(kernel.op, choice)
 
+    def local(sizes: list[tuple[int, float]], choice: Choice) -> tuple[Amount, ...]:
+        found: dict[_Divisors, float] = defaultdict(float)
+        for value, size in sizes:
+            found[divisors(facts.value_cut(value, choice))] += size
+        return _amounts(found)
+
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.op_cut(kernel.op, choice)
-        traffic: dict[_Divisors, float] = defaultdict(float)
-        for value in values:
-            traffic[divisors(facts.value_cut(value, choice))] += _traffic_bytes(facts, op, value)
-        simple, transcendental = (
-            _elements(
-                facts,
-                [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard],
-                choice,
-            )
-            for hard in (False, True)
-        )
         found = Compute(
             flops=amount(op.flops, cut),
             dtype=dtype,
-            traffic=_amounts(traffic),
+            traffic=local(bytes_moved, choice),
             trips=facts.trips[op.region],
-            simple=simple,
-            transcendental=transcendental,
+            simple=local(simple_work, choice),
+            transcendental=local(transcendental_work, choice),
             matmul=_matmul_dims(op, cut),
             batches=_batches(op, cut),
             kind=op.kind,
@@ -139,19 +144,15 @@ def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
     )
 
 
-def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...]:
-    """Elements that some ops work on: of their largest operand or result."""
-    found: dict[_Divisors, float] = defaultdict(float)
-    for index in ops:
-        op = facts.graph.ops[index]
-        largest = max(
-            (*op.operands, *op.results),
-            key=lambda value: math.prod(facts.graph.values[value].shape),
-        )
-        found[divisors(facts.value_cut(largest, choice))] += math.prod(
-            facts.graph.values[largest].shape
-        )
-    return _amounts(found)
+def _largest(facts: Facts, index: int) -> tuple[int, float]:
+    """The largest operand or result of an op, and its elements, on which the op works."""
+    op = facts.graph.ops[index]
+    sizes = {
+        value: float(math.prod(facts.graph.values[value].shape))
+        for value in (*op.operands, *op.results)
+    }
+    value = max(sizes, key=lambda one: sizes[one])
+    return value, sizes[value]
 
 
 def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:

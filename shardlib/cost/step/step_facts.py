@@ -90,6 +90,8 @@ class Facts:
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         self.frozen = frozen
         self._cuts: dict[Choice, dict[LogicalAxes, Cut]] = {}
+        self._of_last: tuple[Choice | None, dict[LogicalAxes, Cut]] = None, {}
+        self._shared: dict[tuple[int, Choice], bool] = {}
         self.consumers: dict[int, list[int]] = defaultdict(list)
         for index, op in enumerate(step.graph.ops):
             for value in dict.fromkeys(op.operands):
@@ -132,7 +134,7 @@ class Facts:
             choice: what shards colours.
         """
         cut = self._plain_cut(value, choice)
-        if not self.turned(value, choice):
+        if value not in self._between.heads or not self.turned(value, choice):
             return cut
         at = self.names[value].index(self._between.heads[value].colour)
         return tuple(
@@ -140,7 +142,11 @@ class Facts:
         )
 
     def _plain_cut(self, value: int, choice: Choice) -> Cut:
-        known, axes = self._cuts.setdefault(choice, {}), self.names[value]
+        last, known = self._of_last
+        if choice is not last:  # one choice is asked about many values, and hashing it takes time
+            known = self._cuts.setdefault(choice, {})
+            self._of_last = choice, known
+        axes = self.names[value]
         if axes not in known:
             known[axes] = choice.cut(axes)
         return known[axes]
@@ -149,9 +155,15 @@ class Facts:
         """Whether an op is a kernel of attention whose heads the tensor axis shards inside of it
         alone, while it shards the sequence or the width of heads of what goes in and comes out.
         """
-        heads, op = self.heads.get(index), self.graph.ops[index]
-        if heads is None:
+        if index not in self.heads:
             return False
+        asked = index, choice
+        if asked not in self._shared:
+            self._shared[asked] = self._shares_heads(index, choice)
+        return self._shared[asked]
+
+    def _shares_heads(self, index: int, choice: Choice) -> bool:
+        heads, op = self.heads[index], self.graph.ops[index]
         cut = choice.cut(self.factors[index], op.rule.whole, self.rows[index])
         return not any("tensor" in kinds(cut[factor]) for factor in heads.factors) and any(
             has(self._plain_cut(value, choice), "tensor") for value in (*op.operands, *op.results)
