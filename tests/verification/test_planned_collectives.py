@@ -113,5 +113,5 @@ def test_layers_that_rematerialise_nothing_keep_a_sequence_sharded(remat):
     )
     planned, compiled = moved(found, "tensor")
     assert planned["all-gather"] == pytest.approx(compiled["all-gather"], rel=0.02)
-    total = found.plan.estimate.device_bytes.total
-    assert found.compiled.device_bytes["peak"] == pytest.approx(total, rel=0.1)
+    peak = found.plan.estimate.device_bytes.peak
+    assert found.compiled.device_bytes["peak"] == pytest.approx(peak, rel=0.1)
