@@ -2,7 +2,10 @@
 
 Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions
 and gathers, and on the carry of every loop; and on what contractions read, in the layouts in which
-they run. Everything between follows by propagation in XLA.
+they run. What a contraction gathers is pinned as it is before, too: left free, XLA's partitioner
+makes it gathered from the start, so that a layer which rematerialises nothing would keep it
+gathered for its backward pass (a sequence sharded over tensor: as many times the bytes as there are
+devices along the axis). Everything between follows by propagation in XLA.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.graph import Graph
 from shardlib.graph.graph import input_source
 from shardlib.layout import Layout
-from shardlib.propagation.contractions import operand_layouts
+from shardlib.propagation.contractions import CONTRACTIONS, operand_layouts, used
 from shardlib.rules import Rules
 
 _ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
@@ -44,6 +47,7 @@ def placements(
         `shardlib.propagation.contractions.used`.
     """
     found: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
+    gathered = _gathered(graph, names, rules, mesh, found)
     wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for key, source in (operands or {}).items():
         wanted.setdefault(source, []).append(key)
@@ -54,12 +58,40 @@ def placements(
         for position, value in enumerate(op.results):
             for key in wanted.get((op.path, position), ()):
                 found[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
-        if op.category not in _ANCHORS and op.kind != "carry":
-            continue
+        anchor = op.category in _ANCHORS or op.kind == "carry"
         for position, value in enumerate(op.results):
+            if not anchor and value not in gathered:
+                continue
             axes = names[value]
             if batch is not None and batch in axes:
                 found[op.path, position] = rules.resolve(
                     axes, graph.values[value].shape, mesh
                 ).layout
     return found
+
+
+def _gathered(
+    graph: Graph,
+    names: tuple[LogicalAxes, ...],
+    rules: Rules,
+    mesh: MeshShape,
+    operands: Mapping[tuple[str, int], Layout],
+) -> frozenset[int]:
+    """The values that some mesh axis shards, and of which a contraction reads more than a shard.
+
+    Args:
+        graph: the loss as written.
+        names: colour per dim of every value.
+        rules: compute rules of the plan.
+        mesh: sizes of the mesh axes.
+        operands: see `shardlib.propagation.contractions.operand_layouts`.
+    """
+    return frozenset(
+        value
+        for op in graph.ops
+        if op.category in CONTRACTIONS
+        for at, value in enumerate(op.operands)
+        if (read := operands.get(used(op.path, at))) is not None
+        and not rules.resolve(names[value], graph.values[value].shape, mesh).layout.axes
+        <= read.axes
+    )

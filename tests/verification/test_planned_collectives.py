@@ -100,3 +100,18 @@ def test_updated_stacks_are_not_there_beside_the_old_ones(where):
     stacks = found.plan.estimate.device_bytes.parameters
     # Gradients, and weights in 16 bits; one more stack would be another 1.
     assert found.compiled.device_bytes["temporaries"] < 1.75 * stacks
+
+
+@GPU
+@pytest.mark.parametrize("remat", [("none", 0), ("dots", 4)])
+def test_layers_that_rematerialise_nothing_keep_a_sequence_sharded(remat):
+    """Kept whole, it would be 4 times the bytes, and be gathered once less in the backward pass."""
+    rules = {"batch": ["data", "fsdp"], "mlp": ["tensor"], "seq": ["tensor"]}
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "rules": rules}
+    found = verified(
+        "h100:8", {**pin, "remat": remat[0], "remat_layers": remat[1]}, layers=10, mlp=4096
+    )
+    planned, compiled = moved(found, "tensor")
+    assert planned["all-gather"] == pytest.approx(compiled["all-gather"], rel=0.02)
+    peak = found.plan.estimate.device_bytes.peak
+    assert found.compiled.device_bytes["peak"] == pytest.approx(peak, rel=0.1)

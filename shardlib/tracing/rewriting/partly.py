@@ -38,12 +38,19 @@ class Part:
 def keeping(body: Callable[..., Any]) -> Callable[..., Any]:
     """A layer that keeps for the backward pass what it makes, and nothing that it reads from
     stacks.
+
+    Of a value that is pinned to a layout, it keeps what is pinned, and pins that again: JAX rounds
+    what it keeps, and the rounded value is a free one, which XLA's partitioner would lay out as the
+    only constraint that reads it says, gathered for a matmul.
     """
-    return jax.checkpoint(
-        body,
-        policy=jax.checkpoint_policies.save_anything_except_these_names(READ),
-        prevent_cse=False,
-    )
+    return jax.checkpoint(body, policy=_made, prevent_cse=False)
+
+
+_ANYTHING = jax.checkpoint_policies.save_anything_except_these_names(READ)
+
+
+def _made(primitive: Any, *avals: Any, **params: Any) -> Any:
+    return primitive.name != "sharding_constraint" and _ANYTHING(primitive, *avals, **params)
 
 
 def in_parts(
