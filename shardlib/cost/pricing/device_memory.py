@@ -39,10 +39,10 @@ def stored_bytes(
     Returns:
         Bytes per device, four arrays [candidates].
     """
-    frozen = on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
+    frozen = on_stage(s.stored.frozen_cut if how.zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
-        on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale),
-        on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale),
+        on_stage(s.stored.parameters_cut if how.zero >= 3 else s.stored.parameters, scale),
+        on_stage(s.stored.kept_cut if how.zero >= 2 else s.stored.kept, scale),
     )
     whole = (
         (1.0 if profile.stage_gathers == "step" else passes_over(how, c)[2])
@@ -51,14 +51,14 @@ def stored_bytes(
     )
     if whole:
         parameters = parameters + np.where(
-            c.stage > 1, on_stage(s.parameters, scale) * model.working * whole, 0.0
+            c.stage > 1, on_stage(s.stored.parameters, scale) * model.working * whole, 0.0
         )
-        gradients = gradients + np.where(c.stage > 1, on_stage(s.kept, scale) * whole, 0.0)
+        gradients = gradients + np.where(c.stage > 1, on_stage(s.stored.kept, scale) * whole, 0.0)
     return (
         parameters,
         frozen,
         gradients,
-        on_stage(s.state_cut if how.zero >= 1 else s.state, scale),
+        on_stage(s.stored.state_cut if how.zero >= 1 else s.stored.state, scale),
     )
 
 
@@ -190,7 +190,7 @@ def _at(
     if how.zero < 3:
         gathered = np.zeros(len(c))
     elif together:
-        gathered = np.maximum(0.0, on_stage(s.parameters + s.frozen, stored) - alive)
+        gathered = np.maximum(0.0, on_stage(s.stored.parameters + s.stored.frozen, stored) - alive)
     else:
         gathered = on_stage(point.gathered, stored)
     return _Occupied(
