@@ -12,6 +12,7 @@ has H / G heads of the queries; all arithmetic is in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,44 @@ class Part:
 jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fields=[])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Incoming:
+    """What comes back to queries, of their attention to all keys.
+
+    Attributes:
+        total: logarithm of the sum of exponentials, [B, Q, H].
+        cotangent: of the result, [B, Q, H, V].
+        inner: product of cotangent and result, summed over V: [B, Q, H], float32.
+    """
+
+    total: Any
+    cotangent: Any
+    inner: Any
+
+    @classmethod
+    def of(cls, result: Any, total: Any, cotangent: Any) -> Incoming:
+        """What comes back for a result.
+
+        Args:
+            result: of attention to all keys, [B, Q, H, V].
+            total: logarithm of the sum of exponentials, [B, Q, H].
+            cotangent: of the result.
+        """
+        return cls(
+            total=total,
+            cotangent=cotangent,
+            inner=(cotangent.astype(jnp.float32) * result).sum(-1),
+        )
+
+    def map(self, change: Callable[[Any], Any]) -> Incoming:
+        """The same for other queries: all arrays changed alike."""
+        return Incoming(
+            total=change(self.total),
+            cotangent=change(self.cotangent),
+            inner=change(self.inner),
+        )
+
+
 def nothing(query: Any, width: int) -> Part:
     """Attention to no keys.
 
@@ -145,18 +184,14 @@ def attend_back_block(
     value: Any,
     seen: Any,
     scores: Scores,
-    total: Any,
-    cotangent: Any,
-    inner: Any,
+    incoming: Incoming,
 ) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, in
     float32; operands of products are of the dtype of queries, keys and values.
 
     Args:
         query, key, value, seen, scores: as for `attend_block`.
-        total: logarithm of the sum of exponentials over all keys, [B, Q, H].
-        cotangent: of the result over all keys, [B, Q, H, V].
-        inner: its product with that result, summed over V: [B, Q, H].
+        incoming: what comes back to the queries.
     """
     groups = key.shape[2]
 
@@ -165,16 +200,16 @@ def attend_back_block(
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     plain = scores.of(query, key)
-    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (
-        rows(total) > NOTHING / 2
+    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(incoming.total), 0.0)) * (
+        rows(incoming.total) > NOTHING / 2
     )
-    back = grouped(cotangent, groups).astype(value.dtype)
+    back = grouped(incoming.cotangent, groups).astype(value.dtype)
     to_value = jnp.einsum(
         "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32
     )
     moved = shares * (
         jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32)
-        - rows(inner)
+        - rows(incoming.inner)
     )
     products = scores.back(plain, moved)
     to_query = jnp.einsum(

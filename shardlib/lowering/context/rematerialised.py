@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from shardlib.lowering.context.block import Part, Scores
+from shardlib.lowering.context.block import Incoming, Part, Scores
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
 
@@ -44,24 +43,11 @@ class Local:
         rows: Tokens,
         columns: Tokens,
         window: Any,
-        result: Any,
-        total: Any,
-        cotangent: Any,
+        incoming: Incoming,
     ) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the
-        sum of exponentials.
-        """
+        """Gradients of queries, keys and values, in float32."""
         return attend_back(
-            query,
-            key,
-            value,
-            rows,
-            columns,
-            self._sight(window),
-            self.scores,
-            total,
-            cotangent,
-            (cotangent.astype(jnp.float32) * result).sum(-1),
+            query, key, value, rows, columns, self._sight(window), self.scores, incoming
         )
 
     def _sight(self, window: Any) -> Sight:
@@ -113,7 +99,8 @@ def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
 
 def _backward(local: Local, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
     query, key, value, rows, columns, window, result, total = saved
-    found = local.backward(query, key, value, rows, columns, window, result, total, cotangent)
+    incoming = Incoming.of(result, total, cotangent)
+    found = local.backward(query, key, value, rows, columns, window, incoming)
     return (
         *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
         None,

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.lowering.context.block import Part, Scores, nothing
+from shardlib.lowering.context.block import Incoming, Part, Scores, nothing
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
 from shardlib.lowering.context.sequence_partition import Cut
@@ -114,15 +114,11 @@ class Ring:
         value: Any,
         segments: Any,
         window: Any,
-        result: Any,
-        total: Any,
-        cotangent: Any,
+        incoming: Incoming,
     ) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the
-        sum of exponentials.
-        """
+        """Gradients of queries, keys and values, in float32."""
         return replace(self, cut=self.cut.beside(query))._backward(
-            query, key, value, segments, window, result, total, cotangent
+            query, key, value, segments, window, incoming
         )
 
     def _backward(
@@ -132,11 +128,9 @@ class Ring:
         value: Any,
         segments: Any,
         window: Any,
-        result: Any,
-        total: Any,
-        cotangent: Any,
+        incoming: Incoming,
     ) -> tuple[Any, Any, Any]:
-        local, inner = query.shape[1], (cotangent.astype(jnp.float32) * result).sum(-1)
+        local = query.shape[1]
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
 
         def turn(number: Any, to_query: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -155,9 +149,7 @@ class Ring:
                     theirs[columns],
                     sight,
                     self.scores,
-                    total[:, rows],
-                    cotangent[:, rows],
-                    inner[:, rows],
+                    incoming.map(lambda array: array[:, rows]),
                 )
                 return tuple(
                     all_.at[:, where].add(some)
@@ -277,7 +269,8 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
 
 def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
     query, key, value, segments, window, result, total = saved
-    found = ring.backward(query, key, value, segments, window, result, total, cotangent)
+    incoming = Incoming.of(result, total, cotangent)
+    found = ring.backward(query, key, value, segments, window, incoming)
     return (
         *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
         None,

@@ -25,84 +25,84 @@ from shardlib.lowering.context.sequence_partition import Cut
 BLOCKS = Kernels()
 
 
-def gathered(
-    cut: Cut,
-    scores: Scores,
-    query: Any,
-    key: Any,
-    value: Any,
-    segments: Any = None,
-    *,
-    causal: bool = True,
-    window: Any = None,
-    kernels: Kernels = BLOCKS,
-) -> Any:
-    """Attention of this device's queries to gathered keys; arguments and result as those of
-    `Ring.attention`.
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """Attention of a sequence that is sharded, on each of the devices.
 
-    Args:
-        kernels: what computes it. A kernel of a vendor applies where all keys are seen, for it
-            knows no position of a device.
-
-    Raises:
-        LayoutError: the kernel does not apply.
+    Attributes:
+        cut: the sequence over the mesh axis.
+        scores: how scores are made, in blocks of which size.
+        causal: whether a query sees no later position.
+        kernels: what computes it.
     """
 
-    def whole(array: Any) -> Any:
-        return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
+    cut: Cut
+    scores: Scores
+    causal: bool = True
+    kernels: Kernels = BLOCKS
 
-    if kernels.kind != "blocks":
-        documents = None if segments is None else (segments, whole(segments))
-        return kernels.attention(
-            query, whole(key), whole(value), documents, scores=scores, window=window, causal=causal
+    def gathered(
+        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+    ) -> Any:
+        """Attention of this device's queries to gathered keys; arguments and result as those of
+        `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
+        position of a device.
+
+        Raises:
+            LayoutError: the kernel does not apply.
+        """
+
+        def whole(array: Any) -> Any:
+            return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
+
+        if self.kernels.kind != "blocks":
+            documents = None if segments is None else (segments, whole(segments))
+            return self._by_kernel(query, whole(key), whole(value), documents, window)
+        rows = Tokens(
+            position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
-    rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
-    columns = Tokens(
-        position=_positions(cut, query.shape[1]),
-        document=None if segments is None else whole(segments),
-    )
-    return attention(
-        scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window
-    )
-
-
-def exchanged(
-    cut: Cut,
-    scores: Scores,
-    query: Any,
-    key: Any,
-    value: Any,
-    segments: Any = None,
-    *,
-    causal: bool = True,
-    window: Any = None,
-    kernels: Kernels = BLOCKS,
-) -> Any:
-    """Attention to the whole sequence for this device's share of the heads; arguments and result as
-    those of `Ring.attention`.
-
-    Args:
-        kernels: what computes it. For a kernel of a vendor, the sequence is put in its order.
-
-    Raises:
-        LayoutError: the devices do not divide the heads, or the kernel does not apply.
-    """
-    exchange = Exchange(cut=cut, group=cut.ways)
-    arrays, documents = (
-        exchange.for_heads(query, key, value),
-        (None if segments is None else exchange.whole(segments)),
-    )
-    if kernels.kind == "blocks":
-        tokens = Tokens(position=_positions(cut, query.shape[1]), document=documents)
-        return exchange.for_tokens(
-            attention(scores, *arrays, tokens, tokens, causal=causal, window=window)
+        columns = Tokens(
+            position=_positions(self.cut, query.shape[1]),
+            document=None if segments is None else whole(segments),
         )
-    documents = None if documents is None else (exchange.ordered(documents),) * 2
-    query, key, value = map(exchange.ordered, arrays)
-    found = kernels.attention(
-        query, key, value, documents, scores=scores, window=window, causal=causal
-    )
-    return exchange.for_tokens(exchange.unordered(found))
+        return self._by_blocks(query, whole(key), whole(value), rows, columns, window)
+
+    def exchanged(
+        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+    ) -> Any:
+        """Attention to the whole sequence for this device's share of the heads; arguments and
+        result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
+        order.
+
+        Raises:
+            LayoutError: the devices do not divide the heads, or the kernel does not apply.
+        """
+        exchange = Exchange(cut=self.cut, group=self.cut.ways)
+        arrays, documents = (
+            exchange.for_heads(query, key, value),
+            (None if segments is None else exchange.whole(segments)),
+        )
+        if self.kernels.kind == "blocks":
+            tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
+            return exchange.for_tokens(self._by_blocks(*arrays, tokens, tokens, window))
+        documents = None if documents is None else (exchange.ordered(documents),) * 2
+        query, key, value = map(exchange.ordered, arrays)
+        found = self._by_kernel(query, key, value, documents, window)
+        return exchange.for_tokens(exchange.unordered(found))
+
+    def _by_blocks(
+        self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any
+    ) -> Any:
+        return attention(
+            self.scores, query, key, value, rows, columns, causal=self.causal, window=window
+        )
+
+    def _by_kernel(
+        self, query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None, window: Any
+    ) -> Any:
+        return self.kernels.attention(
+            query, key, value, documents, scores=self.scores, window=window, causal=self.causal
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

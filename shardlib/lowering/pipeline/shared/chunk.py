@@ -99,7 +99,7 @@ class Chunk:
         """Which weights get a gradient in every tick, as positions among those of `Operands`."""
         return tuple(
             k
-            for k, position in enumerate(self.cut.weights)
+            for k, position in enumerate(self.cut.roles.weights)
             if self.known is None or position not in self.known.complete
         )
 
@@ -114,14 +114,19 @@ class Chunk:
                 [layers, ...]; by default those are lost.
         """
         cut, walk, known = self.cut, self.walk(), self.known
+        roles = cut.roles
         sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
         body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
         inner = walk.layer() if self.remat != "none" else walk.as_written()
         fixed = dict(
-            zip((*cut.shared, *cut.constant), (*operands.shared, *operands.constant), strict=True)
-        ) | dict(zip(cut.travelling, travelling[carried:], strict=False))
+            zip(
+                (*roles.shared, *roles.constant),
+                (*operands.shared, *operands.constant),
+                strict=True,
+            )
+        ) | dict(zip(roles.travelling, travelling[carried:], strict=False))
 
         def placed(kind: str, values: Sequence[Any]) -> Arrays:
             return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
@@ -131,9 +136,9 @@ class Chunk:
         ) -> tuple[tuple[Any, ...], Arrays]:
             weights, tables, drawn, number, ready, own = sliced
             scanned = (
-                dict(zip(cut.weights, weights, strict=True))
-                | dict(zip(cut.tables, tables, strict=True))
-                | dict(zip(cut.drawn, drawn, strict=True))
+                dict(zip(roles.weights, weights, strict=True))
+                | dict(zip(roles.tables, tables, strict=True))
+                | dict(zip(roles.drawn, drawn, strict=True))
             )
             values = [
                 *(fixed[k] for k in range(constants)),
@@ -163,9 +168,11 @@ class Chunk:
             jax.lax.dynamic_update_slice_in_dim(
                 buffer, part.astype(buffer.dtype), operands.first, 0
             )
-            for buffer, part in zip(travelling[carried + len(cut.travelling) :], exits, strict=True)
+            for buffer, part in zip(
+                travelling[carried + len(roles.travelling) :], exits, strict=True
+            )
         ]
-        return [*final, *travelling[carried : carried + len(cut.travelling)], *buffers]
+        return [*final, *travelling[carried : carried + len(roles.travelling)], *buffers]
 
     def _no_sums(self) -> Arrays:
         """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
