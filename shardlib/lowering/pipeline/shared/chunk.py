@@ -113,8 +113,7 @@ class Chunk:
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
                 [layers, ...]; by default those are lost.
         """
-        cut, walk, known = self.cut, self.walk(), self.known
-        roles = cut.roles
+        cut, roles, walk, known = self.cut, self.cut.roles, self.walk(), self.known
         sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
@@ -173,6 +172,14 @@ class Chunk:
             )
         ]
         return [*final, *travelling[carried : carried + len(roles.travelling)], *buffers]
+
+    def _wanted(self, operands: Operands) -> Gradients:
+        """What gradients are taken of."""
+        return Gradients(
+            weights=[operands.weights[k] for k in self.own],
+            shared=operands.shared,
+            sums=self._no_sums(),
+        )
 
     def _no_sums(self) -> Arrays:
         """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
@@ -236,13 +243,8 @@ class Chunk:
         self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays
     ) -> Gradients:
         """The part of `backward` that nothing waits for."""
-        wanted = Gradients(
-            weights=[operands.weights[k] for k in self.own],
-            shared=operands.shared,
-            sums=self._no_sums(),
-        )
         return jax.tree.unflatten(
-            jax.tree.structure(wanted),
+            jax.tree.structure(self._wanted(operands)),
             self._linearised(operands, travelling).late(remembered, passed),
         )
 
@@ -250,7 +252,6 @@ class Chunk:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
-        wants = self.own
 
         def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
             def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
@@ -260,7 +261,7 @@ class Chunk:
                     for leaf, float_ in zip(travelling, floating, strict=True)
                 ]
                 weights = list(operands.weights)
-                for k, leaf in zip(wants, wanted.weights, strict=True):
+                for k, leaf in zip(self.own, wanted.weights, strict=True):
                     weights[k] = leaf
                 left = self.run(
                     replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums
@@ -268,12 +269,7 @@ class Chunk:
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
             moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
-            wanted = Gradients(
-                weights=[operands.weights[k] for k in wants],
-                shared=operands.shared,
-                sums=self._no_sums(),
-            )
-            _, pull, left = jax.vjp(run, wanted, moving, has_aux=True)
+            _, pull, left = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves
 
