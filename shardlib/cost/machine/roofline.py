@@ -47,16 +47,8 @@ CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 
 
 def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
-    """Seconds of one execution of a kernel on one device, by candidate.
-
-    Args:
-        term: FLOPs and bytes of the kernel.
-        local: what one device has of an amount, by candidate.
-        chip: peaks and rates.
-        constants: shares of them that kernels reach.
-
-    Returns:
-        Array [candidates].
+    """Seconds of one execution of a kernel on one device, array [candidates]; arguments as those of
+    `kernel_parts`.
     """
     vector, matrix, traffic = kernel_parts(term, local, chip, constants)
     return np.maximum(np.maximum(vector, matrix), traffic) + max(chip.launch_s, constants.gap_s)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from shardlib.axes import TOKEN_AXES
-from shardlib.cost.pricing.by_candidate import Point
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.exposed_communication import passes_over
 from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
 from shardlib.cost.pricing.sums import Model, Sums
+from shardlib.cost.tables.by_candidate import Point
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardlib.cost.machine.collective_tables import SLOTS, role_slots
-from shardlib.cost.pricing.by_candidate import Collectives, Kernels, Point, StoredBytes
 from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.tables.by_candidate import Collectives, Kernels, Point, StoredBytes
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
 from shardlib.cost.terms.knobs import Knobs

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.graph.kernels import BLOCK
+from shardlib.jax_types import Value
 
 #: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
 NOTHING = -1e30
@@ -39,7 +40,7 @@ class Scores:
     softcap: float = 0.0
     block: int = BLOCK
 
-    def of(self, query: Any, key: Any) -> Any:
+    def of(self, query: Value, key: Value) -> Any:
         """Scores [B, G, H / G, Q, K].
 
         Args:
@@ -57,7 +58,7 @@ class Scores:
         )
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
-    def back(self, scores: Any, cotangent: Any) -> Any:
+    def back(self, scores: Any, cotangent: Value) -> Any:
         """The cotangent of products of queries and keys, for that of scores.
 
         Args:
@@ -77,7 +78,7 @@ class Part:
     """
 
     result: Any
-    total: Any
+    total: Value
 
     def __add__(self, other: Part) -> Part:
         total = jnp.logaddexp(self.total, other.total)
@@ -100,12 +101,12 @@ class Incoming:
         inner: product of cotangent and result, summed over V: [B, Q, H], float32.
     """
 
-    total: Any
-    cotangent: Any
-    inner: Any
+    total: Value
+    cotangent: Value
+    inner: Value
 
     @classmethod
-    def of(cls, result: Any, total: Any, cotangent: Any) -> Incoming:
+    def of(cls, result: Value, total: Value, cotangent: Value) -> Incoming:
         """What comes back for a result.
 
         Args:
@@ -128,7 +129,7 @@ class Incoming:
         )
 
 
-def nothing(query: Any, width: int) -> Part:
+def nothing(query: Value, width: int) -> Part:
     """Attention to no keys.
 
     Args:
@@ -141,7 +142,7 @@ def nothing(query: Any, width: int) -> Part:
     )
 
 
-def grouped(query: Any, groups: int) -> Any:
+def grouped(query: Value, groups: int) -> Any:
     """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D].
 
     Args:
@@ -151,7 +152,7 @@ def grouped(query: Any, groups: int) -> Any:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) -> Part:
+def attend_block(query: Value, key: Value, value: Value, seen: Any, scores: Scores) -> Part:
     """Attention of queries to keys.
 
     Args:
@@ -179,9 +180,9 @@ def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) ->
 
 
 def attend_back_block(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     seen: Any,
     scores: Scores,
     incoming: Incoming,
@@ -195,7 +196,7 @@ def attend_back_block(
     """
     groups = key.shape[2]
 
-    def rows(array: Any) -> Any:
+    def rows(array: Value) -> Any:
         """[B, Q, H] -> [B, G, H / G, Q, 1]."""
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 

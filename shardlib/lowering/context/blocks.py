@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import (
     Incoming,
     Part,
@@ -62,7 +63,7 @@ class Blocks:
         """Positions that the last block lacks."""
         return self.count * self.size - self.length
 
-    def full(self, array: Any, dim: int = 1) -> Any:
+    def full(self, array: Value, dim: int = 1) -> Any:
         """An array whose last block is filled up, with its last value.
 
         Args:
@@ -88,7 +89,7 @@ class Blocks:
             real=real,
         )
 
-    def at(self, number: Any, array: Any, dim: int = 1) -> Any:
+    def at(self, number: Any, array: Value, dim: int = 1) -> Any:
         """The block of a number, of an array that is full.
 
         Args:
@@ -115,7 +116,7 @@ class Blocks:
             real=real,
         )
 
-    def added(self, number: Any, array: Any, more: Any) -> Any:
+    def added(self, number: Any, array: Value, more: Value) -> Any:
         """A full array with a block added to.
 
         Args:
@@ -127,14 +128,20 @@ class Blocks:
             array, self.at(number, array) + more, number * self.size, 1
         )
 
-    def joined(self, blocks: Any) -> Any:
+    def joined(self, blocks: Value) -> Any:
         """[count, B, size, ...] -> [B, length, ...]."""
         whole = jnp.moveaxis(blocks, 0, 1)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, : self.length]
 
 
 def attend(
-    query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sight: Sight, scores: Scores
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
+    scores: Scores,
 ) -> Part:
     """Attention of queries to keys.
 
@@ -185,9 +192,9 @@ def attend(
 
 
 def attend_back(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     rows: Tokens,
     columns: Tokens,
     sight: Sight,
@@ -256,7 +263,7 @@ def _full(own: Blocks, incoming: Incoming) -> Incoming:
     return Incoming(total=own.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
-def _beside(query: Any, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
+def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
     """The same, with positions that seem to depend on queries: masks of known positions, of all
     blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
     """

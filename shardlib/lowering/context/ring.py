@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import Incoming, Part, Scores, nothing
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
@@ -55,7 +56,7 @@ class Ring:
     window: int = 0
 
     def attention(
-        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
     ) -> Any:
         """Attention of this device's queries to all keys; inside of a region that is manual over
         the axis.
@@ -73,13 +74,13 @@ class Ring:
         static, given = split_window(self.window if window is None else window)
         return _attention(replace(self, window=static), query, key, value, segments, given)
 
-    def forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
+    def forward(self, query: Value, key: Value, value: Value, segments: Any, window: Any) -> Part:
         """The same as a part, before it is cast."""
         return replace(self, cut=self.cut.beside(query))._forward(
             query, key, value, segments, window
         )
 
-    def _forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
+    def _forward(self, query: Value, key: Value, value: Value, segments: Any, window: Any) -> Part:
         local = query.shape[1]
 
         def turn(number: Any, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
@@ -109,9 +110,9 @@ class Ring:
 
     def backward(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         segments: Any,
         window: Any,
         incoming: Incoming,
@@ -123,9 +124,9 @@ class Ring:
 
     def _backward(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         segments: Any,
         window: Any,
         incoming: Incoming,
@@ -249,13 +250,15 @@ class Ring:
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
-def _given(key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
+def _given(key: Value, value: Value, segments: Any) -> tuple[Any, ...]:
     """What goes around."""
     return (key, value) if segments is None else (key, value, segments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: Ring, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Any:
+def _attention(
+    ring: Ring, query: Value, key: Value, value: Value, segments: Any, window: Any
+) -> Any:
     return ring.forward(query, key, value, segments, window).result.astype(value.dtype)
 
 
@@ -267,7 +270,7 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
     return result, (*operands, result, part.total)
 
 
-def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
     query, key, value, segments, window, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
     found = ring.backward(query, key, value, segments, window, incoming)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.errors import LayoutError
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.mask import Tokens
@@ -42,7 +43,7 @@ class Collected:
     kernels: Kernels = BLOCKS
 
     def gathered(
-        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
     ) -> Any:
         """Attention of this device's queries to gathered keys; arguments and result as those of
         `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
@@ -52,7 +53,7 @@ class Collected:
             LayoutError: the kernel does not apply.
         """
 
-        def whole(array: Any) -> Any:
+        def whole(array: Value) -> Any:
             return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
 
         if self.kernels.kind != "blocks":
@@ -68,7 +69,7 @@ class Collected:
         return self._by_blocks(query, whole(key), whole(value), rows, columns, window)
 
     def exchanged(
-        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
     ) -> Any:
         """Attention to the whole sequence for this device's share of the heads; arguments and
         result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
@@ -91,14 +92,14 @@ class Collected:
         return exchange.for_tokens(exchange.unordered(found))
 
     def _by_blocks(
-        self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any
+        self, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
     ) -> Any:
         return attention(
             self.scores, query, key, value, rows, columns, causal=self.causal, window=window
         )
 
     def _by_kernel(
-        self, query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None, window: Any
+        self, query: Value, key: Value, value: Value, documents: tuple[Any, Any] | None, window: Any
     ) -> Any:
         return self.kernels.attention(
             query, key, value, documents, scores=self.scores, window=window, causal=self.causal
@@ -117,7 +118,7 @@ class Exchange:
     cut: Cut
     group: int
 
-    def for_heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Any, Any, Any]:
         """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
         / N, H / group, D].
 
@@ -148,11 +149,11 @@ class Exchange:
             self._all_to_all(value, 2, 1),
         )
 
-    def for_tokens(self, array: Any) -> Any:
+    def for_tokens(self, array: Value) -> Any:
         """The reverse: own positions for all heads."""
         return self._all_to_all(array, 1, 2)
 
-    def whole(self, array: Any) -> Any:
+    def whole(self, array: Value) -> Any:
         """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N,
         ...].
         """
@@ -160,7 +161,7 @@ class Exchange:
             array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
         )
 
-    def ordered(self, array: Any) -> Any:
+    def ordered(self, array: Value) -> Any:
         """Parts of the neighbours, one after the other, in the order of the sequence: all of the
         first runs, then the second ones from the last neighbour's to the first's.
         """
@@ -169,14 +170,14 @@ class Exchange:
         runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
         return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
 
-    def unordered(self, array: Any) -> Any:
+    def unordered(self, array: Value) -> Any:
         """The reverse of `ordered`."""
         if not self.cut.zigzag:
             return array
         runs = array.reshape(array.shape[0], 2, self.group, -1, *array.shape[2:])
         return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
 
-    def _all_to_all(self, array: Any, split: int, joined: int) -> Any:
+    def _all_to_all(self, array: Value, split: int, joined: int) -> Any:
         return jax.lax.all_to_all(
             array,
             self.cut.axis,
