@@ -26,6 +26,30 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "shardlib"
 LINE, FILE, FOLDER, FIELDS, PARAMETERS = 100, 300, 12, 12, 8
+#: Classes that are tables, which may have more fields: name -> what makes it one.
+TABLES = {
+    "Decisions": "the table of decisions: a field is a row, with words and legal values",
+    "Efficiency": "a parsed file: figures of a chip under a compiler or framework",
+    "FrameworkProfile": "a parsed file: the published facts of one training framework",
+    "TransformerConfig": "a parsed file: a model card or a Hugging Face config.json",
+    "EncoderDecoderConfig": "a parsed file: the card of an encoder-decoder model",
+    "Experts": "a parsed file: the section [experts] of a model card",
+    "KubernetesSettings": "the settings of an engine as `shardlib launch` reads them, a field each",
+    "SlurmSettings": "the settings of an engine as `shardlib launch` reads them, a field each",
+    "TrainConfig": "the options of `shardlib train`, a field each",
+}
+#: Functions that may have more parameters, all of them keywords of users: name -> where the
+#: signature is fixed.
+ENTRIES = {
+    "plan": "DESIGN.md and `shardlib.__all__`",
+    "compile": "DESIGN.md and `shardlib.__all__`",
+    "verify": "DESIGN.md and `shardlib.__all__`",
+    "scale": "`shardlib.__all__`",
+    "fit": "`shardlib.__all__`",
+    "attention": "`shardlib.__all__`",
+    "route": "`shardlib.__all__`",
+    "read": "docs/data.md: how data are opened",
+}
 #: Words that the field has others for.
 OLD = (
     "rests whole",
@@ -279,12 +303,16 @@ def house() -> dict[str, Any]:
         f"classes over {FIELDS} fields": {
             where: count
             for where, node in named
-            if isinstance(node, ast.ClassDef) and (count := fields(node)) > FIELDS
+            if isinstance(node, ast.ClassDef)
+            and node.name not in TABLES
+            and (count := fields(node)) > FIELDS
         },
         f"functions over {PARAMETERS} parameters": {
             where: count
             for where, node in named
-            if isinstance(node, ast.FunctionDef) and (count := parameters(node)) > PARAMETERS
+            if isinstance(node, ast.FunctionDef)
+            and node.name not in ENTRIES
+            and (count := parameters(node)) > PARAMETERS
         },
         "old words": old_words(texts),
         "docstrings": docstrings(modules),

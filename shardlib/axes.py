@@ -38,7 +38,12 @@ class Axis:
         stores: whether parameters, gradients and optimizer state are stored sharded over it (ZeRO
             1 to 3).
         computes: whether arrays other than the batch are sharded over it while they are used.
-        collectives: kinds of collectives that it pays (`shardlib.collective.KINDS`).
+        collectives: kinds of collectives (`shardlib.collective.KINDS`) that run along it alone, by
+            their role in a step: "block" (compute waits for it), "context" (along the sequence),
+            "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or
+            go around, once in a collective; or heads are exchanged) and "stage" (between stages).
+            Those of gradients and of stored parameters run over several axes, and follow from
+            `splits` and `stores`.
         waits: whether compute waits for the most of them; otherwise they move parameters and
             gradients, and hide behind the compute of other layers.
         links: where it lies unless the plan says otherwise: 0 for the slowest links, those between
@@ -51,10 +56,13 @@ class Axis:
     splits: Literal["batch", "sequence", "nothing"]
     stores: bool
     computes: bool
-    collectives: tuple[str, ...]
+    collectives: Mapping[str, tuple[str, ...]]
     waits: bool
     links: int
 
+
+#: Kinds of collectives by which a sharded value meets others.
+_OF_VALUES: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
 STAGE = Axis(
     name="stage",
@@ -63,7 +71,7 @@ STAGE = Axis(
     splits="nothing",
     stores=False,
     computes=False,
-    collectives=("collective-permute",),
+    collectives={"stage": ("collective-permute",)},
     waits=True,
     links=0,
 )
@@ -74,7 +82,7 @@ DATA = Axis(
     splits="batch",
     stores=False,
     computes=False,
-    collectives=("all-reduce",),
+    collectives={},
     waits=False,
     links=1,
 )
@@ -84,7 +92,7 @@ FSDP = Axis(
     splits="batch",
     stores=True,
     computes=False,
-    collectives=("all-gather", "reduce-scatter", "all-reduce"),
+    collectives={},
     waits=False,
     links=2,
 )
@@ -95,7 +103,7 @@ EXPERT = Axis(
     splits="batch",
     stores=True,
     computes=True,
-    collectives=("all-to-all", "all-gather", "reduce-scatter", "all-reduce"),
+    collectives={"block": ("all-to-all",)},
     waits=True,
     links=3,
 )
@@ -106,13 +114,12 @@ CONTEXT = Axis(
     splits="sequence",
     stores=True,
     computes=True,
-    collectives=(
-        "all-gather",
-        "collective-permute",
-        "all-to-all",
-        "reduce-scatter",
-        "all-reduce",
-    ),
+    collectives={
+        "context": _OF_VALUES,
+        "keys": _OF_VALUES,
+        "ring": ("collective-permute",),
+        "exchange": ("all-to-all",),
+    },
     waits=True,
     links=4,
 )
@@ -123,7 +130,7 @@ TENSOR = Axis(
     splits="nothing",
     stores=False,
     computes=True,
-    collectives=("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    collectives={"block": _OF_VALUES},
     waits=True,
     links=5,
 )
@@ -142,6 +149,8 @@ TOKEN_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits !=
 #: The expert axis, where it does not shard the experts of a weight, and the context axis would hold
 #: replicas otherwise.
 STORED_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.stores)
+#: Axes whose devices hold equal shards of stored parameters, though they work on different tokens.
+REPLICA_AXES: tuple[str, ...] = tuple(axis for axis in TOKEN_AXES if not AXES[axis].stores)
 #: Axes that shard something other than the batch while it is used.
 COMPUTE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.computes)
 #: Axes whose collectives move parameters and gradients, which nothing in the same layer waits for.

@@ -5,51 +5,18 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
 
+import shardlib
 from benchmarks import house as read
-
-#: Values with more fields that are tables: settings, configurations of models, profiles, prices.
-TABLES = {
-    "Cut",
-    "Compute",
-    "Decisions",
-    "Efficiency",
-    "EncoderDecoderConfig",
-    "Experts",
-    "FrameworkProfile",
-    "Kind",
-    "KubernetesSettings",
-    "PlanData",
-    "SlurmSettings",
-    "Status",
-    "Sums",
-    "TrainConfig",
-    "TransformerConfig",
-}
-#: Functions whose words are keywords that users write, and kernels of attention.
-WORDS = {
-    "attend_back",
-    "attention",
-    "backward",
-    "compile",
-    "exchanged",
-    "fit",
-    "gathered",
-    "plan",
-    "read",
-    "route",
-    "scale",
-    "verify",
-}
-
 
 #: Least share of the public functions of two parameters or more whose docstring has Args.
 LEAST_DESCRIBED = 0.8
 #: Most uses of `Any` in signatures of public functions; fewer are better.
-MOST_ANY = 450
+MOST_ANY = 370
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +32,30 @@ def house() -> dict[str, Any]:
         "files over 300 lines",
         "folders over 12 files",
         "old words",
+        "classes over 12 fields",
+        "functions over 8 parameters",
     ],
 )
 def test_figure_is_nothing(house: dict[str, Any], figure: str) -> None:
     assert not house[figure], house[figure]
 
 
-@pytest.mark.parametrize(
-    ("figure", "known"),
-    [("classes over 12 fields", TABLES), ("functions over 8 parameters", WORDS)],
-)
-def test_no_others_are_large(house: dict[str, Any], figure: str, known: set[str]) -> None:
-    assert {where.rpartition(" ")[2] for where in house[figure]} <= known, house[figure]
+def test_tables_and_entries_are_large_and_say_why() -> None:
+    """The lists of exceptions have no name that is gone, or has become small."""
+    large: set[str] = set()
+    for _, node in read.definitions(list(read.sources().values())):
+        if isinstance(node, ast.ClassDef):
+            big = read.fields(node) > read.FIELDS
+        else:
+            big = read.parameters(node) > read.PARAMETERS
+        large |= {node.name} if big else set()
+    assert large == {*read.TABLES, *read.ENTRIES}
+    assert all({**read.TABLES, **read.ENTRIES}.values())
+    assert not [
+        name
+        for name, why in read.ENTRIES.items()
+        if "shardlib.__all__" in why and name not in shardlib.__all__
+    ]
 
 
 def test_public_names_describe_all_their_parameters(house: dict[str, Any]) -> None:

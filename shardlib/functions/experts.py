@@ -60,6 +60,16 @@ class ExpertForm:
         """What planning calls it."""
         return "dropless" if self.capacity is None else "capacity"
 
+    def activated(self, hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
+        """What the second matmul of an expert reads.
+
+        Args:
+            hidden: result of the first matmul, [..., F].
+            gate: that of the gate, [..., F]; None where experts have none.
+        """
+        act = ACTIVATIONS[self.activation]
+        return act(hidden) if gate is None else act(gate) * hidden
+
     @property
     def scope(self) -> str:
         """What pricing knows its operations by; empty where it needs no name."""
@@ -147,8 +157,7 @@ def _dropless(
     sizes = jnp.bincount(chosen.reshape(-1), length=up.shape[0]).astype(jnp.int32)
     order = jnp.argsort(chosen.reshape(-1))
     rows = jnp.take(tokens, order // chosen.shape[-1], axis=0, mode="clip")
-    hidden = _activated(
-        form,
+    hidden = form.activated(
         jax.lax.ragged_dot(rows, up, sizes),
         None if gate is None else jax.lax.ragged_dot(rows, gate, sizes),
     )
@@ -184,8 +193,7 @@ def _capped(
         jnp.take(tokens, jnp.take(order, place, mode="clip") % number, axis=0, mode="clip"),
         0,
     )
-    hidden = _activated(
-        form,
+    hidden = form.activated(
         jnp.einsum("ecd,edf->ecf", rows, up),
         None if gate is None else jnp.einsum("ecd,edf->ecf", rows, gate),
     )
@@ -197,11 +205,6 @@ def _capped(
         0,
     )
     return home.reshape(per_token, number, -1).swapaxes(0, 1), jnp.sum(~kept, dtype=jnp.int32)
-
-
-def _activated(form: ExpertForm, hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
-    act = ACTIVATIONS[form.activation]
-    return act(hidden) if gate is None else act(gate) * hidden
 
 
 def _check(

@@ -125,12 +125,8 @@ def read_json(
         ShardlibError: of the kind `error`, where it cannot be read, is too large or too deep, or is
             no JSON.
     """
-    return parse_json(
-        read_bytes(path, what, error, limit=limits.bytes, hint=hint),
-        f"{what} {shown(str(path), 300)}",
-        error,
-        limits=limits,
-    )
+    data = read_bytes(path, what, error, limit=limits.bytes, hint=hint)
+    return parse_json(data, _file(what, path), error, limits=limits)
 
 
 def read_toml(
@@ -141,26 +137,14 @@ def read_toml(
     limits: Limits = TOML_LIMITS,
     hint: str = "",
 ) -> JsonObject:
-    """The plain data of a TOML file; see `read_bytes` and `parse_toml`.
+    """The plain data of a TOML file; arguments and errors as those of `read_json`."""
+    data = read_bytes(path, what, error, limit=limits.bytes, hint=hint)
+    return parse_toml(data, _file(what, path), error, limits=limits)
 
-    Args:
-        path: of the file.
-        what: what to call it in messages.
-        error: kind of the errors.
-        limits: bytes and depth that it may have.
-        hint: what the user could try.
 
-    Raises:
-        MissingFileError: it is not there.
-        ShardlibError: of the kind `error`, where it cannot be read, is too large or too deep, or is
-            no TOML.
-    """
-    return parse_toml(
-        read_bytes(path, what, error, limit=limits.bytes, hint=hint),
-        f"{what} {shown(str(path), 300)}",
-        error,
-        limits=limits,
-    )
+def _file(what: str, path: str | Path) -> str:
+    """What messages call a file."""
+    return f"{what} {shown(str(path), 300)}"
 
 
 def parse_json(
@@ -185,13 +169,8 @@ def parse_json(
 def parse_toml(
     text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = TOML_LIMITS
 ) -> JsonObject:
-    """The plain data of a TOML text; see `parse_json`. Dates and times are not plain.
-
-    Args:
-        text: the whole text.
-        what: what to call it in messages.
-        error: kind of the errors.
-        limits: bytes and depth that it may have.
+    """The plain data of a TOML text; arguments and errors as those of `parse_json`. Dates and times
+    are not plain.
     """
     return _parsed(text, f"{what} is no TOML", error, limits, _toml)
 

@@ -255,14 +255,12 @@ def priced(
             tally[OUTSIDE_LAYERS, Q[name]] = value
     model, pricer = Model(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
     known = sums(tally, tally, [tally], model, pricer, c)
-    known = replace(
-        known,
-        **{
-            name: np.array([[0.0], [value]])
-            for name, value in quantities.items()
-            if name not in Q.__members__
-        },
-    )
+    roles = {
+        name: np.array([[0.0], [value]])
+        for name, value in quantities.items()
+        if name not in Q.__members__
+    }
+    known = replace(known, collectives=replace(known.collectives, **roles))
     totals = combine(known, Decisions(zero=3, context="all-gather"), model, pricer, c)
     return {name: float(found[0]) for name, found in totals.seconds.items()}, {
         name: float(found[0]) for name, found in totals.device_bytes.items()

@@ -15,7 +15,7 @@ from shardlib.cost.machine.efficiency_curves import curves, efficiency_of
 from shardlib.cost.machine.expert_load import load_factor
 from shardlib.cost.machine.roofline import kernel_seconds, matmul_seconds
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
-from shardlib.cost.terms.terms import Amount, Compute, Routed
+from shardlib.cost.terms.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
 from shardlib.hardware.catalog import CATALOG
 
 H100 = CATALOG["h100"].chip
@@ -46,8 +46,9 @@ def matmul(
         dtype=dtype,
         traffic=(),
         trips=1,
-        matmul=(cut(rows), whole(columns), whole(depth)),
-        batches=whole(batches),
+        matmul=Matmul(
+            rows=cut(rows), columns=whole(columns), depth=whole(depth), batches=whole(batches)
+        ),
         kind="dot_general",
         category="matmul",
     )
@@ -126,8 +127,7 @@ def test_the_default_is_padding_and_three_shares(
     term = replace(
         matmul(*shape),
         traffic=(whole(bytes_),),
-        simple=(whole(simple),),
-        transcendental=(whole(hard),),
+        elements=Elements(simple=(whole(simple),), transcendental=(whole(hard),)),
     )
     vector = (simple + e.transcendental * hard) / (H100.peak("bfloat16") * e.vector)
     product = 2.0 * shape[0] * shape[1] * shape[2] * padded / (H100.peak("bfloat16") * e.matmul)
@@ -189,7 +189,10 @@ def test_classes_of_kernels() -> None:
     ):  # a head fills whole columns of the matrix unit
         expected = times * 1e15 / (peak * curve.attention) + H100.launch_s
         assert seconds(
-            replace(work, kind=FORWARD, category="opaque", head=head), replace(curve, width=width)
+            replace(
+                work, kind=FORWARD, category="opaque", core=AttentionCore(head=head, scores=0.0)
+            ),
+            replace(curve, width=width),
         ) == pytest.approx(expected), (head, width)
     moving = replace(work, flops=whole(0.0))
     own = replace(curve, gather=0.5, sort=8.0)

@@ -23,7 +23,7 @@ from shardlib.lowering.context.mask import Tokens
 from shardlib.lowering.context.rematerialised import attention
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import exchanged, gathered
+from shardlib.lowering.context.ulysses import Collected
 from shardlib.tracing.program import subjaxprs
 from shardlib.verification.hlo.traffic import read_traffic
 
@@ -70,10 +70,11 @@ def on_one_device(query, key, value, *, causal, segments, softcap, window=0):
 def on_devices(form, cut, *, causal, softcap, segments, window=0, traced=False, block=1024):
     """The same over a mesh axis, as a function of whole arrays in the order of the sequence."""
     scores = Scores(scale=1 / np.sqrt(WIDTH), softcap=softcap, block=block)
+    collected = Collected(cut=cut, scores=scores, causal=causal)
     run = {
         "ring": Ring(cut=cut, scores=scores, causal=causal).attention,
-        "gathered": functools.partial(gathered, cut, scores, causal=causal),
-        "exchanged": functools.partial(exchanged, cut, scores, causal=causal),
+        "gathered": collected.gathered,
+        "exchanged": collected.exchanged,
     }[form]
     mesh, spec = (
         Mesh(np.array(jax.devices()[: cut.ways]), (cut.axis,)),
@@ -197,10 +198,11 @@ def test_a_ring_leaves_out_turns_in_which_nobody_sees_anything(zigzag, causal, w
 def compiled(form="ring", ways=4, local=64, block=1024):
     cut = Cut(axis="context", ways=ways)
     scores, spec = Scores(scale=1.0, block=block), PartitionSpec(None, "context")
+    collected = Collected(cut=cut, scores=scores)
     run = {
         "ring": Ring(cut=cut, scores=scores).attention,
-        "gathered": functools.partial(gathered, cut, scores),
-        "exchanged": functools.partial(exchanged, cut, scores),
+        "gathered": collected.gathered,
+        "exchanged": collected.exchanged,
     }[form]
     mesh = Mesh(np.array(jax.devices()[:ways]), ("context",))
     query, key, value, _ = (

@@ -22,7 +22,7 @@ from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.dispatch import Heads, Local
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import exchanged, gathered
+from shardlib.lowering.context.ulysses import Collected
 from shardlib.verification.targets import GPU_PLUGINS, environment
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
@@ -39,7 +39,7 @@ def arrays(heads=4, groups=2):
 
 @pytest.mark.parametrize(
     ("form", "causal", "window", "packed"),
-    [(exchanged, True, 0, True), (exchanged, True, 70, False), (gathered, False, None, True)],
+    [("exchanged", True, 0, True), ("exchanged", True, 70, False), ("gathered", False, None, True)],
 )
 def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
     *qkv, cotangent = arrays()
@@ -52,9 +52,8 @@ def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
 
     def run(kernels):
-        attention = functools.partial(
-            form, cut, SCORES, causal=causal, window=window, kernels=kernels
-        )
+        collected = Collected(cut=cut, scores=SCORES, causal=causal, kernels=kernels)
+        attention = functools.partial(getattr(collected, form), window=window)
         region = jax.shard_map(
             attention,
             mesh=mesh,
@@ -185,12 +184,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import exchanged
+from shardlib.lowering.context.ulysses import Collected
 from shardlib.lowering.context.kernels import Kernels
 
 mesh, spec = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices), ("context",)), PartitionSpec(None, "context")
 def program(kind):
-    run = functools.partial(exchanged, Cut(axis="context", ways=4), Scores(scale=1.0), window=1000, kernels=Kernels(kind=kind))
+    collected = Collected(cut=Cut(axis="context", ways=4), scores=Scores(scale=1.0), kernels=Kernels(kind=kind))
+    run = functools.partial(collected.exchanged, window=1000)
     region = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     given = [jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for heads in (8, 4, 4)]
     made = jax.jit(jax.grad(lambda *qkv: region(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2))).lower(*given).compile()

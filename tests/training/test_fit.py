@@ -399,10 +399,11 @@ def test_status_from_outside(program: Program, tmp_path: Path):
     assert (
         (found.step, found.checkpoints, found.steps) == (10, (10,), 0)
         and found.loss is not None
-        and found.step_seconds > 0
+        and found.pace.step_seconds > 0
     )
     assert (
-        0 <= found.data_share < 1 and found.predicted_seconds == program.plan.estimate.step_seconds
+        0 <= found.pace.data_share < 1
+        and found.pace.predicted_seconds == program.plan.estimate.step_seconds
     )
     assert (
         str(found).splitlines()[0].startswith(f"{tmp_path}: ")

@@ -21,8 +21,11 @@ from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
     Amount,
+    AttentionCore,
     Compute,
+    Elements,
     Item,
+    Matmul,
     Term,
     amount,
     named,
@@ -95,16 +98,15 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             dtype=dtype,
             traffic=local(bytes_moved, choice),
             trips=facts.trips[op.region],
-            simple=local(simple_work, choice),
-            transcendental=local(transcendental_work, choice),
-            matmul=_matmul_dims(op, cut),
-            batches=_batches(op, cut),
+            elements=Elements(
+                simple=local(simple_work, choice), transcendental=local(transcendental_work, choice)
+            ),
+            matmul=_matmul(op, cut),
             kind=op.kind,
             category=op.category,
             weight=weight,
             routed=routed_load(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
-            head=head_size(op),
-            scores=scores_per_flop(op),
+            core=_core(op),
         )
         return _by_heads(facts, kernel.op, found) if shares(choice) else (found,)
 
@@ -126,8 +128,10 @@ def _by_heads(facts: Facts, index: int, found: Compute) -> tuple[Term, ...]:
             found,
             flops=replace(found.flops, tensor=False),
             traffic=whole(found.traffic),
-            simple=whole(found.simple),
-            transcendental=whole(found.transcendental),
+            elements=Elements(
+                simple=whole(found.elements.simple),
+                transcendental=whole(found.elements.transcendental),
+            ),
             heads=heads.where("none"),
         ),
     )
@@ -175,27 +179,26 @@ def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:
     return size
 
 
-def _matmul_dims(op: Op, cut: Cut) -> tuple[Amount, Amount, Amount] | None:
-    if op.category != "matmul" or len(op.operands) != 2:
-        return None
-    left, right, out = (
-        {f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0])
-    )
-    groups = ((left & out) - right, (right & out) - left, (left & right) - out)
-
-    return _extent(op, groups[0], cut), _extent(op, groups[1], cut), _extent(op, groups[2], cut)
+def _core(op: Op) -> AttentionCore | None:
+    head, scores = head_size(op), scores_per_flop(op)
+    return AttentionCore(head=head, scores=scores) if head or scores else None
 
 
-def _batches(op: Op, cut: Cut) -> Amount | None:
-    """Matmuls that one kernel computes: the size of the factors that both operands and the result
-    have.
+def _matmul(op: Op, cut: Cut) -> Matmul | None:
+    """The dims of a matmul; of so many as the factors have elements that both operands and the
+    result have.
     """
     if op.category != "matmul" or len(op.operands) != 2:
         return None
     left, right, out = (
         {f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0])
     )
-    return _extent(op, left & right & out, cut)
+    return Matmul(
+        rows=_extent(op, (left & out) - right, cut),
+        columns=_extent(op, (right & out) - left, cut),
+        depth=_extent(op, (left & right) - out, cut),
+        batches=_extent(op, left & right & out, cut),
+    )
 
 
 def _extent(op: Op, group: set[int], cut: Cut) -> Amount:

@@ -15,7 +15,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardlib.axes import CONTEXT, DATA, EXPERT, STAGE, STORED_AXES, TENSOR, TOKEN_AXES, Axis
+from shardlib.axes import (
+    AXES,
+    EXPERT,
+    MESH_AXES,
+    REPLICA_AXES,
+    STAGE,
+    STORED_AXES,
+    TENSOR,
+    TOKEN_AXES,
+    Axis,
+)
 from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.hardware.placement import Placement, Span, gather_stages, scatter_stages
 from shardlib.hardware.topology import Topology
@@ -49,7 +59,7 @@ def stored(*, experts: bool = False) -> Group:
 
 def replicas(*, tensor: bool = False) -> Group:
     """The devices that hold equal stored shards; those along tensor too, with `tensor`."""
-    return Group((DATA.name, *((TENSOR.name,) if tensor else ())))
+    return Group((*REPLICA_AXES, *((TENSOR.name,) if tensor else ())))
 
 
 def tokens(*, experts: bool = False, tensor: bool = False) -> Group:
@@ -69,11 +79,9 @@ class Slot:
     """A kind of collective over a group, in one of the roles that pricing tells apart.
 
     Attributes:
-        role: "block" (compute waits for it), "context" (along the sequence), "keys", "ring" or
-            "exchange" (of a kernel of attention: keys and values are gathered, or go around, once
-            in a collective; or heads are exchanged), "stage" (between stages), "gather"
-            (parameters, ZeRO 3), "reduce" (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2
-            and 3).
+        role: of `shardlib.axes.Axis.collectives`; "block" over the axes that split tokens, too; or
+            "gather" (parameters, ZeRO 3), "reduce" (gradients, ZeRO 0 and 1) or "scatter"
+            (gradients, ZeRO 2 and 3).
         group: the devices.
         kind: kind of collective.
     """
@@ -83,20 +91,18 @@ class Slot:
     kind: str
 
 
-_FOUR = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 _TOKENS = tuple(
     tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
 )
 _STORED = (stored(), stored(experts=True))
 SLOTS: tuple[Slot, ...] = (
-    *(Slot("block", along(TENSOR), kind) for kind in _FOUR),
-    *(Slot("context", along(CONTEXT), kind) for kind in _FOUR),
-    *(Slot("keys", along(CONTEXT), kind) for kind in _FOUR),
-    Slot("ring", along(CONTEXT), "collective-permute"),
-    Slot("exchange", along(CONTEXT), "all-to-all"),
-    Slot("block", along(EXPERT), "all-to-all"),
+    *(
+        Slot(role, along(AXES[name]), kind)
+        for name in reversed(MESH_AXES)
+        for role, kinds in AXES[name].collectives.items()
+        for kind in kinds
+    ),
     Slot("block", tokens(), "all-reduce"),
-    Slot("stage", along(STAGE), "collective-permute"),
     *(Slot("gather", group, "all-gather") for group in _STORED),
     *(Slot("reduce", group, "all-reduce") for group in _TOKENS),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),

@@ -47,16 +47,8 @@ CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 
 
 def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
-    """Seconds of one execution of a kernel on one device, by candidate.
-
-    Args:
-        term: FLOPs and bytes of the kernel.
-        local: what one device has of an amount, by candidate.
-        chip: peaks and rates.
-        constants: shares of them that kernels reach.
-
-    Returns:
-        Array [candidates].
+    """Seconds of one execution of a kernel on one device, array [candidates]; arguments as those of
+    `kernel_parts`.
     """
     vector, matrix, traffic = kernel_parts(term, local, chip, constants)
     return np.maximum(np.maximum(vector, matrix), traffic) + max(chip.launch_s, constants.gap_s)
@@ -79,9 +71,9 @@ def kernel_parts(
     """
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
-    vector = sum((local(amount) for amount in term.simple), zeros)
+    vector = sum((local(amount) for amount in term.elements.simple), zeros)
     vector = vector + constants.transcendental * sum(
-        (local(amount) for amount in term.transcendental), zeros
+        (local(amount) for amount in term.elements.transcendental), zeros
     )
     passes = (
         constants.sort
@@ -107,11 +99,8 @@ def _compute_seconds(
     peak = chip.peak(term.dtype)
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
-        padded = (
-            math.ceil(term.head / constants.width) * constants.width / term.head
-            if term.head
-            else 1.0
-        )
+        head = term.core.head if term.core is not None else 0
+        padded = math.ceil(head / constants.width) * constants.width / head if head else 1.0
         matrix = (
             flops
             * padded
@@ -121,14 +110,15 @@ def _compute_seconds(
             )
         )
         moved = constants.scores if term.kind == FORWARD else constants.scores_backward
-        return np.maximum(matrix, moved * term.scores * flops / chip.hbm_bytes_per_s)
+        scores = term.core.scores if term.core is not None else 0.0
+        return np.maximum(matrix, moved * scores * flops / chip.hbm_bytes_per_s)
     if term.kind in GROUPED:
         return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
     if term.category == "convolution":
         return flops / (peak * share * constants.convolution)
     if term.matmul is None:
         return flops / (peak * constants.vector)
-    rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul)
+    rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul.dims)
     if constants.misaligned < 1:
         whole = 16 / ITEMSIZE.get(term.dtype, 2)
         share = share * np.where(
@@ -138,13 +128,13 @@ def _compute_seconds(
         )
     if constants.tiles:
         batches = (
-            np.maximum(local(term.batches), 1.0)
-            if term.batches is not None
+            np.maximum(local(term.matmul.batches), 1.0)
+            if term.matmul.batches is not None
             else np.ones_like(flops)
         )
         return matmul_seconds(rows, columns, depth, batches, peak * share, constants)
     padding = np.ones_like(flops)
-    for size, amount in zip((rows, columns, depth), term.matmul, strict=True):
+    for size, amount in zip((rows, columns, depth), term.matmul.dims, strict=True):
         padding *= (
             np.ceil(size / constants.tile) * constants.tile / size
             if amount.total >= constants.tile

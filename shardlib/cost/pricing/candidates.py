@@ -5,7 +5,7 @@ for many candidates at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,18 +24,14 @@ class Candidates:
     """Meshes with microbatch counts, as arrays of equal length.
 
     Attributes:
-        stage, data, fsdp, expert, context, tensor, micro: sizes per candidate.
+        sizes: size of every mesh axis per candidate.
+        micro: microbatches per candidate.
         links: costs of collectives per candidate.
         shapes: the distinct shapes among them.
         shape: number of the shape of each candidate.
     """
 
-    stage: Array
-    data: Array
-    fsdp: Array
-    expert: Array
-    context: Array
-    tensor: Array
+    sizes: Mapping[str, Array]
     micro: Array
     links: Links
     shapes: Shapes
@@ -44,14 +40,34 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.micro)
 
+    @property
+    def stage(self) -> Array:
+        """Stages per candidate."""
+        return self.sizes["stage"]
+
+    @property
+    def fsdp(self) -> Array:
+        """Size of the fsdp axis per candidate."""
+        return self.sizes["fsdp"]
+
+    @property
+    def context(self) -> Array:
+        """Size of the context axis per candidate."""
+        return self.sizes["context"]
+
     def ways(self, axes: Iterable[str]) -> Array:
         """Number of shards of a dim that is sharded over some axes, per candidate."""
-        return math.prod((getattr(self, axis) for axis in axes), start=np.ones_like(self.micro))
+        return math.prod((self.sizes[axis] for axis in axes), start=np.ones_like(self.micro))
 
     def take(self, which: Array) -> Candidates:
         """Some of the candidates; the shapes are those of all."""
-        sizes = {name: getattr(self, name)[which] for name in (*MESH_AXES, "micro", "shape")}
-        return Candidates(**sizes, links=self.links.take(which), shapes=self.shapes)
+        return Candidates(
+            sizes={axis: size[which] for axis, size in self.sizes.items()},
+            micro=self.micro[which],
+            links=self.links.take(which),
+            shapes=self.shapes,
+            shape=self.shape[which],
+        )
 
 
 def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
@@ -94,10 +110,11 @@ def candidates(
     sizes = {
         axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
     }
-    sizes["micro"] = np.array(micro, dtype=np.int64)
-    shapes, shape = distinct(sizes)
+    numbers = np.array(micro, dtype=np.int64)
+    shapes, shape = distinct({**sizes, "micro": numbers})
     return Candidates(
-        **sizes,
+        sizes=sizes,
+        micro=numbers,
         links=links(unique, topology).take(np.array(order, dtype=np.int64)),
         shapes=shapes,
         shape=shape,

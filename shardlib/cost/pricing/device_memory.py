@@ -12,7 +12,8 @@ from shardlib.axes import TOKEN_AXES
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.exposed_communication import passes_over
 from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
-from shardlib.cost.pricing.sums import Model, Point, Sums
+from shardlib.cost.pricing.sums import Model, Sums
+from shardlib.cost.tables.by_candidate import Point
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
@@ -39,10 +40,10 @@ def stored_bytes(
     Returns:
         Bytes per device, four arrays [candidates].
     """
-    frozen = on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
+    frozen = on_stage(s.stored.frozen_cut if how.zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
-        on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale),
-        on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale),
+        on_stage(s.stored.parameters_cut if how.zero >= 3 else s.stored.parameters, scale),
+        on_stage(s.stored.kept_cut if how.zero >= 2 else s.stored.kept, scale),
     )
     whole = (
         (1.0 if profile.stage_gathers == "step" else passes_over(how, c)[2])
@@ -51,14 +52,14 @@ def stored_bytes(
     )
     if whole:
         parameters = parameters + np.where(
-            c.stage > 1, on_stage(s.parameters, scale) * model.working * whole, 0.0
+            c.stage > 1, on_stage(s.stored.parameters, scale) * model.working * whole, 0.0
         )
-        gradients = gradients + np.where(c.stage > 1, on_stage(s.kept, scale) * whole, 0.0)
+        gradients = gradients + np.where(c.stage > 1, on_stage(s.stored.kept, scale) * whole, 0.0)
     return (
         parameters,
         frozen,
         gradients,
-        on_stage(s.state_cut if how.zero >= 1 else s.state, scale),
+        on_stage(s.stored.state_cut if how.zero >= 1 else s.stored.state, scale),
     )
 
 
@@ -190,7 +191,7 @@ def _at(
     if how.zero < 3:
         gathered = np.zeros(len(c))
     elif together:
-        gathered = np.maximum(0.0, on_stage(s.parameters + s.frozen, stored) - alive)
+        gathered = np.maximum(0.0, on_stage(s.stored.parameters + s.stored.frozen, stored) - alive)
     else:
         gathered = on_stage(point.gathered, stored)
     return _Occupied(

@@ -51,11 +51,11 @@ def exposed(
     reduced, gathered = _reduced(s, scale, how, c, profile), np.zeros(len(c))
     if how.zero:
         gathered = (
-            on_stage(s.gather, scale) * passes_over(how, c)[0]
+            on_stage(s.collectives.gather, scale) * passes_over(how, c)[0]
             if how.zero >= 3
             else _updated_gather(s, scale, c)
         )
-    ring = s.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
+    ring = s.collectives.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
     if profile.gather_overlap is None and profile.reduce_overlap is None:
         if in_the_last(
             profile, how
@@ -100,7 +100,7 @@ def saved_by_gathering_once(
     Returns:
         Array [candidates]; negative where it costs.
     """
-    scale, compute = shares_of(how, model, c, pricer.profile), s.compute.sum(0) / c.stage
+    scale, compute = shares_of(how, model, c, pricer.profile), s.kernels.compute.sum(0) / c.stage
     use, once = (
         exposed(s, scale, replace(how, gather=gather), c, pricer, compute)
         for gather in ("use", "once")
@@ -112,13 +112,17 @@ def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, profile: Framewor
     """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
     ZeRO 2 and 3, and where the framework does so, but for those of experts on their devices.
     """
-    seconds = on_stage(s.scatter if scatters(profile, how) else s.reduce, scale)
+    seconds = on_stage(
+        s.collectives.scatter if scatters(profile, how) else s.collectives.reduce, scale
+    )
     if once_a_step(profile, how):
         return seconds
     if how.zero >= 2:
         return seconds * passes_over(how, c)[1]
     if in_the_last(profile, how):
-        return seconds + np.where(c.stage > 1, 0.0, on_stage(s.routed, scale) * (c.micro - 1))
+        return seconds + np.where(
+            c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
+        )
     return seconds * np.where(c.stage > 1, 1, c.micro)
 
 
@@ -135,8 +139,8 @@ def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
 
 def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
     """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
-    experts = on_stage(s.experts, scale)
-    dense = on_stage(s.parameters, scale) - experts
+    experts = on_stage(s.stored.experts, scale)
+    dense = on_stage(s.stored.parameters, scale) - experts
     found = np.zeros(len(c))
     for group, size in ((stored(), dense), (stored(experts=True), experts)):
         at = SLOTS.index(Slot("gather", group, "all-gather"))

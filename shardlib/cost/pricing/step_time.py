@@ -47,14 +47,14 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
     stages = c.stage
     tick = tick_seconds(s, how, model, pricer, c)
     each = named(how.schedule).waiting(
-        pipelines_of(how, c, pricer.profile), tick, s.weights / stages
+        pipelines_of(how, c, pricer.profile), tick, s.kernels.weights / stages
     )
     return c.micro * tick + np.where(stages > 1, how.accumulation * each, 0.0)
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
-    return np.where(c.stage > 1, s.passes * chunks_of(how, c), 0.0) * (
+    return np.where(c.stage > 1, s.collectives.passes * chunks_of(how, c), 0.0) * (
         1 - pricer.profile.send_overlap
     )
 
@@ -75,7 +75,7 @@ def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidate
     key = how.context, how.virtual
     if key not in s.ticks:
         stages, virtual = c.stage, chunks_of(how, c)
-        busy = s.compute + s.block + s.along(how)
+        busy = s.kernels.compute + s.collectives.block + s.along(how)
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
         if pricer.profile.embedding_and_head == "owners":
             tick = slowest(layers, model.counts, busy[OUTSIDE_LAYERS], stages, virtual)
@@ -92,7 +92,7 @@ def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
     """Seconds of a microbatch that a stage waits for the host to launch kernels: where launching
     takes longer than running them.
     """
-    return np.maximum(0.0, s.host.sum(0) - busy.sum(0)) / c.stage
+    return np.maximum(0.0, s.kernels.host.sum(0) - busy.sum(0)) / c.stage
 
 
 def seconds_by_part(
@@ -113,9 +113,12 @@ def seconds_by_part(
         in a step, [candidates].
     """
     stages, micro = c.stage, c.micro
-    block = s.block + s.along(how)
-    compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + _passes(s, how, pricer, c)
-    starved = _starved(s, s.compute + block, c)
+    block = s.collectives.block + s.along(how)
+    compute, blocked = (
+        s.kernels.compute.sum(0) / stages,
+        block.sum(0) / stages + _passes(s, how, pricer, c),
+    )
+    starved = _starved(s, s.kernels.compute + block, c)
     bubble = np.where(
         stages > 1,
         least_seconds(s, how, model, pricer, c) - micro * (compute + blocked + starved),
@@ -127,4 +130,4 @@ def seconds_by_part(
         "exposed": waited,
         "bubble": np.maximum(bubble, 0.0),
         "overhead": starved * micro,
-    }, s.flops / stages * micro
+    }, s.kernels.flops / stages * micro

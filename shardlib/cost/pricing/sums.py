@@ -8,12 +8,13 @@ pricing knows of a model beside its items.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardlib.cost.machine.collective_tables import SLOTS, role_slots
 from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.tables.by_candidate import Collectives, Kernels, Point, StoredBytes
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
 from shardlib.cost.terms.knobs import Knobs
@@ -46,82 +47,39 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
-    `shardlib.cost.tables.quantities.Q`.
-    """
-
-    saved: Array
-    temporary: Array
-    gradient: Array
-    gradient_cut: Array
-    copy: Array
-    copy_cut: Array
-    cast: Array
-    gathered: Array
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sums:
-    """A table of the quantities of one remat policy under one choice, by segment and candidate,
-    with collectives as seconds: what all ZeRO stages and schedules share.
+    """The quantities of one remat policy under one choice, by segment and candidate, with
+    collectives as seconds: what all ZeRO stages and schedules share.
 
     Attributes:
-        compute, block, context, keys, ring, exchange, reduce, scatter, gather: seconds of kernels
-            and of the collectives of each role, a microbatch; arrays [segments, candidates].
-        routed: those of `reduce` that are gradients of experts on their devices.
-        passes: seconds of handing activations to the next stage and cotangents back, a microbatch
-            and chunk.
-        weights: seconds of kernels for gradients of weights, all segments.
-        host: seconds that the host takes to launch the kernels, a microbatch; array [segments,
-            candidates].
-        flops: all segments.
-        parameters, parameters_cut, frozen, frozen_cut, state, state_cut, experts, kept, kept_cut:
-            bytes as they are stored; arrays [segments, candidates].
-        buffer: bytes of keys and values gathered along the context.
+        kernels: what kernels take.
+        collectives: seconds of collectives.
+        stored: bytes between steps.
+        points: memory.
+        buffer: bytes of keys and values gathered along the context, array [candidates].
         stacks: bytes that loops over layers have saved when the last one ends, array [segments,
             candidates]; [0, candidates] where nobody asks.
-        points: memory.
         ticks: seconds of one microbatch on the slowest stage by (how keys and values meet queries,
             chunks a stage), filled as they are asked for.
     """
 
-    compute: Array
-    block: Array
-    context: Array
-    keys: Array
-    ring: Array
-    exchange: Array
-    reduce: Array
-    scatter: Array
-    gather: Array
-    routed: Array
-    passes: Array
-    weights: Array
-    host: Array
-    flops: Array
-    parameters: Array
-    parameters_cut: Array
-    frozen: Array
-    frozen_cut: Array
-    state: Array
-    state_cut: Array
-    experts: Array
-    kept: Array
-    kept_cut: Array
+    kernels: Kernels
+    collectives: Collectives
+    stored: StoredBytes
+    points: tuple[Point, ...]
     buffer: Array
     stacks: Array
-    points: tuple[Point, ...]
     ticks: dict[tuple[str, int], Array] = field(
         default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
     )
 
     def along(self, how: Knobs) -> Array:
         """Seconds of collectives along the sequence that compute waits for."""
-        return self.context + (
-            self.keys
+        roles = self.collectives
+        return roles.context + (
+            roles.keys
             if how.context == "all-gather"
-            else self.exchange
+            else roles.exchange
             if how.context == "ulysses"
             else 0.0
         )
@@ -129,20 +87,15 @@ class Sums:
     def take(self, which: Array) -> Sums:
         """Some of the candidates."""
         found = Sums(
-            points=tuple(
-                Point(**{one.name: getattr(point, one.name)[:, which] for one in fields(Point)})
-                for point in self.points
-            ),
-            **{name: getattr(self, name)[..., which] for name in _ARRAYS},
+            kernels=self.kernels.take(which),
+            collectives=self.collectives.take(which),
+            stored=self.stored.take(which),
+            points=tuple(point.take(which) for point in self.points),
+            buffer=self.buffer[which],
+            stacks=self.stacks[:, which],
         )
         found.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
         return found
-
-
-#: The fields of `Sums` that are arrays, the last dim candidates.
-_ARRAYS: tuple[str, ...] = tuple(
-    one.name for one in fields(Sums) if one.name not in ("points", "ticks")
-)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
@@ -152,21 +105,12 @@ def joined(parts: Sequence[Sums]) -> Sums:
     count = max(len(part.points) for part in parts)
     points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
     return Sums(
-        points=tuple(
-            Point(
-                **{
-                    one.name: np.concatenate(
-                        [getattr(listed[i], one.name) for listed in points], axis=1
-                    )
-                    for one in fields(Point)
-                }
-            )
-            for i in range(count)
-        ),
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
-            for name in _ARRAYS
-        },
+        kernels=Kernels.joined([part.kernels for part in parts]),
+        collectives=Collectives.joined([part.collectives for part in parts]),
+        stored=StoredBytes.joined([part.stored for part in parts]),
+        points=tuple(map(Point.joined, zip(*points, strict=True))),
+        buffer=np.concatenate([part.buffer for part in parts]),
+        stacks=np.concatenate([part.stacks for part in parts], axis=1),
     )
 
 
@@ -226,36 +170,42 @@ def sums(
         )
 
     return Sums(
-        compute=work[:, Q.COMPUTE][:, at],
-        block=role("block"),
-        context=role("context"),
-        keys=role("keys"),
-        ring=role("ring"),
-        exchange=role("exchange"),
-        reduce=role("reduce"),
-        scatter=role("scatter"),
-        gather=role("gather"),
-        routed=role("reduce", experts=True),
-        passes=role("stage")[OUTSIDE_LAYERS],
-        weights=work[:, Q.WEIGHTS].sum(0)[at],
-        host=work[:, Q.HOST][:, at],
-        flops=work[:, Q.FLOPS].sum(0)[at],
-        parameters=rest[:, Q.PARAMETERS][:, at],
-        parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at],
-        frozen=rest[:, Q.FROZEN][:, at],
-        frozen_cut=rest[:, Q.FROZEN_CUT][:, at],
-        state=rest[:, Q.STATE][:, at],
-        state_cut=rest[:, Q.STATE_CUT][:, at],
-        experts=rest[:, Q.EXPERTS][:, at],
-        kept=rest[:, Q.KEPT][:, at],
-        kept_cut=rest[:, Q.KEPT_CUT][:, at],
+        kernels=Kernels(
+            compute=work[:, Q.COMPUTE][:, at],
+            weights=work[:, Q.WEIGHTS].sum(0)[at],
+            host=work[:, Q.HOST][:, at],
+            flops=work[:, Q.FLOPS].sum(0)[at],
+        ),
+        collectives=Collectives(
+            block=role("block"),
+            context=role("context"),
+            keys=role("keys"),
+            ring=role("ring"),
+            exchange=role("exchange"),
+            reduce=role("reduce"),
+            scatter=role("scatter"),
+            gather=role("gather"),
+            routed=role("reduce", experts=True),
+            passes=role("stage")[OUTSIDE_LAYERS],
+        ),
+        stored=StoredBytes(
+            parameters=rest[:, Q.PARAMETERS][:, at],
+            parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at],
+            frozen=rest[:, Q.FROZEN][:, at],
+            frozen_cut=rest[:, Q.FROZEN_CUT][:, at],
+            state=rest[:, Q.STATE][:, at],
+            state_cut=rest[:, Q.STATE_CUT][:, at],
+            experts=rest[:, Q.EXPERTS][:, at],
+            kept=rest[:, Q.KEPT][:, at],
+            kept_cut=rest[:, Q.KEPT_CUT][:, at],
+        ),
+        points=tuple(map(point, points)),
         buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
         stacks=(
             np.zeros((0, len(at)))
             if stacks is None
             else pricer.corrected(stacks)[:, Q.SAVED][:, at]
         ),
-        points=tuple(map(point, points)),
     )
 
 

@@ -87,7 +87,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         "optimizer": state,
         "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
     }
-    updated = on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
+    updated = on_stage(s.stored.parameters_cut if how.zero >= 1 else s.stored.parameters, resting)
     update = (3 * updated + 2 * state) / (
         pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
     )

@@ -113,15 +113,15 @@ SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
 def depends(measure: Measure) -> frozenset[str]:
     """The sizes that a measure depends on."""
     if isinstance(measure, Kernel):
-        term = measure.term
+        term, matmul = measure.term, measure.term.matmul
         routed = (term.routed.rows, term.routed.experts) if term.routed else ()
         amounts = (
             term.flops,
             *term.traffic,
-            *term.simple,
-            *term.transcendental,
-            *(term.matmul or ()),
-            *((term.batches,) if term.batches else ()),
+            *term.elements.simple,
+            *term.elements.transcendental,
+            *(matmul.dims if matmul else ()),
+            *((matmul.batches,) if matmul and matmul.batches else ()),
             *routed,
         )
         counting = frozenset({"tensor"} if term.heads else ())

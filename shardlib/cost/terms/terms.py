@@ -69,25 +69,70 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Elements that the vector work of a kernel computes, by divisor.
+
+    Attributes:
+        simple: of additions, multiplications and such.
+        transcendental: of exponentials and such.
+    """
+
+    simple: tuple[Amount, ...] = ()
+    transcendental: tuple[Amount, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """Matmuls [rows, depth] x [depth, columns] that one kernel computes, each dim with what divides
+    it.
+
+    Attributes:
+        rows, columns: elements of the result.
+        depth: contracted elements.
+        batches: matmuls of that size; None where there is one.
+    """
+
+    rows: Amount
+    columns: Amount
+    depth: Amount
+    batches: Amount | None = None
+
+    @property
+    def dims(self) -> tuple[Amount, Amount, Amount]:
+        """Rows, columns and depth."""
+        return self.rows, self.columns, self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCore:
+    """What a kernel of fused attention works on.
+
+    Attributes:
+        head: elements of a head.
+        scores: scores that it computes for every FLOP.
+    """
+
+    head: int
+    scores: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compute:
-    """A table of what pricing knows of one kernel: FLOPs and memory traffic of one execution.
+    """One kernel: FLOPs and memory traffic of one execution.
 
     Attributes:
         flops: operations.
         dtype: dtype of the operands, which decides the peak.
         traffic: bytes read and written, by divisor.
         trips: executions per microbatch.
-        simple, transcendental: elements of the additions, multiplications and such, and of the
-            exponentials and such, that are fused into it, by divisor.
-        matmul: (rows, columns, depth) of a matmul with what divides each; None for other kernels.
+        elements: the vector work that is fused into it.
+        matmul: dims of a matmul; None for other kernels.
         weight: whether it computes the gradient of a weight, which nothing but the optimizer waits
             for.
-        batches: matmuls of that size that one kernel computes; None where there is one.
         kind: kind of the op.
         category: its category.
         routed: what decides how much the busiest device has of it; None where all have the same.
-        scores: scores of attention that it computes for every FLOP.
-        head: elements of a head that a kernel of fused attention works on; 0 for other kernels.
+        core: what a kernel of fused attention works on; None for other kernels.
         heads: when the kernel counts; None for always.
     """
 
@@ -95,16 +140,13 @@ class Compute:
     dtype: str
     traffic: tuple[Amount, ...]
     trips: int
-    simple: tuple[Amount, ...] = ()
-    transcendental: tuple[Amount, ...] = ()
-    matmul: tuple[Amount, Amount, Amount] | None = None
+    elements: Elements = Elements()
+    matmul: Matmul | None = None
     weight: bool = False
-    batches: Amount | None = None
     kind: str = ""
     category: str = ""
     routed: Routed | None = None
-    head: int = 0
-    scores: float = 0.0
+    core: AttentionCore | None = None
     heads: Heads | None = None
 
 

@@ -12,6 +12,7 @@ has H / G heads of the queries; all arithmetic is in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.graph.kernels import BLOCK
+from shardlib.jax_types import Value
 
 #: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
 NOTHING = -1e30
@@ -38,7 +40,7 @@ class Scores:
     softcap: float = 0.0
     block: int = BLOCK
 
-    def of(self, query: Any, key: Any) -> Any:
+    def of(self, query: Value, key: Value) -> Any:
         """Scores [B, G, H / G, Q, K].
 
         Args:
@@ -56,7 +58,7 @@ class Scores:
         )
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
-    def back(self, scores: Any, cotangent: Any) -> Any:
+    def back(self, scores: Any, cotangent: Value) -> Any:
         """The cotangent of products of queries and keys, for that of scores.
 
         Args:
@@ -76,7 +78,7 @@ class Part:
     """
 
     result: Any
-    total: Any
+    total: Value
 
     def __add__(self, other: Part) -> Part:
         total = jnp.logaddexp(self.total, other.total)
@@ -89,7 +91,45 @@ class Part:
 jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fields=[])
 
 
-def nothing(query: Any, width: int) -> Part:
+@dataclass(frozen=True, kw_only=True)
+class Incoming:
+    """What comes back to queries, of their attention to all keys.
+
+    Attributes:
+        total: logarithm of the sum of exponentials, [B, Q, H].
+        cotangent: of the result, [B, Q, H, V].
+        inner: product of cotangent and result, summed over V: [B, Q, H], float32.
+    """
+
+    total: Value
+    cotangent: Value
+    inner: Value
+
+    @classmethod
+    def of(cls, result: Value, total: Value, cotangent: Value) -> Incoming:
+        """What comes back for a result.
+
+        Args:
+            result: of attention to all keys, [B, Q, H, V].
+            total: logarithm of the sum of exponentials, [B, Q, H].
+            cotangent: of the result.
+        """
+        return cls(
+            total=total,
+            cotangent=cotangent,
+            inner=(cotangent.astype(jnp.float32) * result).sum(-1),
+        )
+
+    def map(self, change: Callable[[Any], Any]) -> Incoming:
+        """The same for other queries: all arrays changed alike."""
+        return Incoming(
+            total=change(self.total),
+            cotangent=change(self.cotangent),
+            inner=change(self.inner),
+        )
+
+
+def nothing(query: Value, width: int) -> Part:
     """Attention to no keys.
 
     Args:
@@ -102,7 +142,7 @@ def nothing(query: Any, width: int) -> Part:
     )
 
 
-def grouped(query: Any, groups: int) -> Any:
+def grouped(query: Value, groups: int) -> Any:
     """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D].
 
     Args:
@@ -112,7 +152,7 @@ def grouped(query: Any, groups: int) -> Any:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) -> Part:
+def attend_block(query: Value, key: Value, value: Value, seen: Any, scores: Scores) -> Part:
     """Attention of queries to keys.
 
     Args:
@@ -140,41 +180,37 @@ def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) ->
 
 
 def attend_back_block(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     seen: Any,
     scores: Scores,
-    total: Any,
-    cotangent: Any,
-    inner: Any,
+    incoming: Incoming,
 ) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, in
     float32; operands of products are of the dtype of queries, keys and values.
 
     Args:
         query, key, value, seen, scores: as for `attend_block`.
-        total: logarithm of the sum of exponentials over all keys, [B, Q, H].
-        cotangent: of the result over all keys, [B, Q, H, V].
-        inner: its product with that result, summed over V: [B, Q, H].
+        incoming: what comes back to the queries.
     """
     groups = key.shape[2]
 
-    def rows(array: Any) -> Any:
+    def rows(array: Value) -> Any:
         """[B, Q, H] -> [B, G, H / G, Q, 1]."""
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     plain = scores.of(query, key)
-    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (
-        rows(total) > NOTHING / 2
+    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(incoming.total), 0.0)) * (
+        rows(incoming.total) > NOTHING / 2
     )
-    back = grouped(cotangent, groups).astype(value.dtype)
+    back = grouped(incoming.cotangent, groups).astype(value.dtype)
     to_value = jnp.einsum(
         "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32
     )
     moved = shares * (
         jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32)
-        - rows(inner)
+        - rows(incoming.inner)
     )
     products = scores.back(plain, moved)
     to_query = jnp.einsum(

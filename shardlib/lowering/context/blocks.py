@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.lowering.context.block import Part, Scores, attend_back_block, attend_block, nothing
+from shardlib.jax_types import Value
+from shardlib.lowering.context.block import (
+    Incoming,
+    Part,
+    Scores,
+    attend_back_block,
+    attend_block,
+    nothing,
+)
 from shardlib.lowering.context.mask import Sight, Tokens
 
 
@@ -55,7 +63,7 @@ class Blocks:
         """Positions that the last block lacks."""
         return self.count * self.size - self.length
 
-    def full(self, array: Any, dim: int = 1) -> Any:
+    def full(self, array: Value, dim: int = 1) -> Any:
         """An array whose last block is filled up, with its last value.
 
         Args:
@@ -81,7 +89,7 @@ class Blocks:
             real=real,
         )
 
-    def at(self, number: Any, array: Any, dim: int = 1) -> Any:
+    def at(self, number: Any, array: Value, dim: int = 1) -> Any:
         """The block of a number, of an array that is full.
 
         Args:
@@ -108,7 +116,7 @@ class Blocks:
             real=real,
         )
 
-    def added(self, number: Any, array: Any, more: Any) -> Any:
+    def added(self, number: Any, array: Value, more: Value) -> Any:
         """A full array with a block added to.
 
         Args:
@@ -120,14 +128,20 @@ class Blocks:
             array, self.at(number, array) + more, number * self.size, 1
         )
 
-    def joined(self, blocks: Any) -> Any:
+    def joined(self, blocks: Value) -> Any:
         """[count, B, size, ...] -> [B, length, ...]."""
         whole = jnp.moveaxis(blocks, 0, 1)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, : self.length]
 
 
 def attend(
-    query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sight: Sight, scores: Scores
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
+    scores: Scores,
 ) -> Part:
     """Attention of queries to keys.
 
@@ -178,41 +192,30 @@ def attend(
 
 
 def attend_back(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     rows: Tokens,
     columns: Tokens,
     sight: Sight,
     scores: Scores,
-    total: Any,
-    cotangent: Any,
-    inner: Any,
+    incoming: Incoming,
 ) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, in
     float32.
 
     Args:
         query, key, value, rows, columns, sight, scores: as for `attend`.
-        total: logarithm of the sum of exponentials over all keys, [B, Q, H].
-        cotangent: of the result over all keys, [B, Q, H, V].
-        inner: its product with that result, summed over V: [B, Q, H].
+        incoming: what comes back to the queries.
     """
     query, rows, columns = _beside(query, rows, columns)
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
-        return attend_back_block(
-            query, key, value, sight.seen(rows, columns), scores, total, cotangent, inner
-        )
+        return attend_back_block(query, key, value, sight.seen(rows, columns), scores, incoming)
     lengths = query.shape[1], key.shape[1]
-    # What fills up the queries has a cotangent of zeros, and adds nothing to gradients of keys.
-    cotangent, inner = (
-        jnp.pad(array, [(0, 0), (0, own.missing), *[(0, 0)] * (array.ndim - 2)])
-        for array in (cotangent, inner)
-    )
-    query, total, key, value, rows, columns = (
+    incoming = _full(own, incoming)
+    query, key, value, rows, columns = (
         own.full(query),
-        own.full(total),
         all_.full(key),
         all_.full(value),
         own.full_tokens(rows),
@@ -220,10 +223,8 @@ def attend_back(
     )
 
     def block(gradients: tuple[Any, Any], row: Any) -> tuple[tuple[Any, Any], Any]:
-        ours, these = (
-            [own.at(row, array) for array in (query, total, cotangent, inner)],
-            own.tokens_at(row, rows),
-        )
+        ours, these = own.at(row, query), own.tokens_at(row, rows)
+        back = incoming.map(lambda array: own.at(row, array))
 
         def step(carry: tuple[Any, Any, Any], column: Any) -> tuple[tuple[Any, Any, Any], None]:
             those, one, other = (
@@ -233,10 +234,8 @@ def attend_back(
             )
             more = _where_seen(
                 sight.some(these, those),
-                lambda: attend_back_block(
-                    ours[0], one, other, sight.seen(these, those), scores, *ours[1:]
-                ),
-                _zeros(ours[0], one, other),
+                lambda: attend_back_block(ours, one, other, sight.seen(these, those), scores, back),
+                _zeros(ours, one, other),
             )
             return (
                 carry[0] + more[0],
@@ -245,7 +244,7 @@ def attend_back(
             ), None
 
         to_query, *gradients_ = jax.lax.scan(
-            step, (*_zeros(ours[0]), *gradients), jnp.arange(all_.count)
+            step, (*_zeros(ours), *gradients), jnp.arange(all_.count)
         )[0]
         return (gradients_[0], gradients_[1]), to_query
 
@@ -253,7 +252,18 @@ def attend_back(
     return own.joined(to_query), to_key[:, : lengths[1]], to_value[:, : lengths[1]]
 
 
-def _beside(query: Any, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
+def _full(own: Blocks, incoming: Incoming) -> Incoming:
+    """The same for queries whose last block is filled up: what fills it has a cotangent of zeros,
+    and adds nothing to gradients of keys.
+    """
+    cotangent, inner = (
+        jnp.pad(array, [(0, 0), (0, own.missing), *[(0, 0)] * (array.ndim - 2)])
+        for array in (incoming.cotangent, incoming.inner)
+    )
+    return Incoming(total=own.full(incoming.total), cotangent=cotangent, inner=inner)
+
+
+def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
     """The same, with positions that seem to depend on queries: masks of known positions, of all
     blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
     """

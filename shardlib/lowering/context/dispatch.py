@@ -19,7 +19,7 @@ from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.mask import FAR
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import exchanged
+from shardlib.lowering.context.ulysses import Collected
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
@@ -155,14 +155,9 @@ class Local:
                 causal=self.form.causal,
             )
         if not self.ring:
-            return exchanged(
-                self.along,
-                scores,
-                *operands,
-                causal=self.form.causal,
-                window=window,
-                kernels=self.kernels,
-            )
+            return Collected(
+                cut=self.along, scores=scores, causal=self.form.causal, kernels=self.kernels
+            ).exchanged(*operands, window=window)
         ring = Ring(cut=self.along, scores=scores, causal=self.form.causal)
         return self.along.collected_inside(
             ring.attention(*map(self.along.dealt_inside, operands), window=window)

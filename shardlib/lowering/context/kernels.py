@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.kernels import LANES, Wanted
 from shardlib.graph.kernels import Kind
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.mask import Tokens
 from shardlib.lowering.context.rematerialised import attention
@@ -38,9 +39,9 @@ class Kernels:
 
     def why_not(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         *,
         scores: Scores,
         window: Any = None,
@@ -71,9 +72,9 @@ class Kernels:
 
     def attention(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         documents: tuple[Any, Any] | None = None,
         *,
         scores: Scores,
@@ -121,9 +122,9 @@ class Kernels:
 
 
 def _blocks(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     documents: tuple[Any, Any] | None,
     scores: Scores,
     window: Any,
@@ -139,7 +140,7 @@ def _blocks(
     return attention(scores, query, key, value, rows, columns, causal=causal, window=window)
 
 
-def _cudnn(query: Any, key: Any, value: Any, scale: float, window: int, causal: bool) -> Any:
+def _cudnn(query: Value, key: Value, value: Value, scale: float, window: int, causal: bool) -> Any:
     try:
         return jax.nn.dot_product_attention(
             query,
@@ -170,9 +171,9 @@ def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
 
 
 def _splash(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     documents: tuple[Any, Any] | None,
     scores: Scores,
     mask: Any,

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from shardlib.lowering.context.block import Part, Scores
+from shardlib.jax_types import Value
+from shardlib.lowering.context.block import Incoming, Part, Scores
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
 
@@ -31,37 +31,24 @@ class Local:
     window: int = 0
 
     def forward(
-        self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any
+        self, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
     ) -> Part:
         """Attention as a part, before it is cast."""
         return attend(query, key, value, rows, columns, self._sight(window), self.scores)
 
     def backward(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         rows: Tokens,
         columns: Tokens,
         window: Any,
-        result: Any,
-        total: Any,
-        cotangent: Any,
+        incoming: Incoming,
     ) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the
-        sum of exponentials.
-        """
+        """Gradients of queries, keys and values, in float32."""
         return attend_back(
-            query,
-            key,
-            value,
-            rows,
-            columns,
-            self._sight(window),
-            self.scores,
-            total,
-            cotangent,
-            (cotangent.astype(jnp.float32) * result).sum(-1),
+            query, key, value, rows, columns, self._sight(window), self.scores, incoming
         )
 
     def _sight(self, window: Any) -> Sight:
@@ -70,9 +57,9 @@ class Local:
 
 def attention(
     scores: Scores,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Value,
+    key: Value,
+    value: Value,
     rows: Tokens,
     columns: Tokens,
     *,
@@ -98,7 +85,7 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    local: Local, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any
+    local: Local, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
 ) -> Any:
     return local.forward(query, key, value, rows, columns, window).result.astype(value.dtype)
 
@@ -111,9 +98,10 @@ def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
     return result, (*operands, result, part.total)
 
 
-def _backward(local: Local, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+def _backward(local: Local, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
     query, key, value, rows, columns, window, result, total = saved
-    found = local.backward(query, key, value, rows, columns, window, result, total, cotangent)
+    incoming = Incoming.of(result, total, cotangent)
+    found = local.backward(query, key, value, rows, columns, window, incoming)
     return (
         *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
         None,

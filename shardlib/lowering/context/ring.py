@@ -25,7 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.lowering.context.block import Part, Scores, nothing
+from shardlib.jax_types import Value
+from shardlib.lowering.context.block import Incoming, Part, Scores, nothing
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
 from shardlib.lowering.context.sequence_partition import Cut
@@ -55,7 +56,7 @@ class Ring:
     window: int = 0
 
     def attention(
-        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
     ) -> Any:
         """Attention of this device's queries to all keys; inside of a region that is manual over
         the axis.
@@ -73,13 +74,13 @@ class Ring:
         static, given = split_window(self.window if window is None else window)
         return _attention(replace(self, window=static), query, key, value, segments, given)
 
-    def forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
+    def forward(self, query: Value, key: Value, value: Value, segments: Any, window: Any) -> Part:
         """The same as a part, before it is cast."""
         return replace(self, cut=self.cut.beside(query))._forward(
             query, key, value, segments, window
         )
 
-    def _forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
+    def _forward(self, query: Value, key: Value, value: Value, segments: Any, window: Any) -> Part:
         local = query.shape[1]
 
         def turn(number: Any, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
@@ -109,34 +110,28 @@ class Ring:
 
     def backward(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         segments: Any,
         window: Any,
-        result: Any,
-        total: Any,
-        cotangent: Any,
+        incoming: Incoming,
     ) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the
-        sum of exponentials.
-        """
+        """Gradients of queries, keys and values, in float32."""
         return replace(self, cut=self.cut.beside(query))._backward(
-            query, key, value, segments, window, result, total, cotangent
+            query, key, value, segments, window, incoming
         )
 
     def _backward(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: Value,
+        key: Value,
+        value: Value,
         segments: Any,
         window: Any,
-        result: Any,
-        total: Any,
-        cotangent: Any,
+        incoming: Incoming,
     ) -> tuple[Any, Any, Any]:
-        local, inner = query.shape[1], (cotangent.astype(jnp.float32) * result).sum(-1)
+        local = query.shape[1]
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
 
         def turn(number: Any, to_query: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -155,9 +150,7 @@ class Ring:
                     theirs[columns],
                     sight,
                     self.scores,
-                    total[:, rows],
-                    cotangent[:, rows],
-                    inner[:, rows],
+                    incoming.map(lambda array: array[:, rows]),
                 )
                 return tuple(
                     all_.at[:, where].add(some)
@@ -257,13 +250,15 @@ class Ring:
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
-def _given(key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
+def _given(key: Value, value: Value, segments: Any) -> tuple[Any, ...]:
     """What goes around."""
     return (key, value) if segments is None else (key, value, segments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: Ring, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Any:
+def _attention(
+    ring: Ring, query: Value, key: Value, value: Value, segments: Any, window: Any
+) -> Any:
     return ring.forward(query, key, value, segments, window).result.astype(value.dtype)
 
 
@@ -275,9 +270,10 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
     return result, (*operands, result, part.total)
 
 
-def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
     query, key, value, segments, window, result, total = saved
-    found = ring.backward(query, key, value, segments, window, result, total, cotangent)
+    incoming = Incoming.of(result, total, cotangent)
+    found = ring.backward(query, key, value, segments, window, incoming)
     return (
         *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
         None,

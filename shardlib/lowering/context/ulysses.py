@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.errors import LayoutError
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.mask import Tokens
@@ -25,84 +26,84 @@ from shardlib.lowering.context.sequence_partition import Cut
 BLOCKS = Kernels()
 
 
-def gathered(
-    cut: Cut,
-    scores: Scores,
-    query: Any,
-    key: Any,
-    value: Any,
-    segments: Any = None,
-    *,
-    causal: bool = True,
-    window: Any = None,
-    kernels: Kernels = BLOCKS,
-) -> Any:
-    """Attention of this device's queries to gathered keys; arguments and result as those of
-    `Ring.attention`.
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """Attention of a sequence that is sharded, on each of the devices.
 
-    Args:
-        kernels: what computes it. A kernel of a vendor applies where all keys are seen, for it
-            knows no position of a device.
-
-    Raises:
-        LayoutError: the kernel does not apply.
+    Attributes:
+        cut: the sequence over the mesh axis.
+        scores: how scores are made, in blocks of which size.
+        causal: whether a query sees no later position.
+        kernels: what computes it.
     """
 
-    def whole(array: Any) -> Any:
-        return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
+    cut: Cut
+    scores: Scores
+    causal: bool = True
+    kernels: Kernels = BLOCKS
 
-    if kernels.kind != "blocks":
-        documents = None if segments is None else (segments, whole(segments))
-        return kernels.attention(
-            query, whole(key), whole(value), documents, scores=scores, window=window, causal=causal
+    def gathered(
+        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
+    ) -> Any:
+        """Attention of this device's queries to gathered keys; arguments and result as those of
+        `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
+        position of a device.
+
+        Raises:
+            LayoutError: the kernel does not apply.
+        """
+
+        def whole(array: Value) -> Any:
+            return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
+
+        if self.kernels.kind != "blocks":
+            documents = None if segments is None else (segments, whole(segments))
+            return self._by_kernel(query, whole(key), whole(value), documents, window)
+        rows = Tokens(
+            position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
-    rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
-    columns = Tokens(
-        position=_positions(cut, query.shape[1]),
-        document=None if segments is None else whole(segments),
-    )
-    return attention(
-        scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window
-    )
-
-
-def exchanged(
-    cut: Cut,
-    scores: Scores,
-    query: Any,
-    key: Any,
-    value: Any,
-    segments: Any = None,
-    *,
-    causal: bool = True,
-    window: Any = None,
-    kernels: Kernels = BLOCKS,
-) -> Any:
-    """Attention to the whole sequence for this device's share of the heads; arguments and result as
-    those of `Ring.attention`.
-
-    Args:
-        kernels: what computes it. For a kernel of a vendor, the sequence is put in its order.
-
-    Raises:
-        LayoutError: the devices do not divide the heads, or the kernel does not apply.
-    """
-    exchange = Exchange(cut=cut, group=cut.ways)
-    arrays, documents = (
-        exchange.for_heads(query, key, value),
-        (None if segments is None else exchange.whole(segments)),
-    )
-    if kernels.kind == "blocks":
-        tokens = Tokens(position=_positions(cut, query.shape[1]), document=documents)
-        return exchange.for_tokens(
-            attention(scores, *arrays, tokens, tokens, causal=causal, window=window)
+        columns = Tokens(
+            position=_positions(self.cut, query.shape[1]),
+            document=None if segments is None else whole(segments),
         )
-    documents = None if documents is None else (exchange.ordered(documents),) * 2
-    query, key, value = map(exchange.ordered, arrays)
-    found = kernels.attention(
-        query, key, value, documents, scores=scores, window=window, causal=causal
-    )
-    return exchange.for_tokens(exchange.unordered(found))
+        return self._by_blocks(query, whole(key), whole(value), rows, columns, window)
+
+    def exchanged(
+        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
+    ) -> Any:
+        """Attention to the whole sequence for this device's share of the heads; arguments and
+        result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
+        order.
+
+        Raises:
+            LayoutError: the devices do not divide the heads, or the kernel does not apply.
+        """
+        exchange = Exchange(cut=self.cut, group=self.cut.ways)
+        arrays, documents = (
+            exchange.for_heads(query, key, value),
+            (None if segments is None else exchange.whole(segments)),
+        )
+        if self.kernels.kind == "blocks":
+            tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
+            return exchange.for_tokens(self._by_blocks(*arrays, tokens, tokens, window))
+        documents = None if documents is None else (exchange.ordered(documents),) * 2
+        query, key, value = map(exchange.ordered, arrays)
+        found = self._by_kernel(query, key, value, documents, window)
+        return exchange.for_tokens(exchange.unordered(found))
+
+    def _by_blocks(
+        self, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
+    ) -> Any:
+        return attention(
+            self.scores, query, key, value, rows, columns, causal=self.causal, window=window
+        )
+
+    def _by_kernel(
+        self, query: Value, key: Value, value: Value, documents: tuple[Any, Any] | None, window: Any
+    ) -> Any:
+        return self.kernels.attention(
+            query, key, value, documents, scores=self.scores, window=window, causal=self.causal
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ class Exchange:
     cut: Cut
     group: int
 
-    def for_heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Any, Any, Any]:
         """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
         / N, H / group, D].
 
@@ -148,11 +149,11 @@ class Exchange:
             self._all_to_all(value, 2, 1),
         )
 
-    def for_tokens(self, array: Any) -> Any:
+    def for_tokens(self, array: Value) -> Any:
         """The reverse: own positions for all heads."""
         return self._all_to_all(array, 1, 2)
 
-    def whole(self, array: Any) -> Any:
+    def whole(self, array: Value) -> Any:
         """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N,
         ...].
         """
@@ -160,7 +161,7 @@ class Exchange:
             array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
         )
 
-    def ordered(self, array: Any) -> Any:
+    def ordered(self, array: Value) -> Any:
         """Parts of the neighbours, one after the other, in the order of the sequence: all of the
         first runs, then the second ones from the last neighbour's to the first's.
         """
@@ -169,14 +170,14 @@ class Exchange:
         runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
         return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
 
-    def unordered(self, array: Any) -> Any:
+    def unordered(self, array: Value) -> Any:
         """The reverse of `ordered`."""
         if not self.cut.zigzag:
             return array
         runs = array.reshape(array.shape[0], 2, self.group, -1, *array.shape[2:])
         return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
 
-    def _all_to_all(self, array: Any, split: int, joined: int) -> Any:
+    def _all_to_all(self, array: Value, split: int, joined: int) -> Any:
         return jax.lax.all_to_all(
             array,
             self.cut.axis,

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.experts import ExpertForm
 from shardlib.jax_types import Index
 from shardlib.lowering.experts.dispatch_and_combine import round_of
@@ -131,13 +130,10 @@ class Work:
         sizes = jnp.diff(
             jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))
         ).astype(jnp.int32)
-        act, grouped, rows = ACTIVATIONS[self.form.activation], self.where.grouped, kept(rows)
+        grouped, rows = self.where.grouped, kept(rows)
         hidden = kept(grouped.matmul(rows, up, sizes))
-        return grouped.matmul(
-            act(kept(grouped.matmul(rows, gate[0], sizes))) * hidden if gate else act(hidden),
-            down,
-            sizes,
-        )
+        gates = kept(grouped.matmul(rows, gate[0], sizes)) if gate else None
+        return grouped.matmul(self.form.activated(hidden, gates), down, sizes)
 
 
 def kept(array: jax.Array) -> jax.Array:

@@ -30,19 +30,14 @@ def routed(
     Args:
         form: what experts compute.
         where: on which axes.
-        x: tokens of the device, [..., D]. For a capacity, the order of all tokens is that of the
-            devices along `where.every`, the major axis first, as where a batch is sharded over
-            them.
-        weights: of the chosen experts, [..., K].
-        chosen: their numbers among all experts, int [..., K].
-        up: [E / X, D, F / T] for the experts of this device: device i of the X that share them has
-            the i-th part.
-        down: [E / X, F / T, D].
-        gate: [E / X, D, F / T]; None where experts have no gate.
+        x, weights, chosen: as those of `visit`, for the tokens of the device; `chosen` are numbers
+            among all experts. For a capacity, the order of all tokens is that of the devices along
+            `where.every`, the major axis first, as where a batch is sharded over them.
+        up, down, gate: the same for the experts of this device, [E / X, ...] with hidden dims of
+            F / T: device i of the X that share them has the i-th part.
 
     Returns:
-        Results [..., D] of the dtype of `x`, whole on every device, and the number of assignments
-        that all devices drop, int32 [].
+        As of `visit`: results are whole on every device, and all devices' drops are counted.
     """
     per_token = chosen.shape[-1]
     queue, dropped = queue_of(form, where, chosen.reshape(-1, per_token), up.shape[0] * where.ways)

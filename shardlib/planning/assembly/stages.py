@@ -45,11 +45,11 @@ def _seconds(one: OnMachine, program: Program) -> StageSeconds:
         sums(one.tally(items), stored, [], model, pricer, c)
         for items in (program.work, program.forward)
     )
-    ahead = replace(
-        ahead, passes=ahead.passes / 2
-    )  # of the two messages of a microbatch, one goes forward
+    # of the two messages of a microbatch, one goes forward
+    roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
+    ahead = replace(ahead, collectives=roles)
     whole, forward = (float(tick_seconds(part, how, model, pricer, c)[0]) for part in (both, ahead))
-    weights = float(both.weights[0]) / one.candidate.mesh["stage"]
+    weights = float(both.kernels.weights[0]) / one.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward,
         backward=whole - forward - weights,

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from shardlib.axes import MESH_AXES
 from shardlib.cost.machine.collective_tables import ALONG, best_links, least_hops, role_slots
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import Tally
@@ -51,9 +52,7 @@ class Bounds:
         none = np.ones(len(work), dtype=np.int64)
         self._links = best_links(
             {
-                "stage": none,
-                "data": none,
-                "fsdp": none,
+                **dict.fromkeys(MESH_AXES, none),
                 "expert": work.expert,
                 "context": work.context,
                 "tensor": work.tensor,

@@ -29,7 +29,10 @@ from shardlib.schedules.table import named
 
 Array = np.ndarray
 #: Quantities of `Sums` that a step is the slower the more there is of them.
-_SLOWER: tuple[str, ...] = ("compute", "block", "context", "reduce", "scatter", "gather", "host")
+_SLOWER: Mapping[str, tuple[str, ...]] = {
+    "kernels": ("compute", "host"),
+    "collectives": ("block", "context", "reduce", "scatter", "gather"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +69,12 @@ class GroupBounds:
         """
         plain = np.logical_and.reduce(
             [
-                (getattr(s, name) >= getattr(known[NONE], name)).all(0)
+                (getattr(getattr(s, part), name) >= getattr(getattr(known[NONE], part), name)).all(
+                    0
+                )
                 for s in known.values()
-                for name in _SLOWER
+                for part, names in _SLOWER.items()
+                for name in names
             ]
         )
         hopeful = ~plain | (
@@ -95,7 +101,10 @@ class GroupBounds:
             for corner in corners(self.room.policies, len(self.load.counts))
         }
         least = {
-            corner: (least_seconds(s, knobs[0], self.load.model, self.pricer, c), s.compute.sum(0))
+            corner: (
+                least_seconds(s, knobs[0], self.load.model, self.pricer, c),
+                s.kernels.compute.sum(0),
+            )
             for corner, s in busy.items()
         }
         wanted: dict[Decisions, Array] = {}
@@ -123,18 +132,27 @@ class GroupBounds:
         """
         counts = self.load.counts
         first = known[corner[0]]
-        found: dict[str, Array] = {}
-        for name in _SLOWER:
-            arrays: list[Array] = [getattr(known[policy], name) for policy in corner]
-            found[name] = sum(
+
+        def mixed(part: str, name: str) -> Array:
+            arrays: list[Array] = [getattr(getattr(known[policy], part), name) for policy in corner]
+            found = sum(
                 (
                     array * (count / sum(counts))
                     for array, count in zip(arrays, counts, strict=True)
                 ),
                 np.zeros(arrays[0].shape),
             )
-            found[name][: len(counts)] = [array[k] for k, array in enumerate(arrays)]
-        return replace(first, **found)
+            found[: len(counts)] = [array[k] for k, array in enumerate(arrays)]
+            return found
+
+        kernels, collectives = (
+            {name: mixed(part, name) for name in names} for part, names in _SLOWER.items()
+        )
+        return replace(
+            first,
+            kernels=replace(first.kernels, **kernels),
+            collectives=replace(first.collectives, **collectives),
+        )
 
     def _floor(
         self,

@@ -98,7 +98,8 @@ class PairPricer:
         every, which = np.unique(pairs.entries, return_inverse=True)
         sizes = entries.at(every)
         c = Candidates(
-            **sizes,
+            sizes={axis: sizes[axis] for axis in MESH_AXES},
+            micro=sizes["micro"],
             links=best_links(sizes, self.topology),
             shapes=entries.values.shapes,
             shape=entries.shape[every],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES
+from shardlib.axes import BATCH_AXES, MESH_AXES, TENSOR
 from shardlib.decisions.pins import Pins
 from shardlib.planning.space.limits import MAX_MICROBATCHES, Limits, divisors
 from shardlib.planning.space.space import Space
@@ -14,6 +15,9 @@ from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
 Array = np.ndarray
+#: Where the tensor axis stands among the axes, and those that split the batch.
+_TENSOR = MESH_AXES.index(TENSOR.name)
+_BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 
 
 def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
@@ -35,10 +39,10 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
     for mesh in meshes(room, devices):
-        _, data, fsdp, expert, _, ways = mesh
+        ways = mesh[_TENSOR]
         if ways > 1 and all(size % ways for size in cuttable):
             continue
-        parts = data * fsdp * expert
+        parts = math.prod(mesh[at] for at in _BATCH)
         if parts not in microbatches:
             microbatches[parts] = (
                 _microbatches(limits.batch, parts, pins)

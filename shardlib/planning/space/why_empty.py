@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardlib.axes import BATCH_AXES, MESH_AXES, MeshShape
 from shardlib.cost.step.routed_experts import expert_colour
@@ -38,6 +38,33 @@ def explain_empty(
     """
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
+    wrong = (
+        _batch_fault(problem, pins, sizes, size)
+        or _pipeline_fault(pins, sizes)
+        or _sequence_fault(problem, colouring, pins, sizes)
+        or _rules_fault(colouring, pins, sizes)
+    )
+    if wrong is not None:
+        return wrong
+    tensor, names = sizes.get("tensor", 1), tensor_colours(colouring)[0]
+    if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
+        return _indivisible(tensor, colouring, names, sequence_size(problem, colouring))
+    beyond = [
+        fault for axis, size in sizes.items() if (fault := misfit(axis, size, problem, colouring))
+    ]
+    if beyond:
+        return PinError(beyond[0])
+    return PinError(
+        f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
+        f" batch of {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
+        " number of devices"
+    )
+
+
+def _batch_fault(
+    problem: Problem, pins: Pins, sizes: Mapping[str, int], size: int
+) -> BatchError | PinError | None:
+    """What is wrong with how the pins split a batch of `size` examples."""
     ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
     if (
         not any("batch" in axes for _, _, _, axes in problem.batch)
@@ -62,6 +89,11 @@ def explain_empty(
             f" divide the {size // ways} examples of each of the {ways} parts of the batch\nTry:"
             f" one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
         )
+    return None
+
+
+def _pipeline_fault(pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
+    """What is wrong with the microbatches that go through pinned stages together."""
     together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
     if 0 < together < stages and (pins.virtual_stages or 1) > 1:
         return PinError(
@@ -74,6 +106,13 @@ def explain_empty(
             f" stage, and {together} go through the stages together\nTry: a multiple of that, or"
             " pipeline='lockstep'"
         )
+    return None
+
+
+def _sequence_fault(
+    problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int]
+) -> PinError | None:
+    """Why the sequence cannot be sharded over tensor, as is pinned."""
     tensor = sizes.get("tensor", 1)
     length = sequence_size(problem, colouring)
     if pins.sequence_parallel and (colouring.sequence_colour is None or length % tensor):
@@ -86,42 +125,39 @@ def explain_empty(
             f"sequence_parallel=True shards the sequence over tensor={tensor}, and {problem.model}"
             f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
         )
-    if tensor > 1 and pins.rules is not None:
-        cut = {
-            name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes
-        }
-        whole = [
-            f"{name!r} -> tensor: its dims have the largest common size"
-            f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
-            for name, colour in cut.items()
-            if colour is not None and colouring.colours[colour].divisor % tensor
-        ]
-        if whole:
-            raise_all(
-                PinError,
-                f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}",
-                whole,
-                hint="a tensor axis that divides them, or the rule to None",
-            )
-        if not cut:
-            return PinError(
-                f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a"
-                f" rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'},"
-                " or no rules"
-            )
-    names = tensor_colours(colouring)[0]
-    if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
-        return _indivisible(tensor, colouring, names, length)
-    beyond = [
-        fault for axis, size in sizes.items() if (fault := misfit(axis, size, problem, colouring))
+    return None
+
+
+def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
+    """Why the pinned rules cannot use the pinned tensor axis.
+
+    Raises:
+        PinError: dims that do not divide, all of them listed.
+    """
+    tensor = sizes.get("tensor", 1)
+    if tensor == 1 or pins.rules is None:
+        return None
+    cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
+    whole = [
+        f"{name!r} -> tensor: its dims have the largest common size"
+        f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
+        for name, colour in cut.items()
+        if colour is not None and colouring.colours[colour].divisor % tensor
     ]
-    if beyond:
-        return PinError(beyond[0])
-    return PinError(
-        f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
-        f" batch of {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
-        " number of devices"
-    )
+    if whole:
+        raise_all(
+            PinError,
+            f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}",
+            whole,
+            hint="a tensor axis that divides them, or the rule to None",
+        )
+    if not cut:
+        return PinError(
+            f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a"
+            f" rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'},"
+            " or no rules"
+        )
+    return None
 
 
 def _in_order(pins: Pins, stages: int, together: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rows.handed import Handed, Unlike, as_number
-from shardlib.tracing.rows.kinds import Kind
+from shardlib.tracing.rows.kinds import Kind, data, mixed
 from shardlib.tracing.rows.rules import (
     calls,
     custom,
@@ -124,7 +124,7 @@ class Analysis:
             ] * len(step.results)
         if one.name in REMAT:
             return self.run(self.inside(step, callee), kinds, editable=editable)
-        if any(kind.learned for kind in kinds):
+        if any(kind.descent.learned for kind in kinds):
             kinds = [
                 self._handed(step, at, kind, editable=editable) for at, kind in enumerate(kinds)
             ]
@@ -182,7 +182,7 @@ class Analysis:
                 )
                 for kind in kinds
             ]
-        if not any(kind.learned for kind in kinds):
+        if not any(kind.descent.learned for kind in kinds):
             return self._unlearned(step, kinds)
         return self._by_rule(step, kinds)
 
@@ -190,7 +190,7 @@ class Analysis:
         if all(kind.family == "free" for kind in kinds) and not (
             step.name in indexing.LOOKUPS and step.name != "gather" and step.result_dims()
         ):
-            return constants(step, kinds, learned=any(kind.learned for kind in kinds))
+            return constants(step, kinds, learned=any(kind.descent.learned for kind in kinds))
         rule = _RULES.get(step.name)
         return (
             step.mixed("nothing is known about its rows", kinds)
@@ -206,19 +206,14 @@ class Analysis:
         if any(kind.family == "data" for kind in kinds) or (
             rows and any(kind.family == "sum" and not kind.running for kind in kinds)
         ):
-            made = next((kind for kind in kinds if kind.why), None)
+            cause = next((kind.cause for kind in kinds if kind.cause), None)
             kinds = [
                 as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)
             ]
             if any(kind.family == "data" for kind in kinds) or not any(
                 kind.family == "row" for kind in kinds
             ):
-                return Kind(
-                    family="data",
-                    drawn=any(kind.drawn for kind in kinds),
-                    why="" if made is None else made.why,
-                    where="" if made is None else made.where,
-                )
+                return data(drawn=any(kind.descent.drawn for kind in kinds), cause=cause)
         return self._by_rule(step, kinds)
 
     def _handed(self, step: Step, at: int, kind: Kind, *, editable: bool) -> Kind:
@@ -230,33 +225,19 @@ class Analysis:
         ):
             return kind
         number = as_number(step.operands[at], kind, self.sizes)
-        made = f": {kind.why} ({kind.where})" if kind.why else ""
+        made = f": {kind.cause}" if kind.cause else ""
         if number.family == "data" or (
             number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
         ):
-            return Kind(
-                family="mixed",
-                learned=True,
-                why=f"what the whole batch says meets rows in another order{made}",
-                where=step.where,
-            )
-        if kind.drawn:
-            return Kind(
-                family="mixed",
-                learned=True,
-                why=(
-                    "random numbers of the whole batch, or its model state, go into what is"
-                    f" learned from each part{made}"
-                ),
-                where=step.where,
+            return mixed(f"what the whole batch says meets rows in another order{made}", step.where)
+        if kind.descent.drawn:
+            return mixed(
+                "random numbers of the whole batch, or its model state, go into what is"
+                f" learned from each part{made}",
+                step.where,
             )
         if not editable or kind.origin is None:
-            return Kind(
-                family="mixed",
-                learned=True,
-                why=f"numbers of the whole batch are made inside of a loop{made}",
-                where=step.where,
-            )
+            return mixed(f"numbers of the whole batch are made inside of a loop{made}", step.where)
         place = number.place
         self.handed[step.one.path, at] = Handed(
             origin=kind.origin,

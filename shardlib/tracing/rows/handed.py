@@ -34,18 +34,18 @@ def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -
         sizes: rows in the two traces.
     """
     if kind.family == "row":
-        return kind.with_(power=Fraction(0), weighted=True) if kind.weighted else kind
+        return kind.with_(power=Fraction(0), weighted=True) if kind.descent.weighted else kind
     if kind.family not in ("data", "sum"):
         return kind
     dims = differing(shapes)
     if not dims:
-        return free(drawn=kind.drawn, weighted=True)
+        return free(drawn=kind.descent.drawn, weighted=True)
     if (
         kind.family == "data"
         and len(dims) == 1
         and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
     ):
-        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True, drawn=kind.drawn)
+        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True, drawn=kind.descent.drawn)
     return kind
 
 

@@ -20,7 +20,7 @@ A value that is free or a sum changes by a power of the number of rows when ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -52,19 +52,56 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Descent:
+    """What a value has of any of its operands.
+
+    Attributes:
+        learned: whether it depends on parameters.
+        drawn: whether it depends on random numbers or on the model's state, which are others in
+            every part of a batch.
+        weighted: whether it has coefficients from the data of the whole batch.
+        scaled: whether terms with different powers have been added up in it.
+        notes: see `shardlib.graph.rows.Dependence.notes`.
+    """
+
+    learned: bool = False
+    drawn: bool = False
+    weighted: bool = False
+    scaled: bool = False
+    notes: frozenset[str] = frozenset()
+
+
+#: Names of the fields of `Descent`, which the makers of kinds below take as they take those of
+#: `Kind`.
+_DESCENT = frozenset(one.name for one in fields(Descent))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What mixes rows, for messages.
+
+    Attributes:
+        why: a clause.
+        where: the operation and the user's line.
+    """
+
+    why: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.why} ({self.where})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kind:
     """What is known of a value.
 
     Attributes:
         family: see the module.
-        learned: whether it depends on parameters.
+        descent: what it has of any of its operands.
         place: where the rows are, of a "row".
         power: exponent of the number of rows that it changes by; None where it changes in another
             way.
-        weighted: whether it has coefficients from the data of the whole batch.
-        scaled: whether terms with different powers have been added up in it.
-        drawn: whether it depends on random numbers or on the model's state, which are others in
-            every part of a batch.
         zero: whether all elements are zero.
         splat: whether all elements are equal, of "free".
         value: a scalar's numbers for the two numbers of rows, where they are known.
@@ -73,27 +110,21 @@ class Kind:
             components.
         running: whether a scan over rows is adding it up.
         origin: where it is made, of what the whole batch can say beforehand.
-        why, where: what mixes the rows, of "mixed".
-        notes: see `shardlib.graph.rows.Dependence.notes`.
+        cause: what mixes the rows, of "mixed" and of "data" that an operation has mixed.
         vouched: whether it is a `shardlib.WeightedMean`, which the user says is one.
     """
 
     family: str
-    learned: bool = False
+    descent: Descent = Descent()
     place: Place | None = None
     power: Fraction | None = Fraction(0)
-    weighted: bool = False
-    scaled: bool = False
-    drawn: bool = False
     zero: bool = False
     splat: bool = False
     value: tuple[Any, Any] | None = None
     tag: Any = None
     running: bool = False
     origin: Origin | None = None
-    why: str = ""
-    where: str = ""
-    notes: frozenset[str] = frozenset()
+    cause: Cause | None = None
     vouched: bool = False
 
     @property
@@ -107,50 +138,66 @@ class Kind:
         """Whether the value for the whole batch differs from that for a part of it, and can be had
         before anything is learned from.
         """
-        return not self.learned and (
-            self.family in ("data", "sum") or (self.family == "row" and self.weighted)
+        return not self.descent.learned and (
+            self.family in ("data", "sum") or (self.family == "row" and self.descent.weighted)
         )
 
     def with_(self, **changed: Any) -> Kind:
-        """The kind with some attributes changed."""
-        return replace(self, **changed)
+        """The kind with some attributes changed, those of `Descent` included."""
+        own = {name: value for name, value in changed.items() if name in _DESCENT}
+        rest = {name: value for name, value in changed.items() if name not in _DESCENT}
+        return replace(self, descent=replace(self.descent, **own), **rest)
 
 
-def free(*, learned: bool = False, **more: Any) -> Kind:
+def free(**more: Any) -> Kind:
     """A value that looks at no row."""
-    return Kind(family="free", learned=learned, **more)
+    return Kind(family="free").with_(**more)
 
 
-def row(place: Place, *, learned: bool = False, **more: Any) -> Kind:
+def row(place: Place, **more: Any) -> Kind:
     """A value whose elements look at one row each.
 
     Args:
         place: the dims that hold the rows.
-        learned: whether it depends on what is trained.
-        more: other fields of `Kind`.
+        more: other fields of `Kind` and of `Descent`.
     """
-    return Kind(family="row", learned=learned, place=place, **more)
+    return Kind(family="row", place=place).with_(**more)
 
 
-def total(*, power: Fraction | None = Fraction(0), learned: bool = False, **more: Any) -> Kind:
+def total(*, power: Fraction | None = Fraction(0), **more: Any) -> Kind:
     """A sum over rows.
 
     Args:
         power: of the number of rows in its terms, see `Kind`; None where it has none.
-        learned: whether it depends on what is trained.
-        more: other fields of `Kind`.
+        more: other fields of `Kind` and of `Descent`.
     """
-    return Kind(family="sum", learned=learned, power=power, **more)
+    return Kind(family="sum", power=power).with_(**more)
 
 
-def data(*, drawn: bool = False, tag: Any = None) -> Kind:
+def mixed(why: str, where: str, *, drawn: bool = False) -> Kind:
+    """Rows that meet in what is learned.
+
+    Args:
+        why: what makes them meet, a clause.
+        where: the operation and the user's line.
+        drawn: whether random numbers go into it.
+    """
+    return Kind(
+        family="mixed",
+        descent=Descent(learned=True, drawn=drawn),
+        cause=Cause(why=why, where=where),
+    )
+
+
+def data(*, drawn: bool = False, tag: Any = None, cause: Cause | None = None) -> Kind:
     """What the whole batch says beforehand.
 
     Args:
         drawn: whether random numbers go into it.
         tag: what it is known to hold, such as "positions".
+        cause: what mixes its rows; None where no operation does.
     """
-    return Kind(family="data", drawn=drawn, tag=tag)
+    return Kind(family="data", descent=Descent(drawn=drawn), tag=tag, cause=cause)
 
 
 def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
@@ -174,9 +221,9 @@ def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Frac
 def common(kinds: list[Kind]) -> dict[str, Any]:
     """What a result has of any of its operands."""
     return {
-        "learned": any(kind.learned for kind in kinds),
-        "drawn": any(kind.drawn for kind in kinds),
-        "weighted": any(kind.weighted for kind in kinds),
-        "scaled": any(kind.scaled for kind in kinds),
-        "notes": frozenset().union(*(kind.notes for kind in kinds)),
+        "learned": any(kind.descent.learned for kind in kinds),
+        "drawn": any(kind.descent.drawn for kind in kinds),
+        "weighted": any(kind.descent.weighted for kind in kinds),
+        "scaled": any(kind.descent.scaled for kind in kinds),
+        "notes": frozenset().union(*(kind.descent.notes for kind in kinds)),
     }

@@ -17,7 +17,7 @@ from shardlib.graph.rows import Dependence, Rows
 from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rows.analysis import Analysis
 from shardlib.tracing.rows.handed import Unlike
-from shardlib.tracing.rows.kinds import Kind, Place, free, row
+from shardlib.tracing.rows.kinds import Cause, Kind, Place, free, row
 from shardlib.tracing.rows.step import is_key
 
 
@@ -205,27 +205,30 @@ def compare(
 
 def dependence(kind: Kind) -> Dependence:
     """How a result of a kind depends on the rows."""
-    notes = tuple(sorted(kind.notes))
+    notes, cause = tuple(sorted(kind.descent.notes)), kind.cause
     if kind.family == "mixed":
-        return Dependence(kind="coupled", why=kind.why, where=kind.where)
+        assert cause is not None
+        return Dependence(kind="coupled", why=cause.why, where=cause.where)
     if kind.family == "row":
         return Dependence(kind="coupled", why="it has a value for every row, and no sum over them")
     if kind.family == "data":
         return (
             Dependence(kind="coupled", why="it is made of random numbers of the whole batch")
-            if kind.drawn
+            if kind.descent.drawn
             else Dependence(kind="constant")
         )
     if kind.power is None:
         return Dependence(kind="coupled", why="the number of rows goes into it")
     if kind.family == "free":
-        return Dependence(kind="weighted mean" if kind.weighted else "constant", notes=notes)
-    if kind.weighted:
+        return Dependence(
+            kind="weighted mean" if kind.descent.weighted else "constant", notes=notes
+        )
+    if kind.descent.weighted:
         return Dependence(kind="weighted mean", notes=notes)
     return Dependence(
         kind=(
             "additive"
-            if kind.scaled or kind.power not in (0, -1)
+            if kind.descent.scaled or kind.power not in (0, -1)
             else "mean"
             if kind.power == -1
             else "sum"
@@ -237,9 +240,8 @@ def dependence(kind: Kind) -> Dependence:
 def _of_state(kind: Kind, aval: Any) -> Dependence:
     """How an array of the model's state depends on the rows, that is not what it was."""
     if kind.family != "free":
-        return Dependence(
-            kind="coupled", why=kind.why or "it is updated from the batch", where=kind.where
-        )
+        cause = kind.cause or Cause(why="it is updated from the batch", where="")
+        return Dependence(kind="coupled", why=cause.why, where=cause.where)
     if is_key(aval) or aval.dtype == np.uint32:
         return Dependence(kind="constant")  # a random stream, which goes on
     return Dependence(kind="coupled", why="every part of the batch would update it again")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rows.kinds import Kind
+from shardlib.tracing.rows.kinds import Cause, Kind, data, mixed
 
 #: Where packages are installed: lines of source in there are not the user's.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -91,10 +91,10 @@ class Step:
             why: what makes rows meet, a clause for messages.
             kinds: of the operands.
         """
-        drawn = any(kind.drawn for kind in kinds)
-        if not any(kind.learned for kind in kinds):
-            return Kind(family="data", drawn=drawn, why=why, where=self.where)
-        return Kind(family="mixed", learned=True, drawn=drawn, why=why, where=self.where)
+        drawn = any(kind.descent.drawn for kind in kinds)
+        if not any(kind.descent.learned for kind in kinds):
+            return data(drawn=drawn, cause=Cause(why=why, where=self.where))
+        return mixed(why, self.where, drawn=drawn)
 
     @property
     def where(self) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardlib.checkpointing.owner_files import Claim, described
+from shardlib.cost.estimate import Estimate
 from shardlib.planning.plan import Plan
 from shardlib.processes.heartbeat import ENDED, Heartbeat, Observer
 from shardlib.training.measures.busy import in_words
@@ -32,6 +33,27 @@ RECENT = 100
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast the last steps were.
+
+    Attributes:
+        step_seconds: median; 0 where there is no step.
+        tokens_per_second: the same.
+        data_share: part of the step's time spent waiting for batches.
+        predicted_seconds: of a step, by the plan; 0 where there is none.
+        mfu: model FLOPs utilisation at the measured time; 0 where the plan predicts none.
+        busy: share of the processors that other programs used; None where nobody knows.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    data_share: float
+    predicted_seconds: float
+    mfu: float
+    busy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """A run, seen from outside.
 
@@ -43,15 +65,9 @@ class Status:
         steps: that it is to do; 0 where nobody said.
         loss: of that step.
         checkpoints: steps of the committed checkpoints.
-        step_seconds: median of the last steps.
-        tokens_per_second: the same.
-        data_share: part of the step's time spent waiting for batches.
-        predicted_seconds: of a step, by the plan; 0 where there is none.
-        mfu: model FLOPs utilisation at the measured time; 0 where the plan predicts none.
+        pace: of the last steps.
         processes: heartbeats of those whose loop goes on, by rank, and for how many seconds each
             has been silent; of those of other machines as long as somebody watched.
-        busy: share of the processors that other programs used during the last steps; None where
-            nobody knows.
         owner: who may write to the folder, and has not given it back; None where nobody may.
         events: the last ones.
     """
@@ -62,15 +78,10 @@ class Status:
     steps: int
     loss: float | None
     checkpoints: tuple[int, ...]
-    step_seconds: float
-    tokens_per_second: float
-    data_share: float
-    predicted_seconds: float
-    mfu: float
+    pace: Pace
     processes: tuple[tuple[Heartbeat, float], ...]
     events: tuple[JsonMapping, ...]
     owner: Claim | None = None
-    busy: float | None = None
 
     def to_json(self) -> JsonObject:
         """The status as plain data."""
@@ -81,12 +92,12 @@ class Status:
             "steps": self.steps,
             "loss": self.loss,
             "checkpoints": [*self.checkpoints],
-            "step_seconds": self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "data_share": self.data_share,
-            "others_busy": self.busy,
-            "predicted_seconds": self.predicted_seconds,
-            "mfu": self.mfu,
+            "step_seconds": self.pace.step_seconds,
+            "tokens_per_second": self.pace.tokens_per_second,
+            "data_share": self.pace.data_share,
+            "others_busy": self.pace.busy,
+            "predicted_seconds": self.pace.predicted_seconds,
+            "mfu": self.pace.mfu,
             "processes": [
                 {
                     "rank": beat.rank,
@@ -106,17 +117,17 @@ class Status:
         of = f" of {self.steps}" if self.steps else ""
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         lines = [f"{self.run}: {self.state}, step {self.step}{of}{loss}"]
-        if self.step_seconds:
-            others = f", while {text}" if (text := in_words(self.busy)) else ""
+        if self.pace.step_seconds:
+            others = f", while {text}" if (text := in_words(self.pace.busy)) else ""
             predicted = (
-                f" ({self.step_seconds / self.predicted_seconds:.2f} x predicted{others})"
-                if self.predicted_seconds
+                f" ({self.pace.step_seconds / self.pace.predicted_seconds:.2f} x predicted{others})"
+                if self.pace.predicted_seconds
                 else ""
             )
             lines.append(
-                f"  {self.step_seconds * 1e3:,.1f} ms a step{predicted},"
-                f" {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%},"
-                f" {self.data_share:.1%} of the time waiting for data"
+                f"  {self.pace.step_seconds * 1e3:,.1f} ms a step{predicted},"
+                f" {self.pace.tokens_per_second:,.0f} tokens/s, MFU {self.pace.mfu:.1%},"
+                f" {self.pace.data_share:.1%} of the time waiting for data"
             )
         kept = ", ".join(map(str, self.checkpoints)) or "none yet"
         lines.append(f"  checkpoints: {kept}")
@@ -146,13 +157,11 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     done = [*by_step(records).values()][-RECENT:]
     told = [record for record in records if "event" in record]
     beats = _beats(folder)
-    seconds = statistics.median(number(record, "seconds") for record in done) if done else 0.0
     estimate = None
     with contextlib.suppress(
         OSError, ValueError, RecursionError
     ):  # a plan that another version wrote predicts nothing here
         estimate = Plan.from_json(read_regular(folder.plan)).estimate
-    predicted = estimate.step_seconds if estimate is not None else 0.0
     return Status(
         run=str(path),
         state=_state(told, beats, bool(done)),
@@ -160,23 +169,35 @@ def status(path: str | Path, *, events: int = 5) -> Status:
         steps=steps if isinstance(steps := run.get("steps"), int) else 0,
         loss=done[-1]["loss"] if done else None,
         checkpoints=folder.saved(),
-        step_seconds=seconds,
-        tokens_per_second=(
-            statistics.median(number(record, "tokens_per_second") for record in done)
-            if done
-            else 0.0
-        ),
-        data_share=(
-            sum(number(record, "data_seconds") for record in done)
-            / max(sum(number(record, "seconds") for record in done), 1e-9)
-            if done
-            else 0.0
-        ),
-        predicted_seconds=predicted,
-        mfu=estimate.mfu * predicted / seconds if estimate is not None and seconds else 0.0,
+        pace=_pace(done, estimate),
         processes=beats,
         events=tuple(told[-events:]),
         owner=described(folder.checkpoints),
+    )
+
+
+def _pace(done: Sequence[JsonMapping], estimate: Estimate | None) -> Pace:
+    """The pace of the steps that are known, beside what the plan predicts."""
+    predicted = estimate.step_seconds if estimate is not None else 0.0
+    if not done:
+        return Pace(
+            step_seconds=0.0,
+            tokens_per_second=0.0,
+            data_share=0.0,
+            predicted_seconds=predicted,
+            mfu=0.0,
+            busy=_busy(done),
+        )
+    seconds = statistics.median(number(record, "seconds") for record in done)
+    return Pace(
+        step_seconds=seconds,
+        tokens_per_second=statistics.median(number(record, "tokens_per_second") for record in done),
+        data_share=(
+            sum(number(record, "data_seconds") for record in done)
+            / max(sum(number(record, "seconds") for record in done), 1e-9)
+        ),
+        predicted_seconds=predicted,
+        mfu=estimate.mfu * predicted / seconds if estimate is not None and seconds else 0.0,
         busy=_busy(done),
     )
 

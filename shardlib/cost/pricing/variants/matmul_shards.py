@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardlib.axes import TENSOR
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.terms import Amount, Compute
+from shardlib.cost.terms.terms import Amount, Compute, Elements
 from shardlib.propagation.assignment import Choice, has
 
 
@@ -40,20 +40,19 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, ways: 
         context=False,
         expert=False,
     )
-    dims = term.matmul
-    if dims is not None:  # rows of the activation, or what is summed over
-        cut = 2 if side == 2 else 1 - side
-        first, second, third = (
-            _part(size, ways) if i == cut else size for i, size in enumerate(dims)
-        )
-        dims = first, second, third
+    matmul = term.matmul
+    if matmul is not None:  # rows of the activation, or what is summed over
+        sharded = "depth" if side == 2 else ("columns", "rows")[side]
+        matmul = replace(matmul, **{sharded: _part(getattr(matmul, sharded), ways)})
     return replace(
         term,
         flops=_part(term.flops, ways),
         traffic=(*_parts(term.traffic, ways), again),
-        simple=_parts(term.simple, ways),
-        transcendental=_parts(term.transcendental, ways),
-        matmul=dims,
+        elements=Elements(
+            simple=_parts(term.elements.simple, ways),
+            transcendental=_parts(term.elements.transcendental, ways),
+        ),
+        matmul=matmul,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from shardlib.axes import MeshShape
+from shardlib.axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR, MeshShape
 from shardlib.cost.items.kernels import kernel_items
 from shardlib.cost.machine.roofline import kernel_seconds
 from shardlib.cost.pricing.candidates import Candidates
@@ -85,11 +85,10 @@ def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
         return ()
     flops: Amount = term.flops
     divides = {
-        "data": flops.batch,
-        "fsdp": flops.batch,
-        "expert": flops.batch or flops.expert,
-        "context": flops.context,
-        "tensor": flops.tensor,
+        **dict.fromkeys(BATCH_AXES, flops.batch),
+        EXPERT.name: flops.batch or flops.expert,
+        CONTEXT.name: flops.context,
+        TENSOR.name: flops.tensor,
     }
     return tuple(axis for axis, divided in divides.items() if mesh[axis] > 1 and not divided)
 

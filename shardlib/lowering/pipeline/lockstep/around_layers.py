@@ -200,7 +200,7 @@ class AroundLayers:
         chunks, layers, ...].
         """
         cut = self.cut
-        if not cut.drawn:
+        if not cut.roles.drawn:
             return []
 
         def of(given: tuple[Arrays, Arrays]) -> Arrays:
@@ -215,7 +215,7 @@ class AroundLayers:
                     )
                 ),
             }
-            wanted = [cut.scanned[k] for k in cut.drawn]
+            wanted = [cut.scanned[k] for k in cut.roles.drawn]
             evaluate_equations(
                 needed(cut.program.equations, wanted)[0], env, self.pipeline.outside()
             )

@@ -105,7 +105,7 @@ class Sums:
         )
         done = (
             [
-                stages.over_stages(self.zeros(made.stacks[self.cut.weights.index(position)]))
+                stages.over_stages(self.zeros(made.stacks[self.cut.roles.weights.index(position)]))
                 for position in known.sources
             ]
             if known and stages.in_rounds
@@ -157,7 +157,7 @@ class Sums:
 
     def _stacks(self, held: Held, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
-        known, positions, summed = self.stages.chunk.known, self.cut.weights, sums["sums"]
+        known, positions, summed = self.stages.chunk.known, self.cut.roles.weights, sums["sums"]
         found = {
             positions[k]: total
             for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)

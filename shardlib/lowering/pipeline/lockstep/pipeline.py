@@ -129,11 +129,11 @@ class Pipeline(StagedLoss):
                 if PARAMETERS in cut.labels[number] and is_floating(env[number])
             }
             fixed = {number: env[number] for number in cut.kept if number not in moving}
-            stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.weights]
+            stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.roles.weights]
             outside = {number: moving[number] for number in cut.read_outside if number in moving}
-            shared = [moving[cut.constants[k]] for k in cut.shared]
-            tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.tables]
-            constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.constant]
+            shared = [moving[cut.constants[k]] for k in cut.roles.shared]
+            tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.roles.tables]
+            constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.roles.constant]
             made = Made(stacks=stacks, shared=shared, outside=outside)
             return made, Fixed(values=fixed, tables=tables, constant=constant, ready={})
 

@@ -83,7 +83,8 @@ class StageWeights(StageLayouts):
         known = self.chunk.known
         assert known is not None
         weights = [
-            held.weights[self.chunk.cut.weights.index(position)][0] for position in known.sources
+            held.weights[self.chunk.cut.roles.weights.index(position)][0]
+            for position in known.sources
         ]
         if chunk is not None:
             return [
@@ -102,7 +103,8 @@ class StageWeights(StageLayouts):
         known = self.chunk.known
         assert known is not None
         weights = [
-            held.weights[self.chunk.cut.weights.index(position)][0, 0] for position in known.sources
+            held.weights[self.chunk.cut.roles.weights.index(position)][0, 0]
+            for position in known.sources
         ]
         if slot is not None:
             return [

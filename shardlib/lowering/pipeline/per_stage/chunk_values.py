@@ -83,7 +83,7 @@ class ChunkValues:
     @property
     def shared(self) -> tuple[int, ...]:
         """Values that all layers use."""
-        return tuple(self.cut.constants[k] for k in self.cut.shared)
+        return tuple(self.cut.constants[k] for k in self.cut.roles.shared)
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class ChunkValues:
     @cached_property
     def frozen(self) -> tuple[int, ...]:
         """Values made from frozen parameters that are read there, or by all layers."""
-        reads = self._reads | {self.cut.constants[k] for k in self.cut.constant}
+        reads = self._reads | {self.cut.constants[k] for k in self.cut.roles.constant}
         return tuple(
             number
             for number in self.cut.kept
@@ -194,18 +194,18 @@ class ChunkValues:
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
             for leaf in held.stacks
         ]
-        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.weights) :], strict=True))
+        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.roles.weights) :], strict=True))
         tables = [
             held_tables[k] if k in held_tables else jnp.asarray(known[cut.scanned[k]])[own]
-            for k in cut.tables
+            for k in cut.roles.tables
         ]
         known.update({number: self._used(number, held.kept[number]) for number in self.frozen})
         return Operands(
-            weights=stacks[: len(cut.weights)],
+            weights=stacks[: len(cut.roles.weights)],
             tables=tables,
             drawn=[leaf[own] for leaf in self._drawn(held, micro)],
             shared=[self._used(number, held.kept[number]) for number in self.shared],
-            constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.constant],
+            constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.roles.constant],
             ready=held.ready,
             first=self.first,
         )
@@ -213,10 +213,10 @@ class ChunkValues:
     def _drawn(self, held: Held, micro: Any) -> Arrays:
         """Slices of model state, and of keys of the batch, for all layers."""
         cut = self.cut
-        if not cut.drawn:
+        if not cut.roles.drawn:
             return []
         env = {**cut.program.constants, **self._inputs(held, micro)}
-        wanted = [cut.scanned[k] for k in cut.drawn]
+        wanted = [cut.scanned[k] for k in cut.roles.drawn]
         evaluate_equations(needed(cut.program.equations, wanted)[0], env, self._walk())
         return [env[number] for number in wanted]
 

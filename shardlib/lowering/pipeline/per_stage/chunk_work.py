@@ -140,7 +140,7 @@ class Work(ChunkValues):
             held: what the stage has for the whole step.
             late: sums over all microbatches.
         """
-        known, positions = self.chunk.known, self.cut.weights
+        known, positions = self.chunk.known, self.cut.roles.weights
         assert known is not None
         found = {positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)}
         for position, gradient, stack in zip(
@@ -163,7 +163,8 @@ class Work(ChunkValues):
         """
         assert self.chunk.known is not None
         stacks = [
-            held.stacks[self.cut.weights.index(position)] for position in self.chunk.known.sources
+            held.stacks[self.cut.roles.weights.index(position)]
+            for position in self.chunk.known.sources
         ]
         return stacks if whole else [leaf[: self.chunk.layers] for leaf in stacks]
 

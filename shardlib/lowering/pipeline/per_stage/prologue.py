@@ -100,7 +100,7 @@ class Opening:
     def stacks(self) -> tuple[int, ...]:
         """Values made from trained parameters that have a slice for every layer."""
         cut = self.pipeline.cut
-        return tuple(cut.scanned[k] for k in cut.weights)
+        return tuple(cut.scanned[k] for k in cut.roles.weights)
 
     @cached_property
     def dealt(self) -> tuple[int, ...]:
@@ -112,7 +112,9 @@ class Opening:
     def kept(self) -> tuple[int, ...]:
         """Other values made from parameters that the rest of the loss reads."""
         cut = self.pipeline.cut
-        reads = cut.read_outside | {cut.constants[k] for k in (*cut.shared, *cut.constant)}
+        reads = cut.read_outside | {
+            cut.constants[k] for k in (*cut.roles.shared, *cut.roles.constant)
+        }
         return tuple(number for number in cut.kept if number in reads and cut.labels[number])
 
     @property
@@ -210,7 +212,7 @@ class Opening:
             zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True)
         )
         shared = zip(
-            (self.pipeline.cut.constants[k] for k in self.pipeline.cut.shared),
+            (self.pipeline.cut.constants[k] for k in self.pipeline.cut.roles.shared),
             ([leaf.sum(0) for leaf in chunks] for chunks in summed.shared),
             strict=True,
         )

@@ -99,7 +99,7 @@ class Chunk:
         """Which weights get a gradient in every tick, as positions among those of `Operands`."""
         return tuple(
             k
-            for k, position in enumerate(self.cut.weights)
+            for k, position in enumerate(self.cut.roles.weights)
             if self.known is None or position not in self.known.complete
         )
 
@@ -113,15 +113,19 @@ class Chunk:
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
                 [layers, ...]; by default those are lost.
         """
-        cut, walk, known = self.cut, self.walk(), self.known
+        cut, roles, walk, known = self.cut, self.cut.roles, self.walk(), self.known
         sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
         body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
         inner = walk.layer() if self.remat != "none" else walk.as_written()
         fixed = dict(
-            zip((*cut.shared, *cut.constant), (*operands.shared, *operands.constant), strict=True)
-        ) | dict(zip(cut.travelling, travelling[carried:], strict=False))
+            zip(
+                (*roles.shared, *roles.constant),
+                (*operands.shared, *operands.constant),
+                strict=True,
+            )
+        ) | dict(zip(roles.travelling, travelling[carried:], strict=False))
 
         def placed(kind: str, values: Sequence[Any]) -> Arrays:
             return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
@@ -131,9 +135,9 @@ class Chunk:
         ) -> tuple[tuple[Any, ...], Arrays]:
             weights, tables, drawn, number, ready, own = sliced
             scanned = (
-                dict(zip(cut.weights, weights, strict=True))
-                | dict(zip(cut.tables, tables, strict=True))
-                | dict(zip(cut.drawn, drawn, strict=True))
+                dict(zip(roles.weights, weights, strict=True))
+                | dict(zip(roles.tables, tables, strict=True))
+                | dict(zip(roles.drawn, drawn, strict=True))
             )
             values = [
                 *(fixed[k] for k in range(constants)),
@@ -163,9 +167,19 @@ class Chunk:
             jax.lax.dynamic_update_slice_in_dim(
                 buffer, part.astype(buffer.dtype), operands.first, 0
             )
-            for buffer, part in zip(travelling[carried + len(cut.travelling) :], exits, strict=True)
+            for buffer, part in zip(
+                travelling[carried + len(roles.travelling) :], exits, strict=True
+            )
         ]
-        return [*final, *travelling[carried : carried + len(cut.travelling)], *buffers]
+        return [*final, *travelling[carried : carried + len(roles.travelling)], *buffers]
+
+    def _wanted(self, operands: Operands) -> Gradients:
+        """What gradients are taken of."""
+        return Gradients(
+            weights=[operands.weights[k] for k in self.own],
+            shared=operands.shared,
+            sums=self._no_sums(),
+        )
 
     def _no_sums(self) -> Arrays:
         """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
@@ -229,13 +243,8 @@ class Chunk:
         self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays
     ) -> Gradients:
         """The part of `backward` that nothing waits for."""
-        wanted = Gradients(
-            weights=[operands.weights[k] for k in self.own],
-            shared=operands.shared,
-            sums=self._no_sums(),
-        )
         return jax.tree.unflatten(
-            jax.tree.structure(wanted),
+            jax.tree.structure(self._wanted(operands)),
             self._linearised(operands, travelling).late(remembered, passed),
         )
 
@@ -243,7 +252,6 @@ class Chunk:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
-        wants = self.own
 
         def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
             def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
@@ -253,7 +261,7 @@ class Chunk:
                     for leaf, float_ in zip(travelling, floating, strict=True)
                 ]
                 weights = list(operands.weights)
-                for k, leaf in zip(wants, wanted.weights, strict=True):
+                for k, leaf in zip(self.own, wanted.weights, strict=True):
                     weights[k] = leaf
                 left = self.run(
                     replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums
@@ -261,12 +269,7 @@ class Chunk:
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
             moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
-            wanted = Gradients(
-                weights=[operands.weights[k] for k in wants],
-                shared=operands.shared,
-                sums=self._no_sums(),
-            )
-            _, pull, left = jax.vjp(run, wanted, moving, has_aux=True)
+            _, pull, left = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves
 

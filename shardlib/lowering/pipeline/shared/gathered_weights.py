@@ -197,7 +197,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
     machine = placing.machine(mesh)
     here = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
-    scanned = {body.inputs[first + k]: k for k in cut.weights}
+    scanned = {body.inputs[first + k]: k for k in cut.roles.weights}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if path in here and (path, 0) in placing.placements:

@@ -38,6 +38,24 @@ Values = dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What the operands of the loop are, by position.
+
+    Attributes:
+        weights, tables, drawn: positions among the scanned operands.
+        shared, constant, travelling: positions among the constant operands; `constant` are made
+            from frozen parameters or from nothing.
+    """
+
+    weights: tuple[int, ...]
+    tables: tuple[int, ...]
+    drawn: tuple[int, ...]
+    shared: tuple[int, ...]
+    constant: tuple[int, ...]
+    travelling: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cut:
     """A loss around its loop over layers. Values are numbers of `program`.
 
@@ -46,9 +64,7 @@ class Cut:
         loop: the scan over layers.
         layers: number of layers.
         labels: what each value is made from.
-        weights, tables, drawn: positions among the scanned operands of the loop, by role.
-        shared, constant, travelling: positions among the constant operands of the loop, by role;
-            `constant` are made from frozen parameters or from nothing.
+        roles: what the operands of the loop are.
         exits: positions among the stacked results of the loop that are read after it.
         once: equations that need parameters alone, done once a step.
         kept: values made from parameters, or from nothing, that the rest reads.
@@ -63,12 +79,7 @@ class Cut:
     loop: Equation
     layers: int
     labels: Mapping[int, Labels]
-    weights: tuple[int, ...]
-    tables: tuple[int, ...]
-    drawn: tuple[int, ...]
-    shared: tuple[int, ...]
-    constant: tuple[int, ...]
-    travelling: tuple[int, ...]
+    roles: Roles
     exits: tuple[int, ...]
     once: tuple[Equation, ...]
     kept: tuple[int, ...]
@@ -79,8 +90,8 @@ class Cut:
 
     @property
     def frozen_tables(self) -> tuple[int, ...]:
-        """Those of `tables` that are made from frozen parameters."""
-        return tuple(k for k in self.tables if self.labels[self.scanned[k]])
+        """Those of `Roles.tables` that are made from frozen parameters."""
+        return tuple(k for k in self.roles.tables if self.labels[self.scanned[k]])
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -101,7 +112,7 @@ class Cut:
     @property
     def entering(self) -> tuple[int, ...]:
         """Values that enter the first stage: the carry, then what travels with it."""
-        return (*self.carry, *(self.constants[k] for k in self.travelling))
+        return (*self.carry, *(self.constants[k] for k in self.roles.travelling))
 
     @property
     def final(self) -> tuple[int, ...]:
@@ -211,12 +222,14 @@ def cut(
         loop=loop,
         layers=loop.params["length"],
         labels=labels,
-        weights=tuple(k for k, role in roles.items() if role == "weights"),
-        tables=tuple(k for k, role in roles.items() if role == "tables"),
-        drawn=tuple(k for k, role in roles.items() if role == "drawn"),
-        shared=tuple(k for k, role in fixed.items() if role == "shared"),
-        constant=tuple(k for k, role in fixed.items() if role == "constant"),
-        travelling=tuple(k for k in range(constants) if k not in fixed),
+        roles=Roles(
+            weights=tuple(k for k, role in roles.items() if role == "weights"),
+            tables=tuple(k for k, role in roles.items() if role == "tables"),
+            drawn=tuple(k for k, role in roles.items() if role == "drawn"),
+            shared=tuple(k for k, role in fixed.items() if role == "shared"),
+            constant=tuple(k for k, role in fixed.items() if role == "constant"),
+            travelling=tuple(k for k in range(constants) if k not in fixed),
+        ),
         exits=tuple(k for k, number in enumerate(loop.outputs[carried:]) if number in reads_after),
         once=tuple(once),
         kept=tuple(

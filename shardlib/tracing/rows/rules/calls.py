@@ -10,7 +10,7 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.functions.mean import WeightedMeanForm
 from shardlib.functions.routing import Balance
 from shardlib.tracing.program import Equation, Program
-from shardlib.tracing.rows.kinds import Kind, common, free, row, total
+from shardlib.tracing.rows.kinds import Kind, common, free, mixed, row, total
 from shardlib.tracing.rows.rules.elementwise import NOT_LINEAR
 from shardlib.tracing.rows.step import Shape, differing, line_of
 
@@ -36,14 +36,7 @@ def declared(
         kinds = read(pairs)
         why = _no_sums(kinds)
         return (
-            [
-                Kind(
-                    family="mixed",
-                    learned=True,
-                    why=why,
-                    where=f"shardlib.WeightedMean at {line_of(one)}",
-                )
-            ]
+            [mixed(why, f"shardlib.WeightedMean at {line_of(one)}")]
             if why
             else [total(weighted=True, vouched=True, **_of(kinds))]
         )
@@ -66,8 +59,8 @@ def _no_sums(kinds: list[Kind]) -> str:
     sums over rows; empty where nothing is.
     """
     for name, kind in zip(("total", "weight"), kinds, strict=True):
-        if kind.why == NOT_LINEAR:
-            return f"the {name} is no sum over rows, but {kind.why} ({kind.where})"
+        if kind.cause is not None and kind.cause.why == NOT_LINEAR:
+            return f"the {name} is no sum over rows, but {kind.cause}"
     found = [_growth(kind) for kind in kinds]
     if None not in found and found[0] != found[1]:
         return (
@@ -79,7 +72,7 @@ def _no_sums(kinds: list[Kind]) -> str:
 
 def _growth(kind: Kind) -> Fraction | None:
     """The power of the number of rows that a value grows with; None where that is not known."""
-    if kind.power is None or kind.family not in ("free", "sum") or kind.scaled or kind.zero:
+    if kind.power is None or kind.family not in ("free", "sum") or kind.descent.scaled or kind.zero:
         return None
     return kind.power + (1 if kind.family == "sum" else 0)
 

@@ -249,4 +249,4 @@ def drawn(step: Step, kinds: list[Kind]) -> Kind:
 def summed(kind: Kind) -> Kind:
     """What the whole batch says beforehand, as it is for every part: a number like others."""
     assert kind.family in ("sum", "data"), kind
-    return free(drawn=kind.drawn, weighted=True)
+    return free(drawn=kind.descent.drawn, weighted=True)

@@ -33,7 +33,7 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     found = beneath.run(inner, kinds, editable=False)
     if (
         walk.derivatives_are_judged
-        or not any(kind.learned for kind in kinds)
+        or not any(kind.descent.learned for kind in kinds)
         or any(kind.family == "mixed" for kind in found)
     ):
         return found
@@ -42,7 +42,7 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
         step.name,
         rule,
         str(callee(step.one.eqn)),
-        tuple((kind.family, kind.place, kind.learned, kind.power) for kind in kinds),
+        tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
         tuple(map(str, step.operands)),
     )
     if key not in walk.judged:
@@ -96,7 +96,7 @@ def _fault(walk: Walk, step: Step, kinds: list[Kind], found: list[Kind]) -> str:
         ):
             return (
                 "its derivative, which was written by hand, mixes"
-                f" rows{f': {gradient.why} ({gradient.where})' if gradient.why else ''}"
+                f" rows{f': {gradient.cause}' if gradient.cause else ''}"
             )
     return ""
 

@@ -66,7 +66,7 @@ def _components(step: Step, kinds: list[Kind]) -> Kind | None:
     if any(
         not (
             kind.family == "free"
-            or (kind.family == "row" and kind.place == place and not kind.weighted)
+            or (kind.family == "row" and kind.place == place and not kind.descent.weighted)
         )
         for kind in rest
     ):
@@ -77,7 +77,7 @@ def _components(step: Step, kinds: list[Kind]) -> Kind | None:
 def gather(step: Step, kinds: list[Kind]) -> Kind:
     """Slices of an array at computed positions."""
     numbers, (source, index) = step.params["dimension_numbers"], kinds
-    more = {**common(kinds), "learned": source.learned or index.learned}
+    more = {**common(kinds), "learned": source.descent.learned or index.descent.learned}
     places = [dim for dim in range(len(step.results[0][0])) if dim not in numbers.offset_dims]
     if index.power != 0 and index.family != "data":
         return step.mixed("the number of rows goes into a position", kinds)

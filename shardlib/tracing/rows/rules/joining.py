@@ -137,8 +137,8 @@ def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
 
 def _shared(kinds: list[Kind]) -> dict[str, bool]:
     return {
-        "drawn": any(kind.drawn for kind in kinds),
-        "learned": any(kind.learned for kind in kinds),
+        "drawn": any(kind.descent.drawn for kind in kinds),
+        "learned": any(kind.descent.learned for kind in kinds),
     }
 
 

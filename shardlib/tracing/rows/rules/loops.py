@@ -74,7 +74,7 @@ def _entering(kind: Kind, *, over: bool) -> Kind:
     if over and kind.family == "sum":
         return kind.with_(running=True)
     if over and kind.family == "free" and kind.zero:
-        return total(power=kind.power, learned=kind.learned, zero=True, running=True)
+        return total(power=kind.power, learned=kind.descent.learned, zero=True, running=True)
     return kind
 
 
@@ -87,7 +87,7 @@ def _after(step: Step, before: Kind, made: Kind, *, over: bool) -> Kind:
         over
         and joined.family in ("free", "row")
         and joined != before
-        and not (joined.family == "free" and not joined.learned)
+        and not (joined.family == "free" and not joined.descent.learned)
     ):
         return step.mixed("a loop over rows carries what is no sum over them", [joined])
     return joined
@@ -106,9 +106,14 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
         )
     if over and kind.family == "sum":
         return step.mixed("sums over a part of the batch", [kind])
-    if over and kind.family == "free" and not (kind.zero or kind.splat) and not kind.learned:
-        return data(drawn=kind.drawn)
-    if over and kind.family == "free" and kind.learned:
+    if (
+        over
+        and kind.family == "free"
+        and not (kind.zero or kind.splat)
+        and not kind.descent.learned
+    ):
+        return data(drawn=kind.descent.drawn)
+    if over and kind.family == "free" and kind.descent.learned:
         return kind.with_(value=None, tag=None, splat=False)
     return replace(kind, value=None, tag=None, running=False)
 
@@ -121,14 +126,14 @@ def meet(step: Step, one: Kind, two: Kind) -> Kind:
     mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
     if mixed is not None:
         return mixed
-    learned = one.learned or two.learned
+    learned = one.descent.learned or two.descent.learned
     power = one.power if one.power == two.power or two.zero else two.power if one.zero else None
     more = {
         "learned": learned,
-        "drawn": one.drawn or two.drawn,
-        "weighted": one.weighted or two.weighted,
-        "scaled": one.scaled or two.scaled,
-        "notes": one.notes | two.notes,
+        "drawn": one.descent.drawn or two.descent.drawn,
+        "weighted": one.descent.weighted or two.descent.weighted,
+        "scaled": one.descent.scaled or two.descent.scaled,
+        "notes": one.descent.notes | two.descent.notes,
         "zero": one.zero and two.zero,
     }
     families = {one.family, two.family}
