@@ -42,7 +42,11 @@ os.environ.setdefault(
 )
 # Tests compile far more than they compute: without the optimisations of the code generator XLA
 # takes a third of the time.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# On a busy machine a simulated device may reach a collective long after the others; XLA would end
+# the process after 40 seconds.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
 # A run has a compilation cache of its own: what one of its processes has compiled, the others load.
 # Tests of a process that compiles elsewhere or has a cache of its own set these themselves.
 if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:

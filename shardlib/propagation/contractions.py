@@ -93,7 +93,8 @@ def operand_layouts(
         mesh: sizes of the mesh axes.
 
     Returns:
-        Keys of `used` -> layout, for every operand and then for the result.
+        Keys of `used` -> layout, for every operand and then for the result; and of `arriving`, for
+        operands that are gathered.
     """
     found: dict[tuple[str, int], Layout] = {}
     for op in graph.ops:
@@ -111,6 +112,8 @@ def operand_layouts(
                 )
             ):
                 found[used(op.path, at)] = _fitting(layout, graph.values[values[at]].shape, mesh)
+                if at < len(op.operands) and not layouts[at].axes <= layout.axes:
+                    found[arriving(op.path, at)] = layouts[at]
     return found
 
 
@@ -169,6 +172,17 @@ def used(path: str, number: int) -> tuple[str, int]:
         number: of the operand; the number of operands for the result.
     """
     return f"{path}/in use", number
+
+
+def arriving(path: str, number: int) -> tuple[str, int]:
+    """Where placements have the layout that an operand of a contraction has before it is gathered
+    for it.
+
+    Args:
+        path: of the op in the program.
+        number: of the operand.
+    """
+    return f"{path}/arriving", number
 
 
 def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:

@@ -115,3 +115,15 @@ def test_layers_that_rematerialise_nothing_keep_a_sequence_sharded(remat):
     assert planned["all-gather"] == pytest.approx(compiled["all-gather"], rel=0.02)
     peak = found.plan.estimate.device_bytes.peak
     assert found.compiled.device_bytes["peak"] == pytest.approx(peak, rel=0.1)
+
+
+@GPU
+def test_the_gradient_that_the_head_hands_back_is_scattered_before_it_is_rounded():
+    """The head makes logits in float32 of what is in 16 bits: rounded first, the gradient of what
+    it reads would be added up whole, in an all-reduce.
+    """
+    rules = {"batch": ["data", "fsdp"], "mlp": ["tensor"], "vocab": ["tensor"], "seq": ["tensor"]}
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "rules": rules}
+    planned, compiled = moved(verified("h100:8", pin), "tensor")
+    assert compiled["all-reduce"] == pytest.approx(planned["all-reduce"], rel=0.02)
+    assert compiled["reduce-scatter"] == pytest.approx(planned["reduce-scatter"], rel=0.1)

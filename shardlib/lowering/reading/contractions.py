@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.shardings import named_sharding
-from shardlib.propagation.contractions import used
+from shardlib.propagation.contractions import arriving, used
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting.binding import bind
 
@@ -35,11 +36,13 @@ class Pins:
         operands: of every operand.
         result: of the result, and so of the cotangent that gradients are made of.
         settles: whether the result is pinned to that before anything else is asked of it.
+        arriving: of every operand before it is gathered; None where it is not.
     """
 
     operands: tuple[NamedSharding, ...]
     result: NamedSharding
     settles: bool
+    arriving: tuple[NamedSharding | None, ...] = (None, None)
 
     @staticmethod
     def of(
@@ -67,6 +70,10 @@ class Pins:
             operands=tuple(named_sharding(mesh, operand) for operand in operands),
             result=named_sharding(mesh, result),
             settles=not _follows(placements.get((equation.path, 0)), operands, result),
+            arriving=tuple(
+                None if layout is None else named_sharding(mesh, layout)
+                for layout in (placements.get(arriving(equation.path, at)) for at in (0, 1))
+            ),
         )
 
     def read(self, at: int, value: jax.Array) -> jax.Array:
@@ -77,6 +84,11 @@ class Pins:
             value: the operand, or its gradient.
         """
         return jax.lax.with_sharding_constraint(value, self.operands[at])
+
+    def scattered(self, at: int, gradient: jax.Array) -> jax.Array:
+        """The gradient of an operand, sharded as that operand was before it was gathered."""
+        before = self.arriving[at]
+        return gradient if before is None else jax.lax.with_sharding_constraint(gradient, before)
 
     def made(self, value: jax.Array) -> jax.Array:
         """The result as the contraction makes it."""
@@ -110,6 +122,20 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
+    def sums_in(self, made: Any, read: Any, /) -> bool:
+        """Whether gradients of operands of dtype `read` are summed in the wider dtype `made` of the
+        result, and rounded after that.
+        """
+        ...
+
+    def summed(
+        self, wanted: int, operands: Sequence[Any], cotangent: jax.Array, shape: tuple[int, ...], /
+    ) -> jax.Array:
+        """The gradient of one operand as `slope` has it, of that shape, before it is rounded: in
+        the dtype of the cotangent.
+        """
+        ...
+
     def slope(
         self,
         wanted: int,
@@ -139,6 +165,19 @@ class AsWritten:
     def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
         """The operation."""
         return bind(self.equation, operands)[0]
+
+    def sums_in(self, made: Any, read: Any, /) -> bool:
+        """See `Contraction`."""
+        return (
+            self.equation.name == "dot_general"
+            and np.dtype(made).itemsize > np.dtype(read).itemsize
+        )
+
+    def summed(
+        self, wanted: int, operands: Sequence[Any], cotangent: jax.Array, shape: tuple[int, ...], /
+    ) -> jax.Array:
+        """See `Contraction`."""
+        return self.slope(wanted, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype))
 
     def slope(
         self,
@@ -197,11 +236,14 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
         back = pins.cotangent(cotangent)
 
         def gradient(wanted: int) -> Any:
-            return (
-                None
-                if reads[1 - wanted] is None
-                else pins.read(wanted, contraction.slope(wanted, reads, back, like[wanted]))
-            )
+            if reads[1 - wanted] is None:
+                return None
+            one = like[wanted]
+            if pins.arriving[wanted] is None or not contraction.sums_in(back.dtype, one.dtype):
+                return pins.read(wanted, contraction.slope(wanted, reads, back, one))
+            # Rounded first, partial sums would be added up whole before they are scattered.
+            found = pins.read(wanted, contraction.summed(wanted, reads, back, one.shape))
+            return pins.scattered(wanted, found).astype(one.dtype)
 
         return gradient(0), gradient(1), *(None for _ in rest)
 

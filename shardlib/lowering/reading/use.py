@@ -160,12 +160,47 @@ class Use:
         pins, at = self.pins, 1 - self.operand
         if pins is None:
             return self.gradient(at, weight, cotangent, activation)
-        return pins.read(
-            at,
-            self.gradient(
-                at, pins.read(self.operand, weight), pins.cotangent(cotangent), activation
-            ),
+        weight, cotangent = pins.read(self.operand, weight), pins.cotangent(cotangent)
+        if pins.arriving[at] is None or not self.sums_in(cotangent.dtype, activation.dtype):
+            return pins.read(at, self.gradient(at, weight, cotangent, activation))
+        found = pins.read(at, self.summed(at, (weight, weight), cotangent, activation.shape))
+        return pins.scattered(at, found).astype(activation.dtype)
+
+    def sums_in(self, made: np.dtype, read: np.dtype) -> bool:
+        """Whether gradients of operands of dtype `read` are summed in the wider dtype `made` of the
+        result, and rounded after that.
+
+        Args:
+            made: dtype of the result.
+            read: dtype of an operand.
+        """
+        return (
+            self.product is None
+            and self.equation.name == "dot_general"
+            and np.dtype(made).itemsize > np.dtype(read).itemsize
         )
+
+    def summed(
+        self,
+        wanted: int,
+        operands: Sequence[Any],
+        cotangent: jax.Array,
+        shape: tuple[int, ...],
+    ) -> jax.Array:
+        """The gradient of one operand in the dtype of the cotangent, see `sums_in`; among
+        `operands`, that one is not looked at.
+
+        Args:
+            wanted: 0 or 1, the operand whose gradient it is.
+            operands: both operands.
+            cotangent: of the result.
+            shape: of the gradient.
+        """
+        other = as_dtype(operands[1 - wanted], self.equation.eqn.invars[1 - wanted].aval.dtype)
+        like = jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        return jax.linear_transpose(
+            lambda one: bind(self.equation, (other, one) if wanted else (one, other))[0], like
+        )(cotangent)[0]
 
     def kept(self, activation: jax.Array) -> jax.Array:
         """The other operand as the backward pass keeps it."""
