@@ -17,7 +17,7 @@ from shardlib.cost.profiles.saved_activations import keep_operands, rematerialis
 from shardlib.cost.step.attention import fused
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, causal_share, head_size
 from shardlib.cost.step.attention_search import cores
-from shardlib.cost.step.step_facts import weights_of
+from shardlib.cost.step.layers import weights_of
 from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.graph import Graph, Op
 from shardlib.graph.check import check

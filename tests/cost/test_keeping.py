@@ -16,8 +16,8 @@ from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, 
 from shardlib.cost.step.attention import fused
 from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import roles
+from shardlib.cost.step.layers import weights_of
 from shardlib.cost.step.routed_experts import localised
-from shardlib.cost.step.step_facts import weights_of
 from shardlib.cost.terms.framework import RESULTS, FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.graph.check import check

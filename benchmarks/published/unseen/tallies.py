@@ -19,7 +19,6 @@ import numpy as np
 
 from benchmarks.published.pricing import Quote
 from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, kernels_of
-from shardlib.axes import MESH_AXES
 from shardlib.cost.machine.collective_tables import Links
 from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.sums import Model, sums
@@ -109,13 +108,18 @@ class Tallied:
             found.append(self._links[key])
         first, count = found[0], len(found)
         at = np.zeros(count, dtype=np.int64)
-        sizes = {name: getattr(first, name)[at] for name in (*MESH_AXES, "micro")}
         shapes = first.shapes.take(at)
         joined = Links(
             latency=np.concatenate([one.links.latency for one in found], axis=1),
             per_byte=np.concatenate([one.links.per_byte for one in found], axis=1),
         )
-        return Candidates(**sizes, links=joined, shapes=shapes, shape=np.arange(count))
+        return Candidates(
+            sizes={axis: size[at] for axis, size in first.sizes.items()},
+            micro=first.micro[at],
+            links=joined,
+            shapes=shapes,
+            shape=np.arange(count),
+        )
 
     def figures(self) -> tuple[str, ...]:
         """Figures that the price depends on."""

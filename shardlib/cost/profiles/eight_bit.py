@@ -20,7 +20,7 @@ import math
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.step.step_facts import gradient_like, weights_of
+from shardlib.cost.step.layers import gradient_like, weights_of
 from shardlib.graph import FactorRule, Op
 from shardlib.graph.check import check
 from shardlib.graph.factors import elementwise

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from shardlib.axes import LogicalAxes
+from shardlib.cost.step.layers import weights_of
 from shardlib.cost.step.liveness import leaves_loop
-from shardlib.cost.step.step_facts import weights_of
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph

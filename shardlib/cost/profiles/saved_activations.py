@@ -27,8 +27,8 @@ from shardlib.cost.profiles.loop_saves import CHEAP, Builder, saved_pairs
 from shardlib.cost.step.attention_search import cores
 from shardlib.cost.step.capacity_experts import is_capped
 from shardlib.cost.step.layer_results import roles
+from shardlib.cost.step.layers import weights_of
 from shardlib.cost.step.routed_experts import GROUPED
-from shardlib.cost.step.step_facts import weights_of
 from shardlib.graph import Graph
 from shardlib.graph.problem import StepGraph
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardlib.cost.step.layers import weights_of
 from shardlib.cost.step.shared_indices import Joined
-from shardlib.cost.step.step_facts import weights_of
 from shardlib.graph import Graph
 from shardlib.graph.problem import StepGraph
 

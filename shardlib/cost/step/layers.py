@@ -4,6 +4,8 @@ The forward loop over a stack of layers and the backward loop over it read the s
 belong to one *layer group*. Pipeline stages, and rematerialising only some of the layers,
 divide a class by its number of layers. What lies outside is the *ends* of the model: embedding,
 head and loss.
+
+What a loop reads is known by `weights_of`; what it makes of them by `gradient_like`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.graph import Graph
+from shardlib.graph.problem import StepGraph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +100,41 @@ def _carried(graph: Graph, region: int) -> int:
         if "float" in graph.values[value].dtype
     ]
     return max(carried, key=lambda value: graph.values[value].bytes, default=-1)
+
+
+def weights_of(step: StepGraph) -> dict[int, int]:
+    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the
+    value index of that parameter.
+    """
+    found = {
+        value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)
+    }
+    for op in step.graph.ops:
+        if op.category not in ("elementwise", "movement", "boundary"):
+            continue
+        sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
+        if len(sources) == 1 and None not in sources:
+            source = next(iter(sources))
+            assert source is not None
+            if op.kind != "carry":
+                found.update(dict.fromkeys(op.results, source))
+    return found
+
+
+def gradient_like(step: StepGraph) -> frozenset[int]:
+    """Values that end up in a gradient through ops that do not contract anything."""
+    producers = step.graph.producers()
+    found: set[int] = set()
+    pending = list(step.gradients)
+    while pending:
+        value = pending.pop()
+        if value in found:
+            continue
+        found.add(value)
+        maker = producers.get(value)
+        if maker is None:
+            continue
+        op = step.graph.ops[maker]
+        if op.category in ("elementwise", "movement", "boundary") and not op.rule.summed:
+            pending.extend(op.operands)
+    return frozenset(found)

@@ -14,7 +14,7 @@ from shardlib.cost.step.attention_kernels import (
 )
 from shardlib.cost.step.capacity_experts import layers
 from shardlib.cost.step.fusion import Fusion, Traits, fuse
-from shardlib.cost.step.layers import Layers, find_layers
+from shardlib.cost.step.layers import Layers, find_layers, gradient_like, weights_of
 from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import TOKENS, Choice, Cut, has, kinds
@@ -272,41 +272,3 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
                 if major is not None and found[major] is None:
                     found[major] = names[value][dim]
     return tuple(found)
-
-
-def weights_of(step: StepGraph) -> dict[int, int]:
-    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the
-    value index of that parameter.
-    """
-    found = {
-        value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)
-    }
-    for op in step.graph.ops:
-        if op.category not in ("elementwise", "movement", "boundary"):
-            continue
-        sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
-        if len(sources) == 1 and None not in sources:
-            source = next(iter(sources))
-            assert source is not None
-            if op.kind != "carry":
-                found.update(dict.fromkeys(op.results, source))
-    return found
-
-
-def gradient_like(step: StepGraph) -> frozenset[int]:
-    """Values that end up in a gradient through ops that do not contract anything."""
-    producers = step.graph.producers()
-    found: set[int] = set()
-    pending = list(step.gradients)
-    while pending:
-        value = pending.pop()
-        if value in found:
-            continue
-        found.add(value)
-        maker = producers.get(value)
-        if maker is None:
-            continue
-        op = step.graph.ops[maker]
-        if op.category in ("elementwise", "movement", "boundary") and not op.rule.summed:
-            pending.extend(op.operands)
-    return frozenset(found)

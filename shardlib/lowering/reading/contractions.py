@@ -115,6 +115,10 @@ def _follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -
     )
 
 
+#: Operands of a contraction; the one whose gradient is asked for may be missing.
+Operands = Sequence[jax.Array | None]
+
+
 class Contraction(Protocol):
     """An operation that is linear in each of its first two operands."""
 
@@ -122,14 +126,14 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
-    def sums_in(self, made: Any, read: Any, /) -> bool:
+    def sums_in(self, made: np.dtype, read: np.dtype, /) -> bool:
         """Whether gradients of operands of dtype `read` are summed in the wider dtype `made` of the
         result, and rounded after that.
         """
         ...
 
     def summed(
-        self, wanted: int, operands: Sequence[Any], cotangent: jax.Array, shape: tuple[int, ...], /
+        self, wanted: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
     ) -> jax.Array:
         """The gradient of one operand as `slope` has it, of that shape, before it is rounded: in
         the dtype of the cotangent.
@@ -139,7 +143,7 @@ class Contraction(Protocol):
     def slope(
         self,
         wanted: int,
-        operands: Sequence[Any],
+        operands: Operands,
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
         /,
@@ -166,15 +170,12 @@ class AsWritten:
         """The operation."""
         return bind(self.equation, operands)[0]
 
-    def sums_in(self, made: Any, read: Any, /) -> bool:
+    def sums_in(self, made: np.dtype, read: np.dtype, /) -> bool:
         """See `Contraction`."""
-        return (
-            self.equation.name == "dot_general"
-            and np.dtype(made).itemsize > np.dtype(read).itemsize
-        )
+        return self.equation.name == "dot_general" and made.itemsize > read.itemsize
 
     def summed(
-        self, wanted: int, operands: Sequence[Any], cotangent: jax.Array, shape: tuple[int, ...], /
+        self, wanted: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
     ) -> jax.Array:
         """See `Contraction`."""
         return self.slope(wanted, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype))
@@ -182,7 +183,7 @@ class AsWritten:
     def slope(
         self,
         wanted: int,
-        operands: Sequence[Any],
+        operands: Operands,
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
         /,
@@ -198,7 +199,10 @@ class AsWritten:
 
         def linear(one: jax.Array) -> jax.Array:
             return self.run(
-                [one if at == wanted else operand for at, operand in enumerate(operands)]
+                [
+                    one if operand is None or at == wanted else operand
+                    for at, operand in enumerate(operands)
+                ]
             )
 
         return jax.linear_transpose(linear, like)(cotangent)[0]

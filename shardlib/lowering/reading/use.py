@@ -121,7 +121,7 @@ class Use:
     def slope(
         self,
         wanted: int,
-        operands: Sequence[jax.Array],
+        operands: Sequence[jax.Array | None],
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
     ) -> jax.Array:
@@ -134,7 +134,9 @@ class Use:
             cotangent: of the result.
             like: shape and dtype of the gradient.
         """
-        return self.gradient(wanted, operands[1 - wanted], cotangent, like)
+        other = operands[1 - wanted]
+        assert other is not None, "a gradient is made of the other operand"
+        return self.gradient(wanted, other, cotangent, like)
 
     def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation in its own layouts."""
@@ -177,13 +179,13 @@ class Use:
         return (
             self.product is None
             and self.equation.name == "dot_general"
-            and np.dtype(made).itemsize > np.dtype(read).itemsize
+            and made.itemsize > read.itemsize
         )
 
     def summed(
         self,
         wanted: int,
-        operands: Sequence[Any],
+        operands: Sequence[jax.Array | None],
         cotangent: jax.Array,
         shape: tuple[int, ...],
     ) -> jax.Array:
@@ -196,7 +198,9 @@ class Use:
             cotangent: of the result.
             shape: of the gradient.
         """
-        other = as_dtype(operands[1 - wanted], self.equation.eqn.invars[1 - wanted].aval.dtype)
+        other = operands[1 - wanted]
+        assert other is not None, "a gradient is made of the other operand"
+        other = as_dtype(other, self.equation.eqn.invars[1 - wanted].aval.dtype)
         like = jax.ShapeDtypeStruct(shape, cotangent.dtype)
         return jax.linear_transpose(
             lambda one: bind(self.equation, (other, one) if wanted else (one, other))[0], like

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from shardlib.cost.step.step_facts import gradient_like, weights_of
+from shardlib.cost.step.layers import gradient_like, weights_of
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.decisions.dtypes import DTYPES, Allowed, Dtypes
 from shardlib.errors import PinError
