@@ -10,7 +10,8 @@ searches, that take a second or more. A unit test that compiles a program or sta
 Of a large matrix (`pytest.mark.matrix`) a draw of one case in six is run. The draw changes with the
 commit and is named when a run begins, and `--draw NAME` draws the same again; a case that is named
 on the command line is run, and `--every-case` runs all, as benchmarks do (`parity.py`,
-`mesh_equality.py`, `pipeline_equality.py`).
+`mesh_equality.py`, `pipeline_equality.py`). `--one-in N` draws from the cases of all other tests,
+too, for a second Python whose libraries every test should meet, but not with every case.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="draw the cases of large matrices as the run did that said this name",
     )
     parser.addoption("--every-case", action="store_true", help="run large matrices in full")
+    parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the cases of every test, draw one in N, at least one",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -258,10 +266,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if not quick and not config.option.every_case:
         matrix = [item for item in items if item.get_closest_marker("matrix") is not None]
-        drawn = _draw(matrix, config.option.draw)
+        drawn = _draw(matrix, config.option.draw, SPARSE)
+        others = [item for item in items if item.get_closest_marker("matrix") is None]
+        drawn |= _draw(others, config.option.draw, config.option.one_in)
         kept -= {
             id(item)
-            for item in matrix
+            for item in items
             if item.nodeid not in drawn
             and not any(item.nodeid.endswith(argument) for argument in config.args)
         }
@@ -271,8 +281,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
-def _draw(items: list[pytest.Item], name: str) -> set[str]:
-    """The cases of matrices that are drawn, one of `SPARSE` of each, at least one."""
+def _draw(items: list[pytest.Item], name: str, sparse: int) -> set[str]:
+    """The cases of tests that are drawn, one of `sparse` of each, at least one."""
     matrices: dict[str, list[str]] = {}
     for item in items:
         matrices.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
@@ -280,6 +290,6 @@ def _draw(items: list[pytest.Item], name: str) -> set[str]:
         case
         for cases in matrices.values()
         for case in sorted(cases, key=lambda case: zlib.crc32(f"{name} {case}".encode()))[
-            : -(-len(cases) // SPARSE)
+            : -(-len(cases) // sparse)
         ]
     }

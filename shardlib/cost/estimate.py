@@ -124,6 +124,11 @@ class Estimate:
     stage: StageSeconds | None = None
 
     @property
+    def margin(self) -> float:
+        """What the predicted peak times this must leave room for (`corrections.margin`); from 1."""
+        return next((one.factor for one in self.corrections if one.quantity == "margin"), 1.0)
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of one step."""
         return self.seconds.total

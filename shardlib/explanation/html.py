@@ -16,7 +16,7 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.questions.questions import Answers
 from shardlib.planning.text.decision_lines import decision_lines
 from shardlib.planning.text.explain import TRIAL_HEAD, trial_rows, usable_bytes
-from shardlib.planning.text.figures import LABELS, collective_rows
+from shardlib.planning.text.figures import LABELS, collective_rows, spare_rows
 from shardlib.planning.text.parameters import parameter_rows
 from shardlib.planning.text.reasons import reasons
 from shardlib.planning.units.quantity import (
@@ -176,8 +176,7 @@ def _memory_parts(plan: Plan, hbm_bytes: float | None) -> list[Part]:
         (f.name, float(getattr(parts, f.name)), bytes_text(getattr(parts, f.name)))
         for f in fields(parts)
     ]
-    spare = (hbm_bytes or 0) - parts.peak
-    return [*rows, ("spare", spare, bytes_text(spare))] if spare > 0 else rows
+    return [*rows, *spare_rows(plan.estimate, hbm_bytes)] if hbm_bytes else rows
 
 
 def _collectives(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from shardlib.cost.machine.corrections import without_margin
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PlanError
 from shardlib.frontend.lowered import lower
@@ -92,7 +93,8 @@ def refined_by_compiler(
     wanted: int,
     limits: Limits | None,
 ) -> Plan:
-    """The best of the first `wanted` plans that the compiler of the machine confirms.
+    """The best of the first `wanted` plans that the compiler of the machine confirms; no margin of
+    memory is held back, as the compiler says what is needed.
 
     Args:
         model: the traced model.
@@ -108,6 +110,7 @@ def refined_by_compiler(
     def compiled(candidate: Plan) -> Verification:
         return verify_program(lower(model, candidate, abstract=True), machine, limits)
 
+    machine = without_margin(machine)
     return refined(
         ranked(model.traced.problem, machine, pin, lowered=True), wanted, machine, compiled
     ).with_findings(*model.model.findings)

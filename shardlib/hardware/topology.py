@@ -30,6 +30,7 @@ in `.toml` describes any other cluster:
     # (`shardlib.cost.machine.corrections`)
     [corrections]
     temporaries = 1.15
+    margin = 1.02  # plans may fill a device to usable bytes / 1.02
     # may be left out: figures measured on this machine (`shardlib.cost.machine.efficiency`)
     [efficiency]
     matmul = 0.72
@@ -57,8 +58,9 @@ from shardlib.untrusted.shown import bounded
 #: Larger machines are refused: nobody has built one, and placing a mesh takes time with its size.
 MOST_DEVICES = 1 << 20
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved
-#: for the backward pass, of other values, and of gathered parameters.
-CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication")
+#: for the backward pass, of other values, and of gathered parameters; and the memory that a program
+#: may need over the memory that is predicted, which nothing is multiplied by.
+CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication", "margin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,11 @@ class Topology:
             if isinstance(factor, bool)
             or not isinstance(factor, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
             or not 0 < factor < math.inf
+        ]
+        faults += [
+            f"margin is {factor!r}; it is at least 1, which holds nothing back"
+            for name, factor in self.corrections
+            if name == "margin" and not faults and factor < 1
         ]
         if faults:
             raise_all(

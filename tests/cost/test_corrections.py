@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import learn_corrections
+from benchmarks import learn_corrections, learn_margins
 from benchmarks.learn_corrections import (
     Sample,
     corrections,
@@ -26,7 +26,15 @@ from benchmarks.learn_corrections import (
 )
 from shardlib.axes import MeshShape
 from shardlib.cost.machine import corrections as room
-from shardlib.cost.machine.corrections import Applied, Correction, applied
+from shardlib.cost.machine.corrections import (
+    UNKNOWN_MARGIN,
+    Applied,
+    Correction,
+    applied,
+    fitting_bytes,
+    margin,
+    without_margin,
+)
 from shardlib.cost.pricing.candidates import candidates
 from shardlib.cost.pricing.sums import Model, sums
 from shardlib.cost.pricing.totals import combine
@@ -35,6 +43,7 @@ from shardlib.cost.tables.quantities import ROWS, Q
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError
+from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
@@ -217,6 +226,7 @@ def test_the_tool_writes_files_that_are_read_back(
     known = tuple(Correction.from_json(entry) for entry in written)
     assert [one.factor for one in applied(topology("v5e:2x2"), known)] == [
         pytest.approx(1.25),
+        UNKNOWN_MARGIN,
         pytest.approx(1.5),
     ]
     said = capsys.readouterr().out
@@ -231,14 +241,109 @@ def test_which_corrections_apply():
     new = replace(old, versions=(("jaxlib", "0.10.2"),), factor=3.0)
     other = replace(old, chip="v5e")
     where = topology("2*h100:8")
-    assert [one.factor for one in applied(where, (new, old, other))] == [3.0]
+    assert [one.factor for one in applied(where, (new, old, other))] == [UNKNOWN_MARGIN, 3.0]
     own = replace(where, corrections={"temporaries": 1.5, "compute": 1.1})  # pyright: ignore[reportArgumentType]
     assert [(one.quantity, one.factor, one.n) for one in applied(own, (new, old))] == [
         ("compute", 1.1, 0),
+        ("margin", UNKNOWN_MARGIN, 0),
         ("temporaries", 1.5, 0),
     ]
-    assert applied(replace(where, corrections=(("temporaries", 1.0),)), (new,)) == ()
+    none = (("margin", 1.0), ("temporaries", 1.0))
+    assert applied(replace(where, corrections=none), (new,)) == ()
     assert Topology.from_json(own.to_json()) == own
+
+
+def test_the_margin_is_the_largest_that_is_known():
+    """Of all compilers of the chip, else of the vendor's chips; devices of none are simulated."""
+    old = Correction(
+        chip="h100",
+        versions=(("jaxlib", "0.10.2"),),
+        factor=1.06,
+        n=4,
+        **{**PATH, "quantity": "margin"},
+    )
+    new = replace(old, versions=(("jaxlib", "0.12.0"),), factor=1.03)
+    tpu = replace(old, chip="v5e", factor=1.2)
+
+    def held(where: str, *known: Correction) -> list[tuple[float, int, bool]]:
+        found = applied(topology(where), known)
+        return [(one.factor, one.n, one.unknown) for one in found]
+
+    assert held("h100:8", old, new, tpu) == held("h100:8", new, old) == [(1.06, 4, False)]
+    assert held("a100:8", new, tpu) == [(1.03, 4, False)]
+    assert held("v5p:2x2x1", new, tpu) == [(1.2, 4, False)]
+    assert held("v5p:2x2x1", new) == [(UNKNOWN_MARGIN, 0, True)]
+    assert held("cpu:8", new, tpu) == []
+    own = replace(topology("h100:8"), corrections=(("margin", 1.3),))
+    assert margin(own) == 1.3 and fitting_bytes(own) == own.chip.usable_bytes / 1.3
+    assert margin(without_margin(own)) == margin(without_margin(topology("a100:8"))) == 1
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.0, -1.0, float("nan"), "1.1", True])
+def test_a_margin_is_at_least_one(factor: object):
+    with pytest.raises(TopologyError, match="margin is"):
+        replace(topology("h100:8"), corrections=(("margin", factor),))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_leaves_the_margin_free_and_says_so():
+    where = topology("h100:4")
+    free = planner.search(workload().problem, without_margin(where), load=workload())
+    peak = free.estimate.device_bytes.peak
+    chip = replace(where.chip, hbm_bytes=int(peak * 1.05), reserved_bytes=0)
+    narrow = replace(where, chip=chip, corrections=(("margin", 1.1),))
+    tight = planner.search(workload().problem, without_margin(narrow), load=workload())
+    assert tight.decisions == free.decisions
+    lean = planner.search(workload().problem, narrow, load=workload())
+    assert lean.estimate.device_bytes.peak * 1.1 <= chip.usable_bytes
+    assert lean.estimate.step_seconds >= free.estimate.step_seconds and lean.estimate.margin == 1.1
+    text = explain(lean, topology=narrow)
+    assert "are held back, as programs may need 10.0% more than predicted." in " ".join(
+        text.split()
+    )
+    assert [line.split()[0] for line in text.splitlines() if "margin" in line] == ["margin"]
+
+
+def program(predicted: float, compiled: float, family: str) -> dict[str, Any]:
+    """A compiled program, by shares of a v5e's memory."""
+    usable = topology("v5e:2x2").chip.usable_bytes
+    return {
+        "case": {"model": family, "topology": "v5e:2x2"},
+        "versions": dict(KEY[1]),
+        "plan": {"mesh": {}},
+        "device_bytes": {
+            "predicted": {"peak": predicted * usable},
+            "compiled": {"peak": compiled * usable},
+        },
+    }
+
+
+def test_the_margin_is_learned_from_what_programs_need():
+    """Beyond the prediction: of themselves where they take half of a device, of the device where
+    they do not.
+    """
+    large = [program(0.5, 0.5 * (1 + i / 200), "ab"[i % 2]) for i in range(9)]
+    staged = {**program(0.5, 0.9, "a"), "plan": {"mesh": {"stage": 2}}}
+    seen = learn_margins.read([*large, program(0.01, 0.02, "b"), staged, {"failed": "no"}])
+    learned = learn_margins.learn(KEY, seen[KEY])
+    assert isinstance(learned, Correction) and learned.n == 10
+    assert learned.factor == pytest.approx(1.04)
+    assert learned.held_out_error == pytest.approx(1.04 / 1.035 - 1)
+    odd = learn_margins.read([*large, program(0.01, 0.11, "b")])
+    worse = learn_margins.learn(KEY, odd[KEY])
+    assert isinstance(worse, Correction) and worse.factor == pytest.approx(1.115)  # 1 / 0.9
+    few = learn_margins.learn(KEY, seen[KEY][:7])
+    assert few == "7 programs of 2 families; it takes 8 of 2"
+
+
+@pytest.mark.parametrize("name", sorted({one.chip for one in room.learned()}))
+def test_every_program_behind_a_margin_fits_where_it_is_predicted_to(name: str):
+    """However many bytes a device has besides, from the share of a device that the program takes."""
+    for one in room.learned():
+        if one.quantity != "margin" or one.chip != name:
+            continue
+        usable = CATALOG[name].chip.usable_bytes
+        for program in one.evidence:
+            assert learn_margins.needed(program, usable) <= one.factor, program.case
 
 
 def priced(
@@ -307,13 +412,15 @@ def test_compute_is_multiplied_and_hides_more():
 @pytest.mark.matrix
 def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""
-    where = topology("h100:2")
+    where = without_margin(topology("h100:2"))
     roomy = planner.search(workload().problem, where, load=workload(), lowered=True)
     tight = replace(
         where,
         chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0),
     )
-    corrected = replace(tight, corrections=(("temporaries", 4.0), ("activations", 2.0)))
+    corrected = replace(
+        tight, corrections=(("temporaries", 4.0), ("activations", 2.0), ("margin", 1.1))
+    )
     assert (
         planner.search(workload().problem, tight, load=workload(), lowered=True).decisions
         == roomy.decisions
@@ -326,7 +433,7 @@ def test_the_search_is_still_that_of_brute_force():
     fitting = [
         float(p.step_seconds[0])
         for p in prices
-        if float(p.peak_bytes[0]) <= corrected.chip.usable_bytes
+        if float(p.peak_bytes[0]) <= fitting_bytes(corrected)
     ]
     assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(
         min(fitting), rel=1e-9
@@ -345,6 +452,7 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(room, "learned", lambda: (entry,))
     plan = planner.search(workload().problem, "h100:4", PIN, load=workload())
     assert plan.estimate.corrections == (
+        Applied(quantity="margin", factor=UNKNOWN_MARGIN, unknown=True),
         Applied(quantity="temporaries", factor=1.25, n=24, versions=entry.versions),
     )
     assert Plan.from_json(plan.to_json()) == plan
@@ -362,8 +470,7 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
         " (0.12.0 here)."
     )
     assert (
-        planner.search(workload().problem, "v5e:2x2", PIN, load=workload()).estimate.corrections
-        == ()
+        planner.search(workload().problem, "cpu:4", PIN, load=workload()).estimate.corrections == ()
     )
 
 
@@ -384,7 +491,7 @@ def test_a_topology_file_brings_its_own(tmp_path: Path):
     assert (
         str(caught.value)
         == f"the corrections of topology {str(path)!r} are not usable:\n  - 'temporary' is unknown;"
-        " quantities are compute, activations, temporaries, communication\n  - activations is"
+        " quantities are compute, activations, temporaries, communication, margin\n  - activations is"
         " 'much'; it must be a positive number\n  - compute is -1; it must be a positive number"
     )
     path.write_text(text.replace("[corrections]\n", "").replace("chip", "corrections = 3\nchip"))

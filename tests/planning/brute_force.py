@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
+from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import Topology
@@ -263,6 +264,6 @@ def fastest(
         count += 1
         for one in (decision, *(variants(load, where, decision, by_class) if all_variants else ())):
             totals = price(load, where, one)
-            if float(totals.peak_bytes[0]) <= where.chip.usable_bytes:
+            if float(totals.peak_bytes[0]) <= fitting_bytes(where):
                 best = min(best, float(totals.step_seconds[0]))
     return best, count

@@ -9,6 +9,7 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.cost.estimate import DeviceBytes, Seconds
+from shardlib.cost.machine.corrections import Applied
 from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
 from shardlib.planning import planner
@@ -226,6 +227,23 @@ def test_memory_tight(share: float, fires: bool):
     assert (
         "memory-tight" in codes(at(estimate=replace(CALM.estimate, device_bytes=peak)))
     ) == fires
+    held = (Applied(quantity="margin", factor=1.02),)
+    estimate = replace(CALM.estimate, device_bytes=peak, corrections=held)
+    assert "memory-tight" not in codes(at(estimate=estimate))
+
+
+@pytest.mark.parametrize(
+    ("where", "stage", "pipeline", "fires"),
+    [
+        ("2*h100:8", 2, "lockstep", True),
+        ("2*h100:8", 2, "programs", False),
+        ("2*h100:8", 1, "lockstep", False),
+        ("v5e:4x4", 2, "lockstep", False),
+    ],
+)
+def test_pipeline_on_gpus(where: str, stage: int, pipeline: str, fires: bool):
+    mesh = MeshShape(data=16 // stage, stage=stage)
+    assert ("pipeline-on-gpus" in codes(at(where, mesh=mesh, pipeline=pipeline))) == fires
 
 
 @pytest.mark.parametrize(

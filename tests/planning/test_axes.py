@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
@@ -366,7 +367,7 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     )
     assert (
         found.offload
-        and found.estimate.device_bytes.peak <= tight.chip.usable_bytes
+        and found.estimate.device_bytes.peak <= fitting_bytes(tight)
         and found.estimate.step_seconds > roomy.estimate.step_seconds
     )
 
@@ -408,7 +409,7 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
         name="tight",
     )
     best = planner.search(deep().problem, tight, {"offload": ["disk"]}, load=deep())
-    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= tight.chip.usable_bytes
+    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= fitting_bytes(tight)
     for recipe in RECIPES:
         try:
             assert best.estimate.step_seconds <= planner.search(

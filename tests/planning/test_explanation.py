@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
+from shardlib.cost.machine.corrections import margin
 from shardlib.errors import PlanError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
@@ -83,18 +85,9 @@ def test_a_plan_pinned_to_itself_is_itself(where: str):
 
 def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
     plan = planned("h100:8")
-    assert (
-        counterfactual.priced_on(
-            plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak)
-        )
-        is not None
-    )
-    assert (
-        counterfactual.priced_on(
-            plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak // 2)
-        )
-        is None
-    )
+    needed = math.ceil(plan.estimate.device_bytes.peak * margin(plan.source.topology))
+    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, needed)) is not None
+    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, needed - 2)) is None
 
 
 # --- alternatives ---
@@ -173,9 +166,11 @@ def test_a_search_with_the_memory_of_a_step_is_as_fast(share: float):
     steps = staircase(plan)
     assert steps
     for step in steps:
-        assert step.short_bytes == step.peak_bytes - where.chip.usable_bytes > 0
+        needed = step.peak_bytes * margin(where)
+        assert step.short_bytes > 0
+        assert step.short_bytes == pytest.approx(needed - where.chip.usable_bytes, abs=2)
         assert (
-            seconds(with_usable(where, step.peak_bytes + 1))
+            seconds(with_usable(where, int(needed) + 2))
             <= step.step_seconds * (1 + 1e-9)
             < seconds(where)
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardlib.cost.machine.corrections import margin
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology, topology
@@ -127,7 +128,9 @@ def test_a_world_that_does_not_fit_says_how_much_is_lacking():
     )
     (point,) = curve("world", "strong", [machine], planned).points
     assert (
-        point.short_bytes == pytest.approx(leanest - int(leanest / 2), abs=1) and point.plan is None
+        point.short_bytes
+        == pytest.approx(leanest * margin(machine) - machine.chip.usable_bytes, abs=1)
+        and point.plan is None
     )
 
 

@@ -12,15 +12,22 @@ A factor of the topology takes the place of the learned one. Which XLA is instal
 that plans does not matter: of several versions the newest learned one counts, and a verification
 says where the compiler is another.
 
+One factor is no correction: the *margin*, by which a program may need more memory than predicted. A
+plan fits where its predicted peak times the margin does. It is the largest that was learned for the
+chip with any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`. Simulated devices have
+none: how much memory they share is not known so exactly.
+
 >>> from shardlib.hardware.topology import topology
->>> applied(topology("h100:8"), known=())
+>>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), known=())]
+[('margin', 1.1)]
+>>> applied(topology("cpu:8"), known=())
 ()
 >>> entry = Correction(
 ...     chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24,
 ...     median_error_before=0.2, median_error_after=0.05, held_out_error=0.07,
 ... )
 >>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), known=(entry,))]
-[('temporaries', 1.2, 24)]
+[('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 """
 
 from __future__ import annotations
@@ -29,14 +36,19 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 
 from shardlib.errors import PinError
+from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.chip import Chip
 from shardlib.hardware.topology import CORRECTABLE, Topology
 from shardlib.untrusted import construct
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
+
+#: The margin of a compiler that nothing was learned of.
+UNKNOWN_MARGIN = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +122,14 @@ class Applied:
         factor: what it was multiplied by.
         n: compiled programs behind it; 0 for a factor of the topology's own.
         versions: (package, version) of their compiler.
+        unknown: whether nothing is known of the compiler (`UNKNOWN_MARGIN`).
     """
 
     quantity: str
     factor: float
     n: int = 0
     versions: tuple[tuple[str, str], ...] = ()
+    unknown: bool = False
 
     def to_json(self) -> JsonObject:
         """The factor as plain data."""
@@ -131,6 +145,8 @@ class Applied:
         return f"{self.quantity} x {self.factor:.3g}, " + (
             f"learned from {self.n} programs compiled with {compiler}"
             if self.n
+            else "nothing was learned of this compiler"
+            if self.unknown
             else "from the topology file"
         )
 
@@ -162,11 +178,8 @@ def applied(topology: Topology, known: Iterable[Correction] | None = None) -> tu
         topology: the machine.
         known: learned corrections; those that come with shardlib if left out.
     """
-    mine = [
-        entry
-        for entry in (learned() if known is None else known)
-        if entry.chip == topology.chip.name
-    ]
+    known = tuple(learned() if known is None else known)
+    mine = (one for one in known if one.chip == topology.chip.name and one.quantity != "margin")
     newest = {entry.quantity: entry for entry in sorted(mine, key=_age)}
     found = {
         quantity: Applied(
@@ -174,11 +187,62 @@ def applied(topology: Topology, known: Iterable[Correction] | None = None) -> tu
         )
         for quantity, entry in newest.items()
     }
+    if topology.chip.vendor != "cpu":
+        found["margin"] = _held_back(known, topology.chip)
     found |= {
         quantity: Applied(quantity=quantity, factor=factor)
         for quantity, factor in topology.corrections
     }
     return tuple(found[quantity] for quantity in sorted(found) if found[quantity].factor != 1)
+
+
+def margin(topology: Topology) -> float:
+    """By how much a program may need more memory than predicted: at least 1.
+
+    Args:
+        topology: the machine.
+    """
+    return next((one.factor for one in applied(topology) if one.quantity == "margin"), 1.0)
+
+
+def fitting_bytes(topology: Topology) -> float:
+    """The largest predicted peak with which a plan fits on a device, bytes.
+
+    Args:
+        topology: the machine.
+    """
+    return topology.chip.usable_bytes / margin(topology)
+
+
+def without_margin(topology: Topology) -> Topology:
+    """The topology with nothing held back: plans that fit by their prediction fit.
+
+    Args:
+        topology: the machine.
+    """
+    others = (one for one in topology.corrections if one[0] != "margin")
+    return replace(topology, corrections=(*others, ("margin", 1.0)))
+
+
+def _held_back(known: Iterable[Correction], chip: Chip) -> Applied:
+    """The margin of a chip that is not the topology's own: the largest of all compilers that made
+    programs for it, else for chips of its vendor.
+
+    Args:
+        known: learned corrections.
+        chip: of the topology.
+    """
+    margins = [entry for entry in known if entry.quantity == "margin"]
+    own = [entry for entry in margins if entry.chip == chip.name]
+    related = [
+        entry
+        for entry in margins
+        if entry.chip in CATALOG and CATALOG[entry.chip].chip.vendor == chip.vendor
+    ]
+    if not (own or related):
+        return Applied(quantity="margin", factor=UNKNOWN_MARGIN, unknown=True)
+    most = max(own or related, key=lambda one: (one.factor, _age(one)))
+    return Applied(quantity="margin", factor=most.factor, n=most.n, versions=most.versions)
 
 
 def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -56,4 +56,5 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
     "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT),
     "temporaries": (Q.TEMPORARY,),
     "communication": (Q.GATHERED,),
+    "margin": (),
 }

@@ -15,6 +15,7 @@ from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.space.microbatching import coupled
 from shardlib.planning.space.workload import Workload
+from shardlib.planning.units.quantity import percent_text
 from shardlib.report import Finding
 from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.table import named
@@ -49,6 +50,22 @@ def notes(
             message=f"the prediction is corrected: {one}",
         )
         for one in plan.estimate.corrections
+        if one.quantity != "margin"
+    ]
+    found += [
+        Finding(
+            code="unknown-compiler",
+            severity="info",
+            where=topology.chip.name,
+            message=(
+                "nothing was learned of the compiler for this chip: plans leave"
+                f" {percent_text(1 - 1 / one.factor)} of its memory to what a program may need"
+                " beyond the prediction"
+            ),
+            hint="[corrections] margin in a topology file, or `shardlib verify`",
+        )
+        for one in plan.estimate.corrections
+        if one.unknown
     ]
     if left_out:
         found.append(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardlib.axes import BATCH_AXES
+from shardlib.cost.machine.corrections import margin
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.answers.constraint import Binding, Constraints, OutOfReach
 from shardlib.planning.plan import Plan, source_of
@@ -36,7 +37,8 @@ def constraints(plan: Plan) -> Constraints:
 
 def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
     """Faster plans that do not fit, the one that lacks least memory first."""
-    usable = source_of(plan).topology.chip.usable_bytes
+    topology = source_of(plan).topology
+    usable, held = topology.chip.usable_bytes, margin(topology)
     steps: list[OutOfReach] = []
     for one in faster_without_limit(plan):
         if steps and one.seconds <= steps[-1].step_seconds * (1 + TIE):
@@ -47,7 +49,7 @@ def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
                 summary=one.candidate.summary,
                 step_seconds=one.seconds,
                 peak_bytes=int(one.peak_bytes),
-                short_bytes=int(one.peak_bytes - usable),
+                short_bytes=int(one.peak_bytes * held - usable),
             )
         )
     return tuple(reversed(steps))

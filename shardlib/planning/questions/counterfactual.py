@@ -11,6 +11,7 @@ import itertools
 from dataclasses import replace
 from typing import Any, cast
 
+from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology
@@ -113,7 +114,7 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
     """Plans that are faster than this one and do not fit, each needing less memory than all before
     it; the fastest first.
     """
-    source, usable = source_of(plan), source_of(plan).topology.chip.usable_bytes
+    source, fitting = source_of(plan), fitting_bytes(source_of(plan).topology)
     boundless = roomy(source.topology)
     fastest = best_on(plan, boundless)
     if fastest is None or fastest.estimate.step_seconds >= plan.estimate.step_seconds * (1 - TIE):
@@ -123,7 +124,7 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
     quicker = itertools.takewhile(
         lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), front
     )
-    return [one for one in quicker if one.peak_bytes > usable]
+    return [one for one in quicker if one.peak_bytes > fitting]
 
 
 def changes(plan: Plan, other: Plan) -> tuple[str, ...]:

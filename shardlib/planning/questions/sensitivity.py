@@ -13,9 +13,11 @@ would then have been best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from shardlib.cost.machine.corrections import margin
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.shadow_prices import Price, Sensitivity, Shock
 from shardlib.planning.plan import Plan, source_of
@@ -96,7 +98,7 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
     small steps; the first is narrowed down by halves.
     """
     topology = source_of(plan).topology
-    low, usable = 0, topology.chip.usable_bytes
+    low, usable, held = 0, topology.chip.usable_bytes, margin(topology)
     found = other.best_on(plan, other.with_memory(topology, high)) or best
     for _ in range(MOST_HALVES):
         if high - low <= NARROW_MEMORY * usable:
@@ -106,7 +108,10 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
         if between.estimate.step_seconds < best.estimate.step_seconds * (1 - TIE):
             found, high = (
                 between,
-                min(middle, max(low + 1, between.estimate.device_bytes.peak - usable)),
+                min(
+                    middle,
+                    max(low + 1, math.ceil(between.estimate.device_bytes.peak * held) - usable),
+                ),
             )
         else:
             low = middle

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from shardlib.cost.machine.corrections import fitting_bytes, margin
 from shardlib.cost.pricing.totals import Totals
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, TopologyError
@@ -14,7 +15,7 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.space.workload import Workload
-from shardlib.planning.units.quantity import bytes_text
+from shardlib.planning.units.quantity import bytes_text, percent_text
 
 
 def infeasible(
@@ -34,7 +35,8 @@ def infeasible(
         candidate: the minimum-memory plan.
         fits: whether a search with another topology or other pins succeeds.
     """
-    totals, capacity = price(load, topology, candidate), topology.chip.usable_bytes
+    totals, held = price(load, topology, candidate), margin(topology)
+    capacity = fitting_bytes(topology)
     mesh, summary = candidate.mesh, candidate.summary
     peak = float(totals.peak_bytes[0])
     parts = sorted(
@@ -52,10 +54,21 @@ def infeasible(
     return InfeasibleError(
         f"{load.problem.model} does not fit on {topology.name}: the leanest plan"
         f" ({mesh}{', ' + summary if summary else ''}) needs {bytes_text(peak)} on each device,"
-        f" {bytes_text(peak - capacity)} more than the {bytes_text(capacity)} it has"
+        f" {bytes_text(peak - capacity)} more than {_room(topology)}"
         f" ({shares})\nTry:"
         f" {'; or '.join(ways) if ways else 'a larger topology and a smaller batch together'}",
-        short_bytes=math.ceil(peak - capacity),
+        short_bytes=math.ceil(peak * held - topology.chip.usable_bytes),
+    )
+
+
+def _room(topology: Topology) -> str:
+    """The memory that a plan may fill, in words."""
+    held, usable = margin(topology), topology.chip.usable_bytes
+    if held == 1:
+        return f"the {bytes_text(usable)} it has"
+    return (
+        f"the {bytes_text(fitting_bytes(topology))} that a plan may fill of {bytes_text(usable)},"
+        f" as a program may need {percent_text(held - 1)} more than predicted"
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.axes import MeshShape
+from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
@@ -126,7 +127,7 @@ def priced_space(
             one,
             rooms[-1],
             topology,
-            topology.chip.usable_bytes,
+            fitting_bytes(topology),
             explorers[0] if explorers else None,
             any_plan=any_plan,
         )

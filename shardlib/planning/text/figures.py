@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from shardlib.collective import Collective
+from shardlib.cost.estimate import Estimate
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.units.quantity import bar, bytes_text, clip, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned, and_more
@@ -63,7 +64,7 @@ def memory_section(plan: PlanData, hbm_bytes: float | None) -> str:
     ]
     whole = hbm_bytes or parts.peak or 1.0
     if hbm_bytes and hbm_bytes > parts.peak:
-        rows.append(("spare", hbm_bytes - parts.peak, bytes_text(hbm_bytes - parts.peak)))
+        rows += spare_rows(plan.estimate, hbm_bytes)
     of = f" of {bytes_text(hbm_bytes)}" if hbm_bytes else ""
     return "\n".join(
         [
@@ -71,6 +72,29 @@ def memory_section(plan: PlanData, hbm_bytes: float | None) -> str:
             *_bars(rows, max(whole, parts.peak)),
         ]
     )
+
+
+def held_back(estimate: Estimate, hbm_bytes: float) -> float:
+    """Bytes of a device that stay free for what a program may need beyond the prediction.
+
+    Args:
+        estimate: with its margin.
+        hbm_bytes: what a device has.
+    """
+    peak = estimate.device_bytes.peak
+    return max(0.0, min(peak * (estimate.margin - 1), hbm_bytes - peak))
+
+
+def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[tuple[str, float, str]]:
+    """What a plan leaves of a device: (label, bytes, text).
+
+    Args:
+        estimate: with its margin.
+        hbm_bytes: what a device has.
+    """
+    held = held_back(estimate, hbm_bytes)
+    rows = (("margin", held), ("spare", hbm_bytes - estimate.device_bytes.peak - held))
+    return [(label, size, bytes_text(size)) for label, size in rows if size > 0]
 
 
 @dataclass(frozen=True, kw_only=True)

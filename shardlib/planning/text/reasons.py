@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from shardlib.cost.estimate import Estimate
 from shardlib.planning.decisions.plan_data import PlanData, Rejected
-from shardlib.planning.text.figures import LABELS
+from shardlib.planning.text.figures import LABELS, held_back
 from shardlib.planning.units.quantity import (
     bytes_text,
     count_text,
@@ -61,6 +61,12 @@ def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
                 f"{percent_text(spare / hbm_bytes)} spare."
                 if spare >= 0
                 else f"{bytes_text(-spare)} too much."
+            )
+            + (
+                f" {bytes_text(held)} of that are held back, as programs may need"
+                f" {percent_text(estimate.margin - 1)} more than predicted."
+                if (held := held_back(estimate, hbm_bytes))
+                else ""
             )
         )
     return lines + _runner_reasons(plan)

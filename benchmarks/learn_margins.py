@@ -1,0 +1,151 @@
+# ruff: noqa: E402  (the path is set before shardlib is imported)
+"""How much memory must a plan leave free on a chip, going by what its compiler makes?
+
+    python benchmarks/learn_margins.py results.json [more.json ...] [--out FOLDER]
+
+Reads results of `benchmarks/compiled_programs.py --out results.json`, of predictions with the
+corrections that are in force (`learn_corrections.py` comes first, and this again after it). For
+each chip and compiler version, the margin is the least factor with which every program would fit
+wherever it is predicted to. What a program needs beyond the prediction counts as a share of the
+device, and, where the program takes `LARGE` of a device or more, as a share of the prediction, as
+plans that fill a device are of that kind.
+
+Its held-out error is by how much a program needs more, at worst, than the margin of the other
+families of models would allow. Pipelines are left out: what XLA for GPUs copies of their stacks is
+of the order of what was predicted, and plans say so (finding `pipeline-on-gpus`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+
+from benchmarks.learn_corrections import LEAST_CASES, LEAST_FAMILIES, Key, file_name
+from shardlib.cost.machine.corrections import Correction, Evidence
+from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.topology import topology
+
+#: Share of a device from which on what a program needs beyond the prediction is taken to grow with
+#: it.
+LARGE = 0.5
+#: Margins are rounded up to multiples of one over this.
+STEPS = 200
+
+
+def read(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Evidence]]:
+    """Programs by (chip, versions), without pipelines and rows that failed."""
+    found: dict[Key, list[Evidence]] = defaultdict(list)
+    for row in rows:
+        if "failed" in row or row["plan"]["mesh"].get("stage", 1) > 1:
+            continue
+        case, sizes = row["case"], row["device_bytes"]
+        pins = json.dumps(case.get("pin") or {}, sort_keys=True)
+        found[topology(case["topology"]).chip.name, tuple(sorted(row["versions"].items()))].append(
+            Evidence(
+                case=f"{case['model']} {case['topology']} {pins}",
+                family=str(case["model"]),
+                predicted=sizes["predicted"]["peak"],
+                compiled=sizes["compiled"]["peak"],
+            )
+        )
+    return found
+
+
+def needed(one: Evidence, usable: float) -> float:
+    """The margin with which a program fits wherever it is predicted to: at least 1.
+
+    Args:
+        one: the program.
+        usable: bytes of a device.
+    """
+    excess = max(0.0, one.compiled - one.predicted)
+    return (
+        one.compiled / (one.compiled - excess)
+        if one.compiled >= LARGE * usable
+        else usable / (usable - excess)
+    )
+
+
+def learn(key: Key, programs: list[Evidence]) -> Correction | str:
+    """The margin of a chip and version, or why there is none.
+
+    Args:
+        key: chip and versions.
+        programs: that were compiled.
+    """
+    families = sorted({one.family for one in programs})
+    if len(programs) < LEAST_CASES or len(families) < LEAST_FAMILIES:
+        return (
+            f"{len(programs)} programs of {len(families)} families; it takes {LEAST_CASES} of"
+            f" {LEAST_FAMILIES}"
+        )
+    usable = CATALOG[key[0]].chip.usable_bytes
+    by_family = {
+        family: max(needed(one, usable) for one in programs if one.family == family)
+        for family in families
+    }
+    most = max(by_family.values())
+    others = (
+        by_family[family] / max(value for name, value in by_family.items() if name != family)
+        for family in families
+    )
+    error = float(np.median([abs(one.predicted - one.compiled) / one.compiled for one in programs]))
+    return Correction(
+        chip=key[0],
+        versions=key[1],
+        quantity="margin",
+        factor=math.ceil(round(most * STEPS, 6)) / STEPS,
+        n=len(programs),
+        median_error_before=error,
+        median_error_after=error,
+        held_out_error=max(0.0, max(others) - 1),
+        evidence=tuple(programs),
+    )
+
+
+def main() -> None:
+    """Learns from files of results; other entries of a chip's file stay."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="results of benchmarks/compiled_programs.py"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "shardlib" / "cost" / "learned",
+        help="folder for the files",
+    )
+    args = parser.parse_args()
+    rows = (row for path in args.results for row in json.loads(path.read_text())["rows"])
+    for key, programs in sorted(read(rows).items()):
+        found = learn(key, programs)
+        print(f"# {key[0]}, {' '.join(' '.join(pair) for pair in key[1])}")
+        if isinstance(found, str):
+            print(f"# no margin: {found}")
+            continue
+        print(
+            f"margin = {found.factor:.4g}  # {found.n} programs, median error"
+            f" {found.median_error_before:.1%}; other families {found.held_out_error:.1%} more"
+        )
+        path = args.out / file_name(key)
+        kept = json.loads(path.read_text()) if path.exists() else []
+        kept = [entry for entry in kept if entry["quantity"] != "margin"]
+        args.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([*kept, found.to_json()], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
