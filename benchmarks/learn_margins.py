@@ -39,6 +39,8 @@ from shardlib.hardware.topology import topology
 #: Share of a device from which on what a program needs beyond the prediction is taken to grow with
 #: it.
 LARGE = 0.5
+#: In names of packages: compilers that programs of a vendor are not made by.
+OTHERS = {"google": "cuda", "nvidia": "libtpu"}
 #: Margins are rounded up to multiples of one over this.
 STEPS = 200
 
@@ -50,8 +52,14 @@ def read(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Evidence]]:
         if "failed" in row or row["plan"]["mesh"].get("stage", 1) > 1:
             continue
         case, sizes = row["case"], row["device_bytes"]
+        chip = topology(case["topology"]).chip
+        versions = {
+            name: version
+            for name, version in row["versions"].items()
+            if OTHERS[chip.vendor] not in name
+        }
         pins = json.dumps(case.get("pin") or {}, sort_keys=True)
-        found[topology(case["topology"]).chip.name, tuple(sorted(row["versions"].items()))].append(
+        found[chip.name, tuple(sorted(versions.items()))].append(
             Evidence(
                 case=f"{case['model']} {case['topology']} {pins}",
                 family=str(case["model"]),

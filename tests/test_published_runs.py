@@ -294,7 +294,7 @@ def test_machines() -> None:
         ("switch", (8,), 300e9),
     ]
     assert machine.chip.name == "a100" and dict(machine.corrections) == dict.fromkeys(
-        ("activations", "communication", "compute", "temporaries"), 1.0
+        ("activations", "communication", "compute", "margin", "temporaries"), 1.0
     )
     old = topology_of(document(), row(chip="v100-16gb", num_devices=8, num_chips=8))
     assert old.chip.peak("float16") == 125e12 and old.chip.hbm_bytes == 16e9 and len(old.tiers) == 1
