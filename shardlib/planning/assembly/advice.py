@@ -25,7 +25,7 @@ SIMPLER = 1.05
 #: arXiv:1811.06965, section 2.3) finds "M >= 4 x K".
 PER_STAGE = 4
 #: A share of memory that predictions are not exact enough to plan with: their median error against
-#: compiled programs is 3.5% (docs/verification.md).
+#: compiled programs is about 5% (docs/verification.md).
 TIGHT = 0.05
 #: Extents from which on a dim should be made of whole tiles; the padding of smaller ones is the
 #: model's own affair.
