@@ -33,6 +33,7 @@ from shardlib.hardware.catalog import CPU
 from shardlib.hardware.chip import LARGEST, Chip
 from shardlib.hardware.topology import Topology, topology
 from shardlib.processes.agreement import of_first
+from shardlib.processes.devices import let_collectives_wait
 from shardlib.untrusted import Limits, read_json
 
 #: Version of the cached figures; a change of the method makes old files stale.
@@ -72,6 +73,7 @@ def measured_cpu(devices: int, refresh: bool = False) -> Topology:
     """
     if devices < 1:
         raise TopologyError(f"measured_cpu(devices={devices}) needs at least one device")
+    let_collectives_wait()
     local = jax.local_devices(backend="cpu")[:devices]
     # Every process would measure a little differently, and then plan differently.
     figures = json.loads(

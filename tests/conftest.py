@@ -37,6 +37,8 @@ from tests.tiers import TIERS, tier_of
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# As shardlib does, before whatever a test does first; see `shardlib.processes.devices`.
+os.environ.setdefault("PJRT_NPROC", "32")
 # What is kept between runs is kept apart from what the user keeps.
 os.environ.setdefault(
     "SHARDLIB_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"shardlib-tests-{os.getuid()}")
@@ -46,7 +48,7 @@ os.environ.setdefault(
 # On a busy machine a simulated device may reach a collective long after the others; XLA would end
 # the process after 40 seconds.
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=200"
 )
 # A run has a compilation cache of its own: what one of its processes has compiled, the others load.
 # Tests of a process that compiles elsewhere or has a cache of its own set these themselves.

@@ -9,6 +9,7 @@ from shardlib.errors import TopologyError, VerificationError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.plan import Plan
+from shardlib.processes.devices import let_collectives_wait
 
 
 def machine_of_plan(topology: str | Topology | None, plan: Plan | None) -> Topology:
@@ -42,6 +43,7 @@ def machine_of(spec: str | Topology | None) -> Topology:
         MissingFileError: the file of a topology is not there.
     """
     if spec is None:
+        let_collectives_wait()
         return (
             measured_cpu(jax.local_device_count())
             if jax.default_backend() == "cpu"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import jax
@@ -19,6 +21,8 @@ _FLAG = "xla_force_host_platform_device_count"
 #: Variable with the number of CPU devices that each of several processes simulates; who starts
 #: processes sets it.
 HOST_DEVICES = "SHARDLIB_HOST_DEVICES"
+#: Threads of a simulated device: four collectives may wait at a time.
+THREADS = 4
 
 
 def simulate_cpu_devices(count: int) -> None:
@@ -64,6 +68,29 @@ def set_cpu_devices(count: int) -> None:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
             jax.config.update("jax_platforms", "cpu")
+    let_collectives_wait()
+
+
+def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Gives simulated CPU devices threads for several collectives at a time; call it before JAX
+    starts. What the user has set stays.
+
+    XLA runs all devices of a process on one pool of as many threads as there are devices (or cores,
+    if more), and a collective that waits for the others holds its thread. A device can be in two at
+    once, of which one is in a branch or a loop (JAX 0.10.2 and 0.12); then another device finds no
+    thread to arrive on, and the process stands still. `PJRT_NPROC` is the size of the pool.
+    """
+    devices = _simulated_devices(environ)
+    if devices > 1 and not {"PJRT_NPROC", "NPROC"} & environ.keys():
+        environ["PJRT_NPROC"] = str(max(THREADS * devices, os.cpu_count() or 1))
+
+
+def _simulated_devices(environ: Mapping[str, str]) -> int:
+    """How many CPU devices a process with these variables and JAX's settings simulates."""
+    flag = re.search(rf"{_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
+    said = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
+    set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set
+    return max(1, set_in_jax, *(int(word) for word in said if word.isdigit()))
 
 
 def keep_compiled(folder: Path) -> None:

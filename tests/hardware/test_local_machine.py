@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -126,3 +127,29 @@ def test_importing_starts_no_backend():
         check=False,
     )
     assert done.stdout == "ok\n", done.stderr
+
+
+@pytest.mark.parametrize("said", [{}, {"PJRT_NPROC": "3"}], ids=["shardlib", "the user"])
+def test_threads_for_several_collectives_of_every_device(said: dict[str, str]):
+    """JAX starts its threads with the first question for devices; with eight devices and no word of
+    shardlib they are fewer than four a device.
+    """
+    code = (
+        "import os; from shardlib.processes.devices import let_collectives_wait;"
+        " {}; import jax; jax.devices(); print(len(os.listdir('/proc/self/task')))"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.endswith("NPROC")} | said
+
+    def threads(first: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(first)],
+            capture_output=True,
+            text=True,
+            env=environ,
+            cwd=Path(__file__).parents[2],
+            check=True,
+        )
+        return int(done.stdout)
+
+    more = threads("let_collectives_wait()") - threads("pass")
+    assert more == 0 if said else more >= 3 * 8

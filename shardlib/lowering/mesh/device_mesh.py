@@ -28,6 +28,7 @@ from shardlib.errors import ShardlibError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.plan import Plan
+from shardlib.processes.devices import let_collectives_wait
 from shardlib.report import Finding
 
 #: Mesh axis -> sizes of its physical parts, the major one first.
@@ -146,6 +147,7 @@ def device_mesh(
     Raises:
         TopologyError: too few devices, or a number given explicitly that is not the mesh's.
     """
+    let_collectives_wait()
     found = list(jax.devices() if devices is None else devices)
     if devices is not None and len(found) != shape.devices:
         raise TopologyError(
