@@ -7,11 +7,10 @@ Each test is of a tier (`tiers.py`), and `--quick` runs the unit tier without it
 without its long tests (`pytest.mark.long`): searches over large spaces, and questions of many
 searches, that take a second or more. A unit test that compiles a program or starts a process fails.
 
-Of a large matrix (`pytest.mark.matrix`) a draw of one case in six is run. The draw changes with the
-commit and is named when a run begins, and `--draw NAME` draws the same again; a case that is named
-on the command line is run, and `--every-case` runs all, as benchmarks do (`parity.py`,
-`mesh_equality.py`, `pipeline_equality.py`). `--one-in N` draws from the cases of all other tests,
-too, for a second Python whose libraries every test should meet, but not with every case.
+Of what takes long and of large matrices a run draws some (`drawing.py`). The draw changes with the
+commit and is named when a run begins; `--draw NAME` draws the same again, `--every-case` runs all,
+and `--one-in N` draws from the cases of all other tests, too, for a second Python whose libraries
+every test should meet, but not with every case.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.drawing import Case, Draw
 from tests.tiers import TIERS, tier_of
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -58,8 +58,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not i
     atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 
-#: Of the cases of a matrix, one in so many is drawn.
-SPARSE = 6
 #: Markers of unit tests that a quick run leaves out.
 FULL = ("matrix", "long")
 #: What the test that runs now has compiled and started.
@@ -78,13 +76,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="draw the cases of large matrices as the run did that said this name",
     )
-    parser.addoption("--every-case", action="store_true", help="run large matrices in full")
+    parser.addoption("--every-case", action="store_true", help="draw nothing, run everything")
     parser.addoption(
         "--one-in",
         type=int,
-        default=1,
         metavar="N",
-        help="of the cases of every test, draw one in N, at least one",
+        help="of the cases of every test that is no matrix, draw one in N, at least one",
     )
 
 
@@ -98,7 +95,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "compiler(vendor): needs the compiler of a vendor, tpu or gpu (./run compilers)"
     )
     config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
-    config.addinivalue_line("markers", "long: a unit test of a second or more, not of --quick")
+    config.addinivalue_line(
+        "markers",
+        "long: three seconds or more, a unit test one; a draw of one in four is run, none of --quick",
+    )
     if not hasattr(config, "workerinput"):
         keep_figures()
         config.option.draw = config.option.draw or _commit(
@@ -145,9 +145,9 @@ def _say(config: pytest.Config) -> None:
             "no matrices and no long tests"
             if config.option.quick
             else (
-                "matrices in full"
+                "everything"
                 if config.option.every_case
-                else f"of matrices one case in {SPARSE}, drawn with --draw {config.option.draw}"
+                else f"long tests and cases drawn with --draw {config.option.draw}"
             )
         )
 
@@ -259,39 +259,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if vendor := _without_compiler(item):
             reason = f"needs the compiler of the {vendor}: pip install 'shardlib[{vendor}]'"
             item.add_marker(pytest.mark.skip(reason=reason))
-    quick = config.option.quick
-    kept = {
-        id(item)
-        for item in items
-        if not quick
-        or (tier(item) == "unit" and not any(item.get_closest_marker(name) for name in FULL))
-    }
-    if not quick and not config.option.every_case:
-        matrix = [item for item in items if item.get_closest_marker("matrix") is not None]
-        drawn = _draw(matrix, config.option.draw, SPARSE)
-        others = [item for item in items if item.get_closest_marker("matrix") is None]
-        drawn |= _draw(others, config.option.draw, config.option.one_in)
-        kept -= {
-            id(item)
-            for item in items
-            if item.nodeid not in drawn
-            and not any(item.nodeid.endswith(argument) for argument in config.args)
-        }
-    left_out = [item for item in items if id(item) not in kept]
-    items[:] = [item for item in items if id(item) in kept]
+    if config.option.quick:
+        kept = {item.nodeid for item in items if _quick(item)}
+    elif config.option.every_case:
+        kept = {item.nodeid for item in items}
+    else:
+        kept = _draw(config).kept([_case(item) for item in items], config.args)
+    left_out = [item for item in items if item.nodeid not in kept]
+    items[:] = [item for item in items if item.nodeid in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
 
 
-def _draw(items: list[pytest.Item], name: str, sparse: int) -> set[str]:
-    """The cases of tests that are drawn, one of `sparse` of each, at least one."""
-    matrices: dict[str, list[str]] = {}
-    for item in items:
-        matrices.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
-    return {
-        case
-        for cases in matrices.values()
-        for case in sorted(cases, key=lambda case: zlib.crc32(f"{name} {case}".encode()))[
-            : -(-len(cases) // sparse)
-        ]
-    }
+def _quick(item: pytest.Item) -> bool:
+    return tier(item) == "unit" and not any(item.get_closest_marker(name) for name in FULL)
+
+
+def _draw(config: pytest.Config) -> Draw:
+    draw = Draw(config.option.draw)
+    sparse = config.option.one_in
+    return draw if sparse is None else replace(draw, others=sparse, units=sparse)
+
+
+def _case(item: pytest.Item) -> Case:
+    return Case(
+        item.nodeid,
+        tier(item) or "compile",
+        matrix=item.get_closest_marker("matrix") is not None,
+        long=item.get_closest_marker("long") is not None,
+    )

@@ -456,6 +456,7 @@ def test_what_a_program_is_given_is_looked_at() -> None:
         program.evaluate(program.init(0), SMALL)
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_fit_is_told_the_smallest_relaxation() -> None:
     with pytest.raises(shardlib.InfeasibleError) as caught:
         llama("llama3-8b", topology="h100:1")
@@ -466,6 +467,7 @@ def test_a_model_that_cannot_fit_is_told_the_smallest_relaxation() -> None:
     assert llama("llama3-8b", topology=suggestion).topology == suggestion
 
 
+@pytest.mark.long
 def test_a_pin_that_does_not_fit_is_the_one_to_relax() -> None:
     with pytest.raises(shardlib.InfeasibleError) as caught:
         llama(
@@ -544,6 +546,7 @@ def test_a_linen_constraint_that_linen_ignores_is_said() -> None:
     ] == ["3 of them"]
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize("case", [MLP, linen_transformer.CASES[0]], ids=lambda case: case.name)

@@ -131,6 +131,7 @@ def test_logical_constraints_count_under_rules_and_are_a_finding_without():
     )
 
 
+@pytest.mark.long
 def test_microbatches_keep_the_activation_layouts():
     batch = models.transformer_batch()
     program = shardlib.compile(
@@ -168,6 +169,7 @@ def test_too_few_devices_is_said_when_compiling():
         )
 
 
+@pytest.mark.long
 def test_zero_three_gathers_one_layer_at_a_time_and_never_saves_it():
     program = shardlib.compile(
         models.Transformer,

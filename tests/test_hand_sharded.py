@@ -41,6 +41,7 @@ BATCH = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "mesh",

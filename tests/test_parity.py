@@ -33,6 +33,7 @@ def sample() -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("case", "pin"), sample())
 def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:

@@ -571,6 +571,7 @@ def test_fit_finds_a_figure_and_leaves_alone_what_the_runs_do_not_show() -> None
     assert math.isclose(sum(map(len, halves(samples))), 3)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_command(tmp_path: Path) -> None:
     file = tmp_path / "runs.json"

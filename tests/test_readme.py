@@ -59,6 +59,7 @@ def test_the_example_prints_what_follows_it():
     compare(block("<!-- example -->"), printed.getvalue())
 
 
+@pytest.mark.long
 def test_the_command_prints_what_follows_it(capsys):
     command, shown = block("<!-- llama -->").split("\n", 1)
     assert command.startswith("$ shardlib ")

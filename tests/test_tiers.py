@@ -1,4 +1,4 @@
-"""Every file of tests has a tier, and every table of tiers names what exists."""
+"""Every file of tests has a tier, every table of tiers names what exists, and draws reach all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.drawing import Case, Draw
 from tests.tiers import TESTS, TIERS, tier_of
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,35 @@ def test_the_longest_name_counts(path: str, tier: str | None):
     assert tier_of(path) == tier
 
 
+CASES = [
+    *(Case(f"tests/test_a.py::test_matrix[{n}]", "compile", matrix=True) for n in range(12)),
+    *(Case(f"tests/test_a.py::test_long_{n}", "compile", long=True) for n in range(8)),
+    *(Case(f"tests/test_b.py::test_long_{n}", "processes", long=True) for n in range(8)),
+    *(Case(f"tests/test_b.py::test_cases[{n}]", "processes") for n in range(5)),
+    Case("tests/test_b.py::test_alone", "processes"),
+    *(Case(f"tests/test_c.py::test_unit[{n}]", "unit") for n in range(5)),
+]
+
+
+def test_so_many_are_drawn():
+    """Two of twelve, four of sixteen, three of five, the one, and all of five."""
+    assert len(Draw("x").kept(CASES)) == 2 + 4 + 3 + 1 + 5
+
+
+def test_draws_reach_every_test_in_time():
+    commits = [Draw(f"commit {n}").kept(CASES) for n in range(60)]
+    assert set.union(*commits) == {case.name for case in CASES}
+    assert Draw("commit 1").kept(CASES) == commits[1]
+
+
+def test_what_is_named_is_run():
+    kept = Draw("x").kept(CASES, ["tests/test_b.py", "tests/test_a.py::test_matrix[7]"])
+    assert {case.name for case in CASES if case.name.startswith("tests/test_b.py")} <= kept
+    assert "tests/test_a.py::test_matrix[7]" in kept
+    assert len([name for name in kept if "test_long" in name and "test_a.py" in name]) == 2
+    assert len([name for name in kept if "matrix" in name]) in (2, 3)
+
+
 FAULTY = """
 import subprocess, sys
 import pytest
@@ -62,11 +92,12 @@ def test_is_fine():
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_unit_test_that_compiles_or_starts_a_process_fails(tmp_path: Path):
     """In a run of its own, with the conftest of this one."""
     (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "tiers.py"):
+    for name in ("conftest.py", "drawing.py", "tiers.py"):
         (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     (tmp_path / "tests" / "test_faulty.py").write_text(FAULTY)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())

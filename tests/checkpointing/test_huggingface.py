@@ -424,6 +424,7 @@ def test_a_truncated_file_is_said(tmp_path: Path):
         huggingface.load(tmp_path / "out", program)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrt",
     [None, lambda path, variable: "norm" in "".join(map(str, path))],

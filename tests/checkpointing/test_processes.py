@@ -24,6 +24,7 @@ from tests.processes import child, free_port
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.long
 def test_killed_while_saving(tmp_path: Path):
     """Whatever the moment, every checkpoint that is seen afterwards is whole, and the next process
     saves on.
@@ -43,6 +44,7 @@ def test_killed_while_saving(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir() if not entry.name.isdigit()] == ["owner"]
 
 
+@pytest.mark.long
 def test_four_processes_and_one(tmp_path: Path):
     """4 processes of 2 devices save, 1 of 8 restores that and saves, and the 4 restore that."""
     process = child("tests.checkpointing.child_processes", 4, free_port(), tmp_path)
@@ -63,6 +65,7 @@ def test_four_processes_and_one(tmp_path: Path):
     assert process.returncode == 0, errors[-3000:]
 
 
+@pytest.mark.long
 def test_four_processes_read_and_write_hugging_face_files(tmp_path: Path):
     """Each reads the part of its own devices, and what they write together is what they have
     read.

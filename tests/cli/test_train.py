@@ -12,6 +12,7 @@ import pytest
 from shardlib.planning.plan import Plan
 
 
+@pytest.mark.long
 def test_train_on_a_text_of_ones_own(tmp_path: Path, card: Path):
     text = tmp_path / "text"
     text.mkdir()

@@ -409,6 +409,7 @@ def test_compute_is_multiplied_and_hides_more():
     assert {**after, "compute": 0, "exposed": 0} == {**before, "compute": 0, "exposed": 0}
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""

@@ -249,6 +249,7 @@ def processes(count: int, path: Path, start: int) -> Iterator[dict]:
         yield json.loads(Path(f"{path}-{count}-{number}.json").read_text())
 
 
+@pytest.mark.long
 def test_processes_read_their_own_part_and_may_be_others_after_a_stop(tmp_path: Path):
     path = tmp_path / "tokens.npy"
     np.save(path, np.arange(2000, dtype=np.int32))

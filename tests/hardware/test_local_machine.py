@@ -29,6 +29,7 @@ def keep(devices: int, local: int, **changes: object) -> None:
     cache_path(devices, local).write_text(json.dumps({**dict.fromkeys(FIGURES, 8.0), **changes}))
 
 
+@pytest.mark.long
 def test_a_measurement_is_plausible_and_kept(cache: Path):
     machine = measured_cpu(8)
     assert (machine.name, machine.devices, machine.tiers[0].shape) == ("cpu:8", 8, (8,))

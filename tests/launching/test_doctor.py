@@ -231,6 +231,7 @@ def names_of_their_own(known: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_three_hosts_are_examined(tmp_path):
     doctor = [
         sys.executable,
@@ -262,6 +263,7 @@ def test_three_hosts_are_examined(tmp_path):
     assert data["links"][0]["ways"] == 3 and topology(str(tmp_path / "machine.toml")).devices == 3
 
 
+@pytest.mark.long
 def test_a_host_without_a_name_and_one_with_other_devices(tmp_path):
     begin = names_of_their_own(tmp_path / "hosts")
     doctor = [sys.executable, "-m", "shardlib", "doctor", "--quick"]

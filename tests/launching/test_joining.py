@@ -41,6 +41,7 @@ def launched(folder: Path, what: str) -> tuple[int, str, str]:
     )
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one_does(tmp_path: Path):
     code, out, err = launched(tmp_path / "run", "train")
     assert code == 0, err
@@ -57,6 +58,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path):
     )
 
 
+@pytest.mark.long
 def test_processes_that_mean_something_else_end_before_they_compute(tmp_path: Path):
     code, _, err = launched(tmp_path / "run", "differ")
     assert code == 2, err
@@ -68,6 +70,7 @@ def test_processes_that_mean_something_else_end_before_they_compute(tmp_path: Pa
     assert not RunFolder(tmp_path / "run").metrics.exists()
 
 
+@pytest.mark.long
 def test_one_that_fails_does_not_wait_for_the_others(tmp_path: Path):
     begin = time.monotonic()
     code, _, err = launched(tmp_path / "run", "raise")
@@ -79,6 +82,7 @@ def test_one_that_fails_does_not_wait_for_the_others(tmp_path: Path):
     assert time.monotonic() - begin < 45
 
 
+@pytest.mark.long
 def test_what_processes_compare(tmp_path: Path):
     code, out, err = launched(tmp_path / "run", "agree")
     assert code == 0, err

@@ -133,6 +133,7 @@ def test_the_one_that_fails_is_named_and_all_go_on(tmp_path: Path, fault: str, w
     )
 
 
+@pytest.mark.long
 def test_the_code_of_the_first_that_fails_is_that_of_all(tmp_path: Path):
     code, _, err = launched(tmp_path, "9", once=False, at=0, restarts=0)
     assert code == 9 and "[1] no such luck\n" in err and "starting it again" not in err

@@ -100,6 +100,7 @@ def test_other_code_and_another_number_of_processes(place: Place):
     )
 
 
+@pytest.mark.long
 def test_nobody_or_somebody_else_listens(place: Place):
     other = replace(place, process=1, seconds=1)
     assert (

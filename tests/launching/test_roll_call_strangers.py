@@ -170,6 +170,7 @@ def test_a_line_that_was_overheard_is_of_no_use(place: Place):
     assert attacked(place, attack)[0] == ["together"] * 3
 
 
+@pytest.mark.long
 def test_a_false_process_0_cannot_fail_the_others(place: Place):
     """It answers whatever it likes; who knows the secret goes on looking for the right one."""
     lines = [
@@ -204,6 +205,7 @@ def test_a_false_process_0_cannot_fail_the_others(place: Place):
     assert "you lose" not in str(caught.value) and caught.value.again
 
 
+@pytest.mark.long
 def test_what_others_say_is_escaped(place: Place):
     """Even one who knows the secret writes nothing on the terminals of the others."""
 

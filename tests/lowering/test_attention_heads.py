@@ -83,6 +83,7 @@ def bytes_over_tensor(found):
     return sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("heads", "groups", "rules", "remat"), CASES)
 def test_a_step_is_that_of_one_device(heads, groups, rules, remat):
     loss, params = step(*sharded(heads, groups, rules, remat))
@@ -117,6 +118,7 @@ def test_no_product_is_gathered_along_keys_of_sharded_width():
     assert set(found) == {"all-to-all", "all-gather"}  # no halves of heads sent to neighbours
 
 
+@pytest.mark.long
 def test_a_gather_serves_what_is_rematerialised_and_the_gradient_of_the_weight():
     rules = {"batch": ["data", "fsdp"], "mlp": ["tensor"], "kv_heads": ["tensor"]}
     made, _ = sharded(8, 4, {**rules, "seq": ["tensor"]}, "full")
@@ -126,6 +128,7 @@ def test_a_gather_serves_what_is_rematerialised_and_the_gradient_of_the_weight()
     assert bytes_over_tensor(found) == {"all-gather": 3 * 2 * 2 * 4 * 32 * 4 * CONFIG.embed}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", [SEQUENCE, WIDTH], ids=["sequence", "width"])
 def test_a_step_in_stages_is_that_of_one_device(rules):
     pin = {"mesh": {"stage": 2, "tensor": 4}, "schedule": "1f1b", "microbatches": 2}

@@ -166,6 +166,7 @@ def equal(found, true):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "pin"),
@@ -186,6 +187,7 @@ def test_steps_are_those_of_one_device(name, pin):
     equal((losses, params), reference(name, program.plan.microbatches))
 
 
+@pytest.mark.long
 def test_no_sequence_and_no_token_is_gathered():
     """What the compiled steps move: keys and values around the ring, tokens to their experts, and
     nothing of the size of all tokens.
@@ -216,6 +218,7 @@ def test_no_sequence_and_no_token_is_gathered():
     assert any(one.kind == "all-to-all" and one.axes == ("expert",) for one in found.collectives)
 
 
+@pytest.mark.long
 def test_a_capacity_drops_what_one_device_drops():
     init, loss = models.build(CONFIGS["capacity"])
     counts = []
@@ -232,6 +235,7 @@ def test_a_capacity_drops_what_one_device_drops():
     )
 
 
+@pytest.mark.long
 def test_a_capacity_is_routed_without_pins():
     """Of all plans with experts on their devices and without, the search takes one with."""
     init, loss = models.build(CONFIGS["capacity"])
@@ -246,6 +250,7 @@ def test_a_capacity_is_routed_without_pins():
     assert plan.experts == "capacity"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("experts", {"expert": 2, "fsdp": 2, "tensor": 2}), ("capacity", {"expert": 8})],
@@ -325,6 +330,7 @@ def test_a_users_model_with_documents_and_no_causal_mask(context):
     equal(read("cpu:8", context), read("cpu:1"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape", [(BATCH, SEQ, 16), (BATCH * SEQ, 16)], ids=["sequences", "tokens"]
 )
@@ -363,6 +369,7 @@ def test_experts_of_what_the_batch_has(shape):
     )  # the batch has no gradient that would come home
 
 
+@pytest.mark.long
 def test_all_tokens_at_one_expert():
     """The most skewed routing there is: nothing is dropped, nothing is wrong."""
     config = CONFIGS["experts"]

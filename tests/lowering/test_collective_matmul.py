@@ -142,6 +142,7 @@ def looped(name, mesh, **pin):
     }
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "pin"),
@@ -178,6 +179,7 @@ def test_steps_are_those_of_one_device(name, pin):
     assert any(one.kind == "collective-permute" for one in moved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("remat", "loops"), [("dots", 10), ("full", 11)])
 def test_messages_are_as_predicted(remat, loops):
     """In a layer two gathers and two scatters; six loops on the way back, and under full

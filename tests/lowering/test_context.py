@@ -231,6 +231,7 @@ def test_the_memory_of_a_device_does_not_grow_with_the_ring():
     assert many <= 1.02 * few
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["ring", "gathered", "exchanged"])
 def test_the_memory_of_a_device_does_not_grow_with_the_square_of_the_sequence(form):
     short, long = (

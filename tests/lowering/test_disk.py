@@ -84,6 +84,7 @@ def as_written(monkeypatch):
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_state_on_disk_changes_no_number(tmp_path, name, as_written):
@@ -168,6 +169,7 @@ def averaging():
     return optax.GradientTransformation(lambda params: {"average": params, "first": params}, update)
 
 
+@pytest.mark.long
 def test_state_that_is_parameters_or_stays_as_it_is_has_files_of_its_own(tmp_path):
     program = built({"data": 8}, averaging(), {"disk": tmp_path}, offload=("disk",))
     state, metrics = stepped(program)

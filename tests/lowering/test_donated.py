@@ -38,6 +38,7 @@ print(float(metrics["loss"]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_state_that_is_used_again_does_not_kill_the_process():
     done = subprocess.run(

@@ -128,6 +128,7 @@ def agree(found, wanted):
         np.testing.assert_allclose(float(found[name]), float(value), rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_nnx_models_are_evaluated_in_eval_mode(mesh):
     program = shardlib.compile(
@@ -181,6 +182,7 @@ def test_linen_models_have_a_loss_for_it(mesh):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [({"stage": 2, "data": 2}, "1f1b"), ({"stage": 2, "data": 2}, "interleaved")],

@@ -190,6 +190,7 @@ def emulated(rows, out, home, sent, landing, taken, *, axis_name):
     return jnp.where(good, out, jnp.nan)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "slack", "capacity"),
     [({"d": 2, "e": 2, "t": 2}, 0.5, None), ({"e": 4}, 1.25, 1.0)],
@@ -316,6 +317,7 @@ def test_rows_travel_four_times_in_messages_of_the_room_for_them():
     )  # loads of experts, and the number of rounds
 
 
+@pytest.mark.long
 def test_the_memory_of_a_device_does_not_grow_with_devices():
     few, many = (
         compiled({"e": ways}, 2 * ways, seq=16 * ways, gated=False)

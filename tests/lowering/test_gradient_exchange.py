@@ -90,6 +90,7 @@ DRIVERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_an_exchange_is_carried_out_by_every_driver(driver, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDLIB_DISK_DIR", str(tmp_path))
@@ -126,6 +127,7 @@ def test_error_feedback_is_carried_from_step_to_step(microbatches):
     assert not any(np.asarray(leaf).any() for leaf in anew.exchange.values())
 
 
+@pytest.mark.long
 def test_rounding_errors_do_not_add_up_with_error_feedback():
     """The sum of the gradients of many steps is that of exact ones, but for what is kept."""
     totals = {}

@@ -66,6 +66,7 @@ def in_parts(
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}), ids=str)
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
@@ -77,6 +78,7 @@ def test_axes_in_parts_compute_the_numbers_of_one_device(case, mesh):
     assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
 
 
+@pytest.mark.long
 def test_three_parts_are_gathered_and_scattered_one_after_another():
     case = SCAN
     program = in_parts(case, {"fsdp": 8}, links=(*TORUS, Link(kind="torus", ways=2)))
@@ -91,6 +93,7 @@ def test_three_parts_are_gathered_and_scattered_one_after_another():
     )
 
 
+@pytest.mark.long
 def test_gradients_of_cut_weights_are_scattered_and_not_reduced_whole():
     case = SCAN
     program = in_parts(

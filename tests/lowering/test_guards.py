@@ -60,6 +60,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("pin", MESHES, ids=lambda pin: str(pin["mesh"]))
 def test_norm_clipping_scale_and_skips_on_every_mesh(pin):

@@ -51,6 +51,7 @@ def reference():
     return step(program("cpu:1", {"remat": "none", "attention": "traced"}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("remat", "some", "keeping"), CASES)
 def test_nothing_gathered_along_the_sequence_is_kept(reference, remat, some, keeping):
     mesh = {"fsdp": 2, "tensor": 4}

@@ -112,6 +112,7 @@ def test_a_loss_that_is_another_program_for_a_microbatch(batch):
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.long
 @settings(
     max_examples=5,
     deadline=None,

@@ -129,6 +129,7 @@ def runs_like_plain_jax(program):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "order", [list(KINDS), list(KINDS)[::-1]], ids=["one way", "the other way"]
 )

@@ -44,6 +44,7 @@ def test_gradients_are_those_of_one_device(mesh, zero, remat, reference):
     assert max(jax.tree.leaves(small.differences(state.opt_state, reference[1]))) <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 def test_every_kind_of_model_has_the_gradients_of_one_device(case):

@@ -125,6 +125,7 @@ def test_a_head_is_trained_on_a_frozen_backbone(pin):
     assert set(state.opt_state[0].mu) == {"head"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pin",
     [

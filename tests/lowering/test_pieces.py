@@ -155,6 +155,7 @@ def test_recurrent_cells_are_sharded_and_right(
     assert not [finding for finding in plan.findings if finding.code == "replicated-compute"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cell", [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell], ids=lambda cell: cell.__name__
 )

@@ -83,6 +83,7 @@ def equals_the_unsharded_model(p):
     steps_like_the_unsharded_model(p)
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
 def test_loss_metrics_and_gradients_equal_the_unsharded_model(
@@ -122,6 +123,7 @@ def gathering(mesh, microbatches, schedule, virtual, remat, gather, **more):
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), ONCE, ids=str)
 def test_weights_gathered_once_give_the_same_gradients(
@@ -147,6 +149,7 @@ def gathers_before_ticks(p):
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "schedule", "virtual", "gather", "groups", "gathers"),
@@ -179,6 +182,7 @@ def test_a_plan_that_gathers_once_says_where_nothing_is_gathered():
     ]
 
 
+@pytest.mark.long
 def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microbatches_as_for_few():
     def runs(gather, microbatches, schedule="1f1b", virtual=1):
         """How often weights of layers are gathered, and their gradients scattered, over fsdp in a
@@ -212,6 +216,7 @@ def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microba
     assert runs("use", 4)[0] > 4 * MATRICES
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("gather", "schedule", "virtual"),
@@ -278,6 +283,7 @@ def test_stages_scatter_gradients_over_the_dims_of_a_torus(gather, schedule, vir
     ]
 
 
+@pytest.mark.long
 def test_layers_rest_on_their_stages():
     p = program({"stage": 2, "fsdp": 2}, 4, "1f1b", zero=3, optimizer=optax.adamw(1e-2))
     state = p.init(0)
@@ -288,6 +294,7 @@ def test_layers_rest_on_their_stages():
         assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 8, 32)}
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_microbatches_of_1f1b():
     def temporaries(schedule, microbatches):
         model, batch = read(models.Transformer), models.transformer_batch(2 * microbatches, 64)
@@ -317,6 +324,7 @@ def test_memory_does_not_grow_with_the_microbatches_of_1f1b():
     assert temporaries("gpipe", 32) > 1.5 * temporaries("gpipe", 8)
 
 
+@pytest.mark.long
 def test_one_hop_a_tick_and_direction():
     p = program({"stage": 4}, 8, "1f1b", remat="full")
     text = p.compiled().as_text()
@@ -389,6 +397,7 @@ def draws_what_it_draws_without_stages(topology, pin):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 def test_dropout_draws_what_it_draws_without_stages():
     draws_what_it_draws_without_stages(
         "cpu:8",
@@ -400,6 +409,7 @@ def test_dropout_draws_what_it_draws_without_stages():
     )
 
 
+@pytest.mark.long
 def test_rounds_of_chunks_that_are_gathered_as_they_begin():
     """Eight layers, one a chunk: rounds in which nothing enters or leaves, and a queue before the
     first stage.
@@ -459,6 +469,7 @@ MIXED = TransformerConfig(
 )
 
 
+@pytest.mark.long
 def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
     trains_as_without_stages(
         MIXED,
@@ -485,6 +496,7 @@ def equals_its_reference(case, pin):
         ), path
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "pin"),

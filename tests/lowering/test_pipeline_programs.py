@@ -44,6 +44,7 @@ CASES = [
 PROGRAMS = {"pipeline": "programs"}
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
 def test_loss_metrics_and_gradients_equal_the_unsharded_model(
@@ -55,6 +56,7 @@ def test_loss_metrics_and_gradients_equal_the_unsharded_model(
     steps_like_the_unsharded_model(p)
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("schedule", "virtual", "groups", "remat"),
@@ -94,6 +96,7 @@ def test_weights_gathered_once_and_groups_of_microbatches_give_the_same_gradient
     ]
 
 
+@pytest.mark.long
 def test_state_stays_where_one_program_keeps_it_and_is_donated():
     """Two steps, and an evaluation between them; layers rest on their stages in pieces."""
     p, lockstep = (
@@ -122,6 +125,7 @@ def test_state_stays_where_one_program_keeps_it_and_is_donated():
     assert p.timeline().splitlines()[1].split()[:6] == ["stage", "1", "··", "F0", "B0", "F1"]
 
 
+@pytest.mark.long
 def test_dropout_draws_what_it_draws_without_stages():
     draws_what_it_draws_without_stages(
         "cpu:4",
@@ -134,6 +138,7 @@ def test_dropout_draws_what_it_draws_without_stages():
     )
 
 
+@pytest.mark.long
 def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
     trains_as_without_stages(
         MIXED,
@@ -143,6 +148,7 @@ def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "pin"),
@@ -165,6 +171,7 @@ def test_models_as_people_write_them(case, pin):
     equals_its_reference(case, {**pin, **PROGRAMS})
 
 
+@pytest.mark.long
 def test_a_stage_remembers_no_more_microbatches_than_its_order_says():
     """Four stages, eight microbatches, 1F1B: what is under way on stage s is never more than 4 -
     s.
@@ -298,6 +305,7 @@ def test_the_planner_prices_stages_that_wait_for_nothing_but_their_neighbours():
     )
 
 
+@pytest.mark.long
 def test_interleaved_programs_are_planned_with_whole_groups_of_microbatches_alone():
     def planned(**pin):
         return shardlib.plan(

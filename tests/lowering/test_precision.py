@@ -96,6 +96,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pin", "dtypes"),
     CASES,
@@ -135,6 +136,7 @@ def test_steps_equal_those_written_by_hand(pin, dtypes):
     )
 
 
+@pytest.mark.long
 def test_float32_at_rest_are_master_weights_of_a_model_in_16_bits():
     tiny = optax.sgd(2e-4)
     program = small.program(

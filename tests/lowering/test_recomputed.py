@@ -87,6 +87,7 @@ def test_gradients_are_those_of_one_device(pin, reference):
     assert max(jax.tree.leaves(small.differences(state.opt_state, reference[1]))) <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layers", "travels"), [(0, 6 * 4), (1, 6 + 3 * 4), (3, 6 * 3 + 4)])
 def test_collectives_are_those_of_the_layers_that_recompute_and_of_the_others(layers, travels):
     """Tokens travel twice more in a layer that is computed again; as planned, and as the compiler
@@ -125,6 +126,7 @@ def test_collectives_are_those_of_the_layers_that_recompute_and_of_the_others(la
     assert sum(one.total_bytes for one in found) == sum(one.total_bytes for one in planned)
 
 
+@pytest.mark.long
 def test_layers_that_recompute_keep_less():
     """As the compiler has it."""
     whole, half, none = (

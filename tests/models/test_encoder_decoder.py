@@ -255,6 +255,7 @@ def reference(model: nnx.Module, data: dict[str, np.ndarray]) -> np.ndarray:
     return np.stack(rows)
 
 
+@pytest.mark.long
 def test_forward_pass():
     model, data = models.build(SMALL)[0](nnx.Rngs(0)), batch(rows=2)
     np.testing.assert_allclose(
@@ -262,6 +263,7 @@ def test_forward_pass():
     )
 
 
+@pytest.mark.long
 def test_steps_on_devices_are_those_of_one():
     """Every second layer has experts of a small capacity on their devices; losses, drops and
     parameters are those of one device.

@@ -63,6 +63,7 @@ def packed(rows: list[list[np.ndarray]], seq: int = 16) -> dict[str, np.ndarray]
     return batch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [CONFIG, replace(CONFIG, sliding_window=3), LEARNED, LATENT],
@@ -91,6 +92,7 @@ def test_documents_are_as_if_by_themselves(config: TransformerConfig):
     np.testing.assert_allclose(float(both[0]), np.mean(total), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "pin",

@@ -216,6 +216,7 @@ def test_biases_move_in_training_alone_and_have_no_gradient():
     )
 
 
+@pytest.mark.long
 def test_biases_move_in_a_compiled_step():
     config = replace(CONFIG, layers=2, experts=replace(SPARSE.experts, bias=True, bias_rate=0.01))
     program = shardlib.compile(

@@ -98,6 +98,7 @@ def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "software"),

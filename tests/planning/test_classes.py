@@ -54,6 +54,7 @@ def _sizes(where: str) -> tuple[Workload, Topology, float, float]:
     return load, place, float(min(few, many)), float(max(few, many))
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("where", "share"),

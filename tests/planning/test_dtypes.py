@@ -56,6 +56,7 @@ def _priced(
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("where", "share"), (("h100:1", None), ("cpu:2", None), ("2*h100:1", 0.9), ("cpu:2", 0.7))

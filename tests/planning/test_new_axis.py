@@ -73,6 +73,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_an_axis_is_one_entry() -> None:
     done = subprocess.run(

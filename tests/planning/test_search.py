@@ -78,6 +78,7 @@ def with_memory(where: Topology, size: float) -> Topology:
     return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "where", "lowered"),
@@ -95,6 +96,7 @@ def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> Non
     assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("share", (0.9, 0.5, 0.25))
 @pytest.mark.parametrize(
@@ -145,6 +147,7 @@ def test_search_equals_brute_force_with_groups_of_microbatches(
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("depth", "where", "share"),
@@ -176,6 +179,7 @@ def test_search_equals_brute_force_where_stages_may_gather_weights_once(
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> None:
     load, place = prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
@@ -428,6 +432,7 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
     assert "tensor" in plan.why_not(tensor=4)
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:

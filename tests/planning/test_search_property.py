@@ -38,6 +38,7 @@ def _with_memory(where: Topology, size: float) -> Topology:
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -69,6 +69,7 @@ def test_asking_a_plan_again_keeps_its_stack() -> None:
     assert source_of(plan).why_not(SHARDED).estimate == plan.estimate
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "world", "where"),

@@ -22,6 +22,7 @@ def test_there_are_three_hundred_of_them():
     assert len({job.name for job in jobs()}) == len(jobs())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not plans.stored(), reason=f"none were stored for {plans.versions()}")
 @pytest.mark.parametrize("model", QUICK)
 def test_a_sample_of_plans_is_what_was_stored(model: str):

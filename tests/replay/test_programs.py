@@ -49,6 +49,7 @@ def test_there_are_sixty_of_them():
     assert len(programs.everything()) >= 60
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.skipif(not programs.stored(), reason=f"none were stored for {versions()}")
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)

@@ -74,6 +74,7 @@ def real(model: Model) -> tuple[Any, Any, Any]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_126_layers_are_found(wrapped: bool) -> None:
     traced = trace(tower(126, wrapped=wrapped), None, BATCH, policies=("none",))  # type: ignore[arg-type]
@@ -157,6 +158,7 @@ def test_encoder_then_decoder() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.annotated], ids=lambda case: case.name

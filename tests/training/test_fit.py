@@ -100,6 +100,7 @@ def test_a_seed_that_is_none_is_refused_before_there_is_a_folder(program: Progra
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):
     found = run(program, tmp_path)
     assert (
@@ -111,6 +112,7 @@ def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Pat
     assert found.losses[-1] < 0.7 * found.losses[0]
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_next_process_goes_on(
     program: Program, whole: Fitted, tmp_path: Path
 ):
@@ -143,6 +145,7 @@ def test_sigterm_saves_and_the_next_process_goes_on(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_another_mesh_goes_on(
     program: Program, whole: Fitted, tmp_path: Path, mesh: dict[str, int]
@@ -175,6 +178,7 @@ def test_status_of_a_run_that_goes_on(program: Program, tmp_path: Path):
     assert seen == ["training"] and status(tmp_path).state == "failed"
 
 
+@pytest.mark.long
 def test_a_process_that_dies_leaves_what_was_saved(program: Program, whole: Fitted, tmp_path: Path):
     def failing(step: int) -> dict[str, np.ndarray]:
         if step == 25:
@@ -215,6 +219,7 @@ def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_p
     assert event["step"] == 14 and event["bad_step"] == 19 and event["batches_left_out"] == 5
 
 
+@pytest.mark.long
 def test_a_spike_is_left_out_by_a_guard(tmp_path: Path):
     def spiky(step: int) -> dict[str, np.ndarray]:
         batch = batch_of(step)
@@ -277,6 +282,7 @@ def test_losses_that_stay_bad_end_the_run(program: Program, tmp_path: Path):
     assert RunFolder(tmp_path).saved() == (7,)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # reads that Orbax gave up come back to a loop that it has closed
@@ -347,6 +353,7 @@ def failing_always() -> None:
     raise CheckpointError("no room at all")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Path):
     process = child("tests.training.child_fit", 2, free_port(), tmp_path)
@@ -361,6 +368,7 @@ def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Pa
     np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_batches_that_grow(tmp_path: Path):
     ramp = Ramp(first=8, last=24, increment=8, examples=96)
     sizes = [ramp.at(step)[0] for step in range(14)]

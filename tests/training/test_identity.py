@@ -181,6 +181,7 @@ def test_constraints_in_the_loss_count_for_nothing():
     assert one["loss"]["untraceable"] == "" and changed(one, other) == {"loss"}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_same_in_every_process(plain: dict[str, Any]):
     code = (
@@ -265,6 +266,7 @@ def test_a_run_of_an_older_version_is_taken_up(plain: dict[str, Any], tmp_path: 
         folder.open({"a": 1}, {**plain, "seed": {"value": 3}})
 
 
+@pytest.mark.long
 def test_fit_goes_on_with_another_optimizer_on_purpose(tmp_path: Path):
     def run(one: Program, steps: int, shown: io.StringIO | None = None, **settings: Any) -> Any:
         return fit(

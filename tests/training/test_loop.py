@@ -61,6 +61,7 @@ def run(config: TrainConfig) -> tuple[TrainResult, str]:
     return train(config, Console(file=shown, width=100)), shown.getvalue()
 
 
+@pytest.mark.long
 def test_it_learns_more_than_pairs(run: tuple[TrainResult, str]):
     result, _ = run
     assert result.steps == len(result.losses) == 60
@@ -87,6 +88,7 @@ def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     assert result.predicted.step_seconds == result.plan.estimate.step_seconds
 
 
+@pytest.mark.long
 def test_quiet_shows_the_result_alone(config: TrainConfig):
     shown = io.StringIO()
     train(
@@ -96,6 +98,7 @@ def test_quiet_shows_the_result_alone(config: TrainConfig):
     assert shown.getvalue().startswith("validation loss ") and "measured" in shown.getvalue()
 
 
+@pytest.mark.long
 def test_json_is_the_last_line(config: TrainConfig, capsys: pytest.CaptureFixture[str]):
     result = train(replace(config, steps=2, sample_bytes=0, pin={"mesh": {"data": 8}}))
     out = capsys.readouterr().out
@@ -115,12 +118,14 @@ def test_json_is_the_last_line(config: TrainConfig, capsys: pytest.CaptureFixtur
     assert data["parameters"] == 256 * 32 + 2 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64 + 64) + 32
 
 
+@pytest.mark.long
 def test_loss_that_is_not_finite(config: TrainConfig):
     with pytest.raises(TrainingError, match="Try: a learning rate below 1e\\+30") as caught:
         train(replace(config, steps=8, lr=1e30, json=False, quiet=True, pin={"mesh": {"data": 8}}))
     assert "of 8 is " in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not-kept"])
 def test_interruption_says_where(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
@@ -149,6 +154,7 @@ def test_interruption_says_where(
     ) in shown.getvalue()
 
 
+@pytest.mark.long
 def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, tmp_path: Path):
     train(
         replace(
@@ -163,6 +169,7 @@ def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, 
     ]
 
 
+@pytest.mark.long
 def test_all_that_is_another_is_listed_at_once(config: TrainConfig, tmp_path: Path):
     """And whoever does what the message says, goes on."""
     small = replace(
@@ -204,6 +211,7 @@ def test_what_goes_wrong_before_a_run_begins(
     ]
 
 
+@pytest.mark.long
 def test_devices_that_are_simulated_are_said_to_be(config: TrainConfig):
     shown = io.StringIO()
     train(
@@ -223,6 +231,7 @@ def test_devices_that_are_simulated_are_said_to_be(config: TrainConfig):
     )
 
 
+@pytest.mark.long
 def test_fewer_devices_than_the_machine_has(config: TrainConfig):
     assert len(jax.devices()) == 8  # from here on their number cannot change
     result = train(

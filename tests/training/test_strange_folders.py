@@ -93,6 +93,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return found
 
 
+@pytest.mark.long
 @BOUNDED
 @given(lines=st.lists(LINES, max_size=6), at=st.integers(0, 6))
 def test_any_line_of_the_metrics(folder: RunFolder, lines: list[str], at: int):

@@ -182,6 +182,7 @@ def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.
     assert _gone(beat.pid)
 
 
+@pytest.mark.long
 def test_clocks_that_are_set_kill_nobody_and_hide_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

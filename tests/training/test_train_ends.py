@@ -65,6 +65,7 @@ def trains(folder: RunFolder, process: subprocess.Popen[str]) -> bool:
     return process.poll() is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_it_saves_and_says_so_and_shows_no_error(tmp_path: Path, number: signal.Signals):
     folder = RunFolder(tmp_path / "run")
@@ -99,6 +100,7 @@ def test_it_saves_and_says_so_and_shows_no_error(tmp_path: Path, number: signal.
     )
 
 
+@pytest.mark.long
 def test_without_a_folder_ctrl_c_leaves_no_error(tmp_path: Path):
     process = started(tmp_path)
     process.send_signal(signal.SIGCONT)

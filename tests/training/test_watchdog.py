@@ -43,6 +43,7 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path: Path):
     assert beat is not None and (beat.rank, beat.step, beat.phase) == (3, 41, "step")
 
 
+@pytest.mark.long
 def test_phases_and_patience(tmp_path: Path):
     told: list[str] = []
     watchdog = Watchdog(tmp_path / "rank-0.json", seconds=2.0, on_hang=told.append)
@@ -75,6 +76,7 @@ def test_files_that_are_no_heartbeat(tmp_path: Path):
     assert read_heartbeat(tmp_path / "none.json") is None
 
 
+@pytest.mark.long
 def test_a_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nor does one that is set back hide a hang."""
     told: list[str] = []

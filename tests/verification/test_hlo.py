@@ -109,6 +109,7 @@ def test_cut_off_text_is_reported_wherever_it_ends(platform: str):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_corrupted_text_never_raises(platform: str):
     text, numbers = FRAGMENTS[platform], random.Random(1)

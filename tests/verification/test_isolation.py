@@ -165,6 +165,7 @@ run_child([sys.executable, "-c", code, str(folder / "pids")], folder, HERE, Limi
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
 )

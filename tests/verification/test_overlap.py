@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import shardlib
 from shardlib.axes import MeshShape
@@ -67,6 +68,7 @@ def test_what_stands_between_start_and_done():
     )
 
 
+@pytest.mark.long
 def test_options_reach_the_compiler():
     init = shardlib.tree(lambda key: {"w": jax.random.normal(key, (8, 4))}, {"w": ("embed", "mlp")})
     batch = {"x": jax.ShapeDtypeStruct((4, 8), np.float32)}

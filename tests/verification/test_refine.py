@@ -95,6 +95,7 @@ def verify(where: str, chosen: Plan) -> Verification:
     )
 
 
+@pytest.mark.long
 def test_the_record_is_what_the_compiler_makes(box):
     where = box(10**9)
     chosen = plan(where, refine=2)
@@ -125,6 +126,7 @@ def test_the_record_is_what_the_compiler_makes(box):
     )
 
 
+@pytest.mark.long
 def test_a_plan_that_the_compiler_refutes_is_cut(box):
     """The model is told that activations and temporaries are small, so that it believes in plans
     that do not fit.
@@ -157,6 +159,7 @@ def test_a_plan_that_the_compiler_refutes_is_cut(box):
     assert again.compiled is not None and again.compiled.device_bytes["peak"] == record.peak_bytes
 
 
+@pytest.mark.long
 def test_no_refinement_is_the_search_alone(box):
     where = box(10**9)
     without, alone = plan(where, refine=0), plan(where)
@@ -189,6 +192,7 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         plan("v5e:2x4", refine=1)
 
 
+@pytest.mark.long
 def test_command_line(box, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     with pytest.raises(SystemExit) as stop:
         main(["plan", "demo", "-b", "8", "-s", "16", "-t", box(10**9), "--refine", "1", "--json"])
@@ -333,6 +337,7 @@ def test_survivors_are_counted_and_refuted_plans_are_not():
     assert dict(chosen.search.counts)["refuted"] == 2
 
 
+@pytest.mark.long
 def test_the_number_of_compilations_is_bounded():
     usable = POD.chip.usable_bytes
     best = planner.search(workload().problem, POD, load=workload(), lowered=True)
@@ -365,6 +370,7 @@ def test_the_number_of_compilations_is_bounded():
         refined(MadeUp(peak=lambda plan: usable + 1), 1)
 
 
+@pytest.mark.long
 def test_plans_like_one_out_of_memory_are_passed_over():
     """Those with the same recomputation that are predicted to need as much; nothing is passed over
     otherwise.

@@ -20,6 +20,7 @@ from tests.lowering import models
 from tests.lowering.test_pipeline import program
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "micro", "schedule", "virtual", "groups"),

@@ -74,6 +74,7 @@ def verified(program):
     return shardlib.verify(program)
 
 
+@pytest.mark.long
 def test_the_program_compiled_apart_is_the_program_that_runs(program, verified):
     """Exported for an abstract mesh and compiled elsewhere: the same collectives and memory as
     compiled here.
@@ -119,6 +120,7 @@ def test_report(verified):
     assert any(cause.startswith("params.") for cause in causes)
 
 
+@pytest.mark.long
 def test_from_the_model_alone():
     found = verify("cpu:4", pin={"mesh": {"data": 4}})
     assert found.ok and found.compiled is not None
@@ -310,6 +312,7 @@ def test_baseline_names_what_grew(verified):
             read_baseline(text, "x.json")
 
 
+@pytest.mark.long
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def run(*words: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as stop:
