@@ -6,11 +6,13 @@ Type checkers alone look at what the names stand for: the classes of a traced pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import jax
     import jax.core
+    import jax.typing
     from jax.extend import core as jex
 
 #: A value of a program while it is run: an array or a tracer. A literal that stands among them, a
@@ -29,3 +31,14 @@ Eqn: TypeAlias = "jex.JaxprEqn"
 Atom: TypeAlias = "jex.Var | jex.Literal"
 #: The keys of `jax.tree_util` from the root of a pytree to a leaf; their classes are JAX's own.
 KeyPath: TypeAlias = tuple[Any, ...]
+#: Whatever names a dtype to JAX: "float32", `jnp.bfloat16`, `np.dtype`.
+DType: TypeAlias = "jax.typing.DTypeLike"
+#: What has a shape and a dtype: an array, a tracer, or the description of one.
+Leaf: TypeAlias = "jax.Array | jax.ShapeDtypeStruct"
+#: Parameters of an operation by name; what each one is, its primitive says.
+EqnParams: TypeAlias = dict[str, Any]
+#: A function that is passed on, wrapped or traced as it is; what it takes and gives, whoever wrote
+#: it says.
+Function: TypeAlias = Callable[..., Any]
+#: What a loss reports beside its value, by name: scalars.
+Metrics: TypeAlias = "dict[str, jax.Array]"

@@ -40,7 +40,7 @@ class Scores:
     softcap: float = 0.0
     block: int = BLOCK
 
-    def of(self, query: Value, key: Value) -> Any:
+    def of(self, query: Value, key: Value) -> Value:
         """Scores [B, G, H / G, Q, K].
 
         Args:
@@ -58,7 +58,7 @@ class Scores:
         )
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
-    def back(self, scores: Any, cotangent: Value) -> Any:
+    def back(self, scores: Value, cotangent: Value) -> Value:
         """The cotangent of products of queries and keys, for that of scores.
 
         Args:
@@ -120,7 +120,7 @@ class Incoming:
             inner=(cotangent.astype(jnp.float32) * result).sum(-1),
         )
 
-    def map(self, change: Callable[[Any], Any]) -> Incoming:
+    def map(self, change: Callable[[Value], Value]) -> Incoming:
         """The same for other queries: all arrays changed alike."""
         return Incoming(
             total=change(self.total),
@@ -142,7 +142,7 @@ def nothing(query: Value, width: int) -> Part:
     )
 
 
-def grouped(query: Value, groups: int) -> Any:
+def grouped(query: Value, groups: int) -> Value:
     """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D].
 
     Args:
@@ -152,7 +152,9 @@ def grouped(query: Value, groups: int) -> Any:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(query: Value, key: Value, value: Value, seen: Any, scores: Scores) -> Part:
+def attend_block(
+    query: Value, key: Value, value: Value, seen: Value | None, scores: Scores
+) -> Part:
     """Attention of queries to keys.
 
     Args:
@@ -183,10 +185,10 @@ def attend_back_block(
     query: Value,
     key: Value,
     value: Value,
-    seen: Any,
+    seen: Value | None,
     scores: Scores,
     incoming: Incoming,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Value, Value, Value]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, in
     float32; operands of products are of the dtype of queries, keys and values.
 
@@ -196,7 +198,7 @@ def attend_back_block(
     """
     groups = key.shape[2]
 
-    def rows(array: Value) -> Any:
+    def rows(array: Value) -> Value:
         """[B, Q, H] -> [B, G, H / G, Q, 1]."""
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
@@ -225,7 +227,7 @@ def attend_back_block(
     return to_query, to_key, to_value
 
 
-def _hidden(scores: Any, seen: Any) -> Any:
+def _hidden(scores: Value, seen: Value | None) -> Value:
     if seen is None:
         return scores
     return jnp.where((seen if seen.ndim == 3 else seen[None])[:, None, None], scores, NOTHING)

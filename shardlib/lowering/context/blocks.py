@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import (
     Incoming,
     Part,
@@ -24,6 +24,8 @@ from shardlib.lowering.context.block import (
     nothing,
 )
 from shardlib.lowering.context.mask import Sight, Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class Blocks:
         """Positions that the last block lacks."""
         return self.count * self.size - self.length
 
-    def full(self, array: Value, dim: int = 1) -> Any:
+    def full(self, array: Value, dim: int = 1) -> Value:
         """An array whose last block is filled up, with its last value.
 
         Args:
@@ -89,7 +91,7 @@ class Blocks:
             real=real,
         )
 
-    def at(self, number: Any, array: Value, dim: int = 1) -> Any:
+    def at(self, number: Index, array: Value, dim: int = 1) -> Value:
         """The block of a number, of an array that is full.
 
         Args:
@@ -99,24 +101,22 @@ class Blocks:
         """
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
-    def tokens_at(self, number: Any, tokens: Tokens) -> Tokens:
+    def tokens_at(self, number: Index, tokens: Tokens) -> Tokens:
         """The same for tokens.
 
         Args:
             number: of the block, int32 scalar.
             tokens: whose last block is filled up.
         """
-        position, real = (
-            None if array is None else self.at(number, array, 0)
-            for array in (tokens.position, tokens.real)
-        )
+        position = self.at(number, tokens.position, 0)
+        real = None if tokens.real is None else self.at(number, tokens.real, 0)
         return Tokens(
             position=position,
             document=None if tokens.document is None else self.at(number, tokens.document),
             real=real,
         )
 
-    def added(self, number: Any, array: Value, more: Value) -> Any:
+    def added(self, number: Index, array: Value, more: Value) -> Value:
         """A full array with a block added to.
 
         Args:
@@ -128,7 +128,7 @@ class Blocks:
             array, self.at(number, array) + more, number * self.size, 1
         )
 
-    def joined(self, blocks: Value) -> Any:
+    def joined(self, blocks: Value) -> Value:
         """[count, B, size, ...] -> [B, length, ...]."""
         whole = jnp.moveaxis(blocks, 0, 1)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, : self.length]
@@ -163,10 +163,10 @@ def attend(
         all_.full_tokens(columns),
     )
 
-    def block(_: None, row: Any) -> tuple[None, Part]:
+    def block(_: None, row: Value) -> tuple[None, Part]:
         some, these = own.at(row, query), own.tokens_at(row, rows)
 
-        def step(part: Part, column: Any) -> tuple[Part, None]:
+        def step(part: Part, column: Value) -> tuple[Part, None]:
             those = all_.tokens_at(column, columns)
             return (
                 _where_seen(
@@ -200,7 +200,7 @@ def attend_back(
     sight: Sight,
     scores: Scores,
     incoming: Incoming,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Value, Value, Value]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, in
     float32.
 
@@ -222,11 +222,13 @@ def attend_back(
         all_.full_tokens(columns),
     )
 
-    def block(gradients: tuple[Any, Any], row: Any) -> tuple[tuple[Any, Any], Any]:
+    def block(gradients: tuple[Value, Value], row: Value) -> tuple[tuple[Value, Value], Value]:
         ours, these = own.at(row, query), own.tokens_at(row, rows)
         back = incoming.map(lambda array: own.at(row, array))
 
-        def step(carry: tuple[Any, Any, Any], column: Any) -> tuple[tuple[Any, Any, Any], None]:
+        def step(
+            carry: tuple[Value, Value, Value], column: Value
+        ) -> tuple[tuple[Value, Value, Value], None]:
             those, one, other = (
                 all_.tokens_at(column, columns),
                 all_.at(column, key),
@@ -263,17 +265,17 @@ def _full(own: Blocks, incoming: Incoming) -> Incoming:
     return Incoming(total=own.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
-def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
+def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Value, Tokens, Tokens]:
     """The same, with positions that seem to depend on queries: masks of known positions, of all
     blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
     """
     return jax.lax.optimization_barrier((query, rows, columns))
 
 
-def _zeros(*arrays: Any) -> tuple[Any, ...]:
+def _zeros(*arrays: Value) -> Any:
     return tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
 
 
-def _where_seen(some: Any, work: Callable[[], Any], unseen: Any) -> Any:
+def _where_seen(some: Value | None, work: Callable[[], T], unseen: T) -> T:
     """The work, or what is there without it where no query sees any key."""
     return work() if some is None else jax.lax.cond(some, work, lambda: unseen)

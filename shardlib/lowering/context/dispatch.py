@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.functions.attention import Attention, Operands
 from shardlib.graph.kernels import Kind
+from shardlib.jax_types import Aval, Index, Value
 from shardlib.layout import Layout
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.heads import Heads, computed, cutting_heads
@@ -27,7 +28,7 @@ from shardlib.planning.plan import Plan
 
 def around_devices(
     site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine
-) -> Callable[..., Sequence[Any]] | None:
+) -> Callable[..., Sequence[Value]] | None:
     """What takes the place of a call of attention; None where that is left to automatic
     partitioning, which gathers keys and values.
 
@@ -65,7 +66,7 @@ def around_devices(
     whole = PartitionSpec(rows, at, heads.axes or None, None)
     groups_spec = whole if heads.together else PartitionSpec(rows, at, None, None)
 
-    def keys(aval: Any) -> PartitionSpec:
+    def keys(aval: Aval) -> PartitionSpec:
         return groups_spec if aval.ndim == 4 else PartitionSpec(rows, at, None)
 
     extra = [
@@ -111,7 +112,7 @@ class Local:
     count: int
     kernels: Kernels
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: Value) -> Value:
         """Attention of the arrays of a marked call, as a device has them."""
         given = Operands.of(self.form, arrays)
         value = self.heads.own(given.value, self.count)
@@ -134,14 +135,14 @@ class Local:
             lambda: self._attend(operands, self.form.window),
         )  # a kernel for each
 
-    def _key(self, key: Any, groups: int) -> Any:
+    def _key(self, key: Value, groups: int) -> Value:
         return (
             self.heads.own(key, self.count)
             if key.ndim == 4
             else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
         )
 
-    def _attend(self, operands: Sequence[Any], window: Any) -> Any:
+    def _attend(self, operands: Sequence[Value], window: Index | None) -> Value:
         scores = Scores(scale=self.form.scale, softcap=self.form.softcap)
         if self.along is None:
             query, key, value, *documents = operands
@@ -164,5 +165,5 @@ class Local:
         )
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Value]) -> Value:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

@@ -17,6 +17,7 @@ import jax
 
 from shardlib.functions.attention import Attention
 from shardlib.graph import Graph
+from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
@@ -53,7 +54,7 @@ class Heads:
             return Heads(axes=(), ways=1, together=True)
         return Heads(axes=axes, ways=ways, together=which == "all")
 
-    def own(self, array: Any, heads: int) -> Any:
+    def own(self, array: Value, heads: int) -> Value:
         """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
         inside of the region.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.kernels import LANES, Wanted
 from shardlib.graph.kernels import Kind
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.mask import Tokens
 from shardlib.lowering.context.rematerialised import attention
@@ -44,7 +44,7 @@ class Kernels:
         value: Value,
         *,
         scores: Scores,
-        window: Any = None,
+        window: Index | None = None,
         causal: bool = True,
         documents: bool = False,
     ) -> str:
@@ -57,7 +57,6 @@ class Kernels:
             window, causal: as in `Sight`.
             documents: whether there are several.
         """
-        known = window is None or isinstance(window, int)
         return Wanted(
             queries=query.shape[1],
             keys=key.shape[1],
@@ -65,7 +64,7 @@ class Kernels:
             value_width=value.shape[3],
             dtype=query.dtype,
             causal=causal,
-            window=(window or 0) if known else None,
+            window=(window or 0) if window is None or isinstance(window, int) else None,
             capped=bool(scores.softcap),
             documents=documents,
         ).why_not(self.kind)
@@ -75,12 +74,12 @@ class Kernels:
         query: Value,
         key: Value,
         value: Value,
-        documents: tuple[Any, Any] | None = None,
+        documents: tuple[Value, ...] | None = None,
         *,
         scores: Scores,
-        window: Any = None,
+        window: Index | None = None,
         causal: bool = True,
-    ) -> Any:
+    ) -> Value:
         """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and
         documents of queries and keys, [B, Q] and [B, K].
 
@@ -108,6 +107,7 @@ class Kernels:
             )
         if self.kind == "blocks":
             return _blocks(query, key, value, documents, scores, window, causal)
+        assert window is None or isinstance(window, int), "kernels know their window"
         if self.kind == "cudnn":
             return _cudnn(query, key, value, scores.scale, window or 0, causal)
         return _splash(
@@ -125,11 +125,11 @@ def _blocks(
     query: Value,
     key: Value,
     value: Value,
-    documents: tuple[Any, Any] | None,
+    documents: tuple[Value, ...] | None,
     scores: Scores,
-    window: Any,
+    window: Index | None,
     causal: bool,
-) -> Any:
+) -> Value:
     rows, columns = (
         Tokens(
             position=jnp.arange(array.shape[1], dtype=jnp.int32),
@@ -140,7 +140,9 @@ def _blocks(
     return attention(scores, query, key, value, rows, columns, causal=causal, window=window)
 
 
-def _cudnn(query: Value, key: Value, value: Value, scale: float, window: int, causal: bool) -> Any:
+def _cudnn(
+    query: Value, key: Value, value: Value, scale: float, window: int, causal: bool
+) -> Value:
     try:
         return jax.nn.dot_product_attention(
             query,
@@ -174,11 +176,11 @@ def _splash(
     query: Value,
     key: Value,
     value: Value,
-    documents: tuple[Any, Any] | None,
+    documents: tuple[Value, ...] | None,
     scores: Scores,
     mask: Any,
     interpret: bool,
-) -> Any:
+) -> Value:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     rows, columns = (next(size for size in BLOCKS if length % size == 0) for length in mask.shape)

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.jax_types import Index, Value
+
 #: Farther than any two positions.
 FAR = 2**30
 
@@ -36,7 +38,7 @@ class Tokens:
         real: false for tokens that only fill a block, [S]; None where all are real.
     """
 
-    position: Any
+    position: Value
     document: Any = None
     real: Any = None
 
@@ -65,16 +67,16 @@ class Sight:
     """
 
     causal: bool = True
-    window: Any = None
+    window: Index | None = None
 
     @property
-    def reach(self) -> Any:
+    def reach(self) -> Value | None:
         """The window as a distance; None where all is seen whatever the program is given."""
         if self.window is None or (isinstance(self.window, int | np.integer) and not self.window):
             return None
         return jnp.where(self.window > 0, self.window, FAR)
 
-    def seen(self, query: Tokens, key: Tokens) -> Any:
+    def seen(self, query: Tokens, key: Tokens) -> Value | None:
         """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all
         are.
 
@@ -92,7 +94,7 @@ class Sight:
             found.append(query.document[:, :, None] == key.document[:, None, :])
         return reduce(operator.and_, found) if found else None
 
-    def some(self, query: Tokens, key: Tokens) -> Any:
+    def some(self, query: Tokens, key: Tokens) -> Value | None:
         """A scalar that is false only where none of the queries sees any of the keys; None where
         nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
 
@@ -117,7 +119,7 @@ class Sight:
         return reduce(operator.and_, found) if found else None
 
 
-def split_window(window: Any) -> tuple[int, Any]:
+def split_window(window: Index | None) -> tuple[int, Value | None]:
     """A window as a number that the program knows and one that it is given: one of them is 0 or
     None.
     """

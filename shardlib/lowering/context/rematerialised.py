@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import Incoming, Part, Scores
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
@@ -31,7 +31,13 @@ class Local:
     window: int = 0
 
     def forward(
-        self, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        rows: Tokens,
+        columns: Tokens,
+        window: Index | None,
     ) -> Part:
         """Attention as a part, before it is cast."""
         return attend(query, key, value, rows, columns, self._sight(window), self.scores)
@@ -43,15 +49,15 @@ class Local:
         value: Value,
         rows: Tokens,
         columns: Tokens,
-        window: Any,
+        window: Index | None,
         incoming: Incoming,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Value, Value, Value]:
         """Gradients of queries, keys and values, in float32."""
         return attend_back(
             query, key, value, rows, columns, self._sight(window), self.scores, incoming
         )
 
-    def _sight(self, window: Any) -> Sight:
+    def _sight(self, window: Index | None) -> Sight:
         return Sight(causal=self.causal, window=self.window if window is None else window)
 
 
@@ -64,8 +70,8 @@ def attention(
     columns: Tokens,
     *,
     causal: bool = True,
-    window: Any = None,
-) -> Any:
+    window: Index | None = None,
+) -> Value:
     """Attention of queries to keys, with gradients.
 
     Args:
@@ -85,8 +91,14 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    local: Local, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
-) -> Any:
+    local: Local,
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    window: Index | None,
+) -> Value:
     return local.forward(query, key, value, rows, columns, window).result.astype(value.dtype)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import Incoming, Part, Scores, nothing
 from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.mask import Sight, Tokens, split_window
@@ -56,8 +56,14 @@ class Ring:
     window: int = 0
 
     def attention(
-        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
-    ) -> Any:
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        segments: Value | None = None,
+        *,
+        window: Index | None = None,
+    ) -> Value:
         """Attention of this device's queries to all keys; inside of a region that is manual over
         the axis.
 
@@ -74,16 +80,20 @@ class Ring:
         static, given = split_window(self.window if window is None else window)
         return _attention(replace(self, window=static), query, key, value, segments, given)
 
-    def forward(self, query: Value, key: Value, value: Value, segments: Any, window: Any) -> Part:
+    def forward(
+        self, query: Value, key: Value, value: Value, segments: Value | None, window: Index | None
+    ) -> Part:
         """The same as a part, before it is cast."""
         return replace(self, cut=self.cut.beside(query))._forward(
             query, key, value, segments, window
         )
 
-    def _forward(self, query: Value, key: Value, value: Value, segments: Any, window: Any) -> Part:
+    def _forward(
+        self, query: Value, key: Value, value: Value, segments: Value | None, window: Index | None
+    ) -> Part:
         local = query.shape[1]
 
-        def turn(number: Any, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
+        def turn(number: Index, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
             ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *given[2:])
 
             def work(rows: slice, columns: slice, sight: Sight) -> Part:
@@ -113,10 +123,10 @@ class Ring:
         query: Value,
         key: Value,
         value: Value,
-        segments: Any,
-        window: Any,
+        segments: Value | None,
+        window: Index | None,
         incoming: Incoming,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Value, Value, Value]:
         """Gradients of queries, keys and values, in float32."""
         return replace(self, cut=self.cut.beside(query))._backward(
             query, key, value, segments, window, incoming
@@ -127,14 +137,16 @@ class Ring:
         query: Value,
         key: Value,
         value: Value,
-        segments: Any,
-        window: Any,
+        segments: Value | None,
+        window: Index | None,
         incoming: Incoming,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Value, Value, Value]:
         local = query.shape[1]
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
 
-        def turn(number: Any, to_query: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        def turn(
+            number: Index, to_query: Any, given: tuple[Any, ...]
+        ) -> tuple[Any, tuple[Any, ...]]:
             (key, value), ours, theirs = (
                 given[2:4],
                 self._tokens(0, local, segments),
@@ -201,7 +213,7 @@ class Ring:
         turns = self.turns(local)
 
         def step(
-            carry: tuple[Any, tuple[Any, ...]], number: Any
+            carry: tuple[Any, tuple[Any, ...]], number: Index
         ) -> tuple[tuple[Any, tuple[Any, ...]], None]:
             stays, goes = turn(number, *carry)
             return (stays, self._passed(goes)), None
@@ -221,14 +233,16 @@ class Ring:
             tuple(self.cut.passed(leaf, far) for leaf in arrays) if far % self.cut.ways else arrays
         )
 
-    def _tokens(self, number: Any, local: int, segments: Any = None) -> Tokens:
+    def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Tokens:
         """Where the tokens stand that have come `number` devices far."""
         return Tokens(
             position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local),
             document=segments,
         )
 
-    def _turn(self, number: Any, local: int, window: Any, work: Work, before: Any) -> Any:
+    def _turn(
+        self, number: Index, local: int, window: Index | None, work: Work, before: Any
+    ) -> Any:
         """The work on what has come `number` devices far, itself a number where the program knows
         it; `before` where no query sees any of it.
         """
@@ -250,15 +264,15 @@ class Ring:
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
-def _given(key: Value, value: Value, segments: Any) -> tuple[Any, ...]:
+def _given(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
     """What goes around."""
     return (key, value) if segments is None else (key, value, segments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    ring: Ring, query: Value, key: Value, value: Value, segments: Any, window: Any
-) -> Any:
+    ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, window: Index | None
+) -> Value:
     return ring.forward(query, key, value, segments, window).result.astype(value.dtype)
 
 

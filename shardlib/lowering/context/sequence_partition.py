@@ -15,13 +15,17 @@ blocks of whole rows).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardlib.errors import LayoutError
+from shardlib.jax_types import Index, Value
+
+#: The number of a device: known, or computed by the program.
+Number = TypeVar("Number", int, jax.Array, Index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Cut:
     ways: int
     zigzag: bool = True
     stride: int = 1
-    number: Any = None
+    number: Value | None = None
 
     @property
     def runs(self) -> int:
@@ -75,7 +79,7 @@ class Cut:
                 f" {self.runs * self.ways}{', or zigzag=False' if self.zigzag else ''}"
             )
 
-    def dealt(self, array: Any, dim: int = 1) -> Any:
+    def dealt(self, array: Value, dim: int = 1) -> Value:
         """A whole array with its sequence in the order of the devices.
 
         Args:
@@ -84,7 +88,7 @@ class Cut:
         """
         return jnp.take(array, self.order(array.shape[dim]), axis=dim) if self.zigzag else array
 
-    def collected(self, array: Any, dim: int = 1) -> Any:
+    def collected(self, array: Value, dim: int = 1) -> Value:
         """The reverse of `dealt`.
 
         Args:
@@ -97,7 +101,7 @@ class Cut:
             else array
         )
 
-    def dealt_inside(self, array: Any, dim: int = 1) -> Any:
+    def dealt_inside(self, array: Value, dim: int = 1) -> Value:
         """A device's part of an array in the order of the sequence -> its part in the order of the
         devices; inside of a region that is manual over the axis.
 
@@ -118,7 +122,7 @@ class Cut:
         # the others.
         return self._by_parity(even, odd, dim)
 
-    def collected_inside(self, array: Any, dim: int = 1) -> Any:
+    def collected_inside(self, array: Value, dim: int = 1) -> Value:
         """The reverse of `dealt_inside`.
 
         Args:
@@ -144,7 +148,7 @@ class Cut:
         runs = [2 * device + parity for device in range(self.ways)]
         return [(device, min(run, 2 * self.ways - 1 - run)) for device, run in enumerate(runs)]
 
-    def _sent(self, array: Any, pairs: list[tuple[int, int]]) -> Any:
+    def _sent(self, array: Value, pairs: list[tuple[int, int]]) -> Value:
         """Messages between parts of the sequence, in each of the places of a part."""
         return jax.lax.ppermute(
             array,
@@ -156,7 +160,7 @@ class Cut:
             ],
         )
 
-    def _by_parity(self, even: Any, odd: Any, dim: int) -> Any:
+    def _by_parity(self, even: Value, odd: Value, dim: int) -> Value:
         """Two arrays one after the other on devices of even numbers, and the other way round on
         others.
         """
@@ -165,7 +169,7 @@ class Cut:
             [jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim
         )
 
-    def positions(self, device: Any, local: int) -> Any:
+    def positions(self, device: Index, local: int) -> Value:
         """Positions of the sequence that a device has, [local], by its number.
 
         Args:
@@ -177,11 +181,11 @@ class Cut:
             [number * (local // self.runs) + run for number in self.numbers(device)]
         )
 
-    def device(self) -> Any:
+    def device(self) -> Value:
         """Number of the device, inside of a region that is manual over the axis."""
         return jax.lax.axis_index(self.axis) // self.stride if self.number is None else self.number
 
-    def beside(self, array: Any) -> Cut:
+    def beside(self, array: Value) -> Cut:
         """The cut with a number of the device that is known no sooner than an array that the region
         works on.
 
@@ -192,7 +196,7 @@ class Cut:
         element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
         return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
 
-    def passed(self, array: Any, far: int = 1) -> Any:
+    def passed(self, array: Value, far: int = 1) -> Value:
         """What the device `far` numbers before this one has.
 
         Args:
@@ -201,6 +205,6 @@ class Cut:
         """
         return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
 
-    def numbers(self, device: Any) -> tuple[Any, ...]:
+    def numbers(self, device: Number) -> tuple[Number, ...]:
         """Numbers of the runs that a device has, by its number."""
         return (device, 2 * self.ways - 1 - device) if self.zigzag else (device,)

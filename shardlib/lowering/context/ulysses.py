@@ -9,14 +9,13 @@ are fewer groups of keys and values than devices, groups are repeated first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardlib.errors import LayoutError
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.mask import Tokens
@@ -43,8 +42,14 @@ class Collected:
     kernels: Kernels = BLOCKS
 
     def gathered(
-        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
-    ) -> Any:
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        segments: Value | None = None,
+        *,
+        window: Index | None = None,
+    ) -> Value:
         """Attention of this device's queries to gathered keys; arguments and result as those of
         `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
         position of a device.
@@ -53,7 +58,7 @@ class Collected:
             LayoutError: the kernel does not apply.
         """
 
-        def whole(array: Value) -> Any:
+        def whole(array: Value) -> Value:
             return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
 
         if self.kernels.kind != "blocks":
@@ -69,8 +74,14 @@ class Collected:
         return self._by_blocks(query, whole(key), whole(value), rows, columns, window)
 
     def exchanged(
-        self, query: Value, key: Value, value: Value, segments: Any = None, *, window: Any = None
-    ) -> Any:
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        segments: Value | None = None,
+        *,
+        window: Index | None = None,
+    ) -> Value:
         """Attention to the whole sequence for this device's share of the heads; arguments and
         result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
         order.
@@ -92,15 +103,26 @@ class Collected:
         return exchange.for_tokens(exchange.unordered(found))
 
     def _by_blocks(
-        self, query: Value, key: Value, value: Value, rows: Tokens, columns: Tokens, window: Any
-    ) -> Any:
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        rows: Tokens,
+        columns: Tokens,
+        window: Index | None,
+    ) -> Value:
         return attention(
             self.scores, query, key, value, rows, columns, causal=self.causal, window=window
         )
 
     def _by_kernel(
-        self, query: Value, key: Value, value: Value, documents: tuple[Any, Any] | None, window: Any
-    ) -> Any:
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        documents: tuple[Value, ...] | None,
+        window: Index | None,
+    ) -> Value:
         return self.kernels.attention(
             query, key, value, documents, scores=self.scores, window=window, causal=self.causal
         )
@@ -118,7 +140,7 @@ class Exchange:
     cut: Cut
     group: int
 
-    def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Any, Any, Any]:
+    def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
         """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
         / N, H / group, D].
 
@@ -149,11 +171,11 @@ class Exchange:
             self._all_to_all(value, 2, 1),
         )
 
-    def for_tokens(self, array: Value) -> Any:
+    def for_tokens(self, array: Value) -> Value:
         """The reverse: own positions for all heads."""
         return self._all_to_all(array, 1, 2)
 
-    def whole(self, array: Value) -> Any:
+    def whole(self, array: Value) -> Value:
         """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N,
         ...].
         """
@@ -161,7 +183,7 @@ class Exchange:
             array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
         )
 
-    def ordered(self, array: Value) -> Any:
+    def ordered(self, array: Value) -> Value:
         """Parts of the neighbours, one after the other, in the order of the sequence: all of the
         first runs, then the second ones from the last neighbour's to the first's.
         """
@@ -170,14 +192,14 @@ class Exchange:
         runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
         return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
 
-    def unordered(self, array: Value) -> Any:
+    def unordered(self, array: Value) -> Value:
         """The reverse of `ordered`."""
         if not self.cut.zigzag:
             return array
         runs = array.reshape(array.shape[0], 2, self.group, -1, *array.shape[2:])
         return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
 
-    def _all_to_all(self, array: Value, split: int, joined: int) -> Any:
+    def _all_to_all(self, array: Value, split: int, joined: int) -> Value:
         return jax.lax.all_to_all(
             array,
             self.cut.axis,
@@ -197,6 +219,6 @@ class Exchange:
         )
 
 
-def _positions(cut: Cut, local: int) -> Any:
+def _positions(cut: Cut, local: int) -> Value:
     """Positions of what all devices have, one after the other."""
     return jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])

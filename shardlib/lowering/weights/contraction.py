@@ -10,10 +10,10 @@ gradient of the activation stay automatic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from shardlib.jax_types import DType, Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.use import Use
@@ -26,7 +26,7 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 class Contraction(Apart):
     """A contraction of a weight, taken apart."""
 
-    def op(self, activation: Any, weight: Any) -> Any:
+    def op(self, activation: Value, weight: Value) -> Value:
         """The operation.
 
         Args:
@@ -35,7 +35,7 @@ class Contraction(Apart):
         """
         return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
 
-    def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
+    def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the weight from one device's examples, inside a manual region.
 
         Args:
@@ -47,7 +47,7 @@ class Contraction(Apart):
             self.use.operand, activation, cotangent, jax.ShapeDtypeStruct(self.local_shape, dtype)
         )
 
-    def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
+    def to_activation(self, activation: Value, weight: Value, cotangent: Value) -> Value:
         """The gradient of the activation.
 
         Args:
@@ -57,7 +57,7 @@ class Contraction(Apart):
         """
         return self.use.to_activation(activation, weight, cotangent)
 
-    def adds_in(self, sums: Any) -> Any:
+    def adds_in(self, sums: DType) -> DType:
         """The dtype in which partial sums are made: that of the weight."""
         return self.use.dtype
 
@@ -103,7 +103,7 @@ def contraction_of(
 
 def reduced_contraction(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Callable[..., Any] | None:
+) -> Callable[..., Value] | None:
     """A contraction whose gradient by the weight is reduced to the stored layout at once; None
     where it cannot be taken apart.
 
@@ -118,17 +118,17 @@ def reduced_contraction(
         return None
     gathered = in_use(use, parameter, machine)
 
-    def forward(activation: Any, weight: Any) -> Any:
+    def forward(activation: Value, weight: Value) -> Value:
         return found.op(activation, gathered(use.moved(weight)))
 
     @jax.custom_vjp
-    def run(activation: Any, weight: Any) -> Any:
+    def run(activation: Value, weight: Value) -> Value:
         return forward(activation, weight)
 
-    def backward(saved: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+    def backward(saved: tuple[Value, Value], cotangent: Value) -> tuple[Value, Value]:
         activation, weight = saved
 
-        def local(activation: Any, cotangent: Any) -> Any:
+        def local(activation: Value, cotangent: Value) -> Value:
             return found.plan.apply(
                 found.partial_sums(activation, cotangent, weight.dtype), machine
             )

@@ -8,14 +8,14 @@ between the two are its pieces alone; the activation is not kept for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from shardlib.jax_types import Value
 from shardlib.lowering.reading.use import Use
 
 
-def regathered(use: Use, gathered: Callable[[Any], Any]) -> Callable[..., Any]:
+def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
     """An operation whose weight is frozen: gathered forward, and again backward.
 
     Args:
@@ -25,18 +25,18 @@ def regathered(use: Use, gathered: Callable[[Any], Any]) -> Callable[..., Any]:
     if use.equation.name == "gather":
         return lambda table, *others: use.run((gathered(use.moved(table)), *others))
 
-    def run(activation: Any, weight: Any) -> Any:
+    def run(activation: Value, weight: Value) -> Value:
         like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
 
-        def forward(activation: Any, weight: Any) -> Any:
+        def forward(activation: Value, weight: Value) -> Value:
             whole = gathered(use.moved(weight))
             return use.run((activation, whole) if use.operand else (whole, activation))
 
         @jax.custom_vjp
-        def apart(activation: Any, weight: Any) -> Any:
+        def apart(activation: Value, weight: Value) -> Value:
             return forward(activation, weight)
 
-        def backward(weight: Any, cotangent: Any) -> tuple[Any, None]:
+        def backward(weight: Value, cotangent: Value) -> tuple[Value, None]:
             return use.gradient(1 - use.operand, gathered(use.moved(weight)), cotangent, like), None
 
         apart.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.mesh.collectives import Cuts, Machine, machine_of
 from shardlib.lowering.mesh.shardings import parameter_order
 from shardlib.lowering.reading.use import Use
@@ -21,7 +21,7 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 
 
-def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Any], Any]:
+def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:
     """Gathers an operand that is stored sharded, as the plan has its parameter in use.
 
     Where the stored shards are no pieces of the operand, the compiler is left to find a way.
@@ -62,7 +62,7 @@ def gather_updated(
     """
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
 
-    def function(one: ParameterLayout) -> Callable[[Any, Any], Any]:
+    def function(one: ParameterLayout) -> Callable[[Value, Value], Value]:
         if one.state == one.rest:
             return lambda leaf, old: leaf
         stacked = len(one.shape) > 2 and not one.state[0] and not one.rest[0]
@@ -90,7 +90,7 @@ def gather_updated(
     return gather
 
 
-def _over(whole: Callable[[Any], Any], stack: Any, old: Any) -> Any:
+def _over(whole: Callable[[Value], Value], stack: Value, old: Value) -> Value:
     """A stack gathered matrix by matrix, each over the old one.
 
     A loop that stacks its results up begins with zeros, and XLA makes one array of those and of the
@@ -104,7 +104,7 @@ def _over(whole: Callable[[Any], Any], stack: Any, old: Any) -> Any:
         old: what they were made from, as it is stored, in the same dtype.
     """
 
-    def body(at: Any, out: Any) -> Any:
+    def body(at: Index, out: Value) -> Value:
         matrix = jax.lax.dynamic_index_in_dim(stack, at, 0, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(out, whole(matrix), at, 0)
 

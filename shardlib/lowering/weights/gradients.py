@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.use import Use
@@ -17,7 +17,7 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 
 def reduced(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Callable[..., Any] | None:
+) -> Callable[..., Value] | None:
     """An operation whose weight is gathered, and its gradient reduced, as the plan says.
 
     Args:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import DType, Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.use import Use
@@ -50,7 +50,7 @@ class Lookup(Apart):
     result: Layout
     machine: Machine
 
-    def op(self, indices: Any, table: Any) -> Any:
+    def op(self, indices: Value, table: Value) -> Value:
         """The operation, on a table that may be in a narrower dtype than its own; where rows are on
         several devices, each looks into its own, and what they find is summed.
 
@@ -78,7 +78,7 @@ class Lookup(Apart):
         )
         parts = self.machine.parts(self.held[0])
 
-        def local(indices: Any, table: Any) -> Any:
+        def local(indices: Value, table: Value) -> Value:
             found = self._rows(indices, table)
             return (
                 jax.lax.psum(found, parts)
@@ -93,7 +93,7 @@ class Lookup(Apart):
             self.machine.spec(left, rank),
         )(indices, table).astype(dtype)
 
-    def _rows(self, indices: Any, table: Any) -> Any:
+    def _rows(self, indices: Value, table: Value) -> Value:
         """The rows that one device has, zeros for the others; for indices that are out of range
         what the operation says, on the first device.
         """
@@ -111,7 +111,7 @@ class Lookup(Apart):
     def _clips(self) -> bool:
         return "clip" in str(self.use.equation.params["mode"]).lower()
 
-    def _inside(self, indices: Any) -> Any:
+    def _inside(self, indices: Value) -> Value:
         """Indices into the rows of one device; their number for rows of others."""
         wanted = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
         here = wanted - (
@@ -121,7 +121,7 @@ class Lookup(Apart):
         )
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
 
-    def partial_sums(self, indices: Any, cotangent: Any, dtype: Any) -> Any:
+    def partial_sums(self, indices: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the table from one device's examples, inside a manual region.
 
         Args:
@@ -143,11 +143,11 @@ class Lookup(Apart):
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    def to_activation(self, indices: Any, table: Any, cotangent: Any) -> Any:
+    def to_activation(self, indices: Value, table: Value, cotangent: Value) -> None:
         """Nothing: indices have no gradient."""
         return None
 
-    def adds_in(self, sums: Any) -> Any:
+    def adds_in(self, sums: DType) -> DType:
         """The dtype in which partial sums are made: that of all sums, since many rows of the
         cotangent may be added to one of the table.
         """
@@ -195,7 +195,7 @@ def lookup_of(
 
 def reduced_lookup(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Callable[..., Any] | None:
+) -> Callable[..., Value] | None:
     """A lookup whose gradient by the table is reduced to the stored layout at once; None where it
     cannot be taken apart.
 
@@ -210,17 +210,17 @@ def reduced_lookup(
         return None
     gathered, dtype = in_use(use, parameter, machine), use.dtype
 
-    def forward(table: Any, indices: Any) -> Any:
+    def forward(table: Value, indices: Value) -> Value:
         return found.op(indices, gathered(use.moved(table)))
 
     @jax.custom_vjp
-    def run(table: Any, indices: Any) -> Any:
+    def run(table: Value, indices: Value) -> Value:
         return forward(table, indices)
 
-    def local(indices: Any, cotangent: Any) -> Any:
+    def local(indices: Value, cotangent: Value) -> Value:
         return found.plan.apply(found.partial_sums(indices, cotangent, dtype), machine)
 
-    def backward(indices: Any, cotangent: Any) -> tuple[Any, None]:
+    def backward(indices: Value, cotangent: Value) -> tuple[Value, None]:
         return machine.manual(local, found.arguments, found.kept)(indices, cotangent), None
 
     run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)

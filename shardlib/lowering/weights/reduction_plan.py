@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardlib.axes import MESH_AXES
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
@@ -74,7 +76,7 @@ class GradientReductions:
     explicit: bool
     precision: Precision
 
-    def accumulator(self, dtype: Any) -> Any:
+    def accumulator(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a dtype are added up over microbatches."""
         return self.precision.sums(dtype)
 

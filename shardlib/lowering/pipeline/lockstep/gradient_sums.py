@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Leaf, Value
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.lockstep.stage_values import Held
 from shardlib.lowering.pipeline.shared.chunk import Gradients
@@ -84,7 +86,7 @@ class Sums:
     gradient: Sequence[NamedSharding]
     reductions: GradientReductions
 
-    def zeros(self, leaf: Any, lead: tuple[int, ...] = ()) -> Any:
+    def zeros(self, leaf: Leaf, lead: tuple[int, ...] = ()) -> Value:
         """Where gradients of an array are summed, [*lead, ...].
 
         Args:
@@ -175,7 +177,7 @@ class Sums:
         return found
 
 
-def plus(sums: Any, more: Any) -> Any:
+def plus(sums: Tree, more: Tree) -> Tree:
     """Sums with more added to them, in the dtypes of the sums.
 
     Args:

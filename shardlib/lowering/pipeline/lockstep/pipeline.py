@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Metrics, Value
 from shardlib.lowering.pipeline.lockstep.gradient_sums import Fixed, Made
 from shardlib.lowering.pipeline.lockstep.stage_values import Held
 from shardlib.lowering.pipeline.lockstep.staged_loss import StagedLoss
@@ -30,7 +31,7 @@ class Pipeline(StagedLoss):
 
     def gradients(
         self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
-    ) -> Any:
+    ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
         """((loss, (metrics, state)), gradients), averaged over the microbatches.
 
         Args:
@@ -62,7 +63,9 @@ class Pipeline(StagedLoss):
             (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
         ), structure.unflatten(pull(cotangents))
 
-    def loss(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
+    def loss(
+        self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
+    ) -> tuple[Value, tuple[Metrics, Tree]]:
         """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments
         as those of `gradients`.
         """

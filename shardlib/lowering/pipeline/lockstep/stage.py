@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.pipeline.lockstep.stage_layouts import OWN
 from shardlib.lowering.pipeline.lockstep.stage_values import (
     Backward,
@@ -36,7 +37,7 @@ class Stages(StageWeights):
     """The stages of a pipeline."""
 
     def forward(
-        self, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays
+        self, tick: Index, held: Held, hop: Hop, entering: Arrays, ring: Arrays
     ) -> tuple[Hop, Arrays, Arrays]:
         """One tick forward.
 
@@ -59,7 +60,7 @@ class Stages(StageWeights):
 
     def backward(
         self,
-        tick: Any,
+        tick: Index,
         held: Held,
         hop: Hop,
         leaving: Arrays,
@@ -91,7 +92,7 @@ class Stages(StageWeights):
         return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
 
     def weights(
-        self, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays
+        self, tick: Index, held: Held, ring: Arrays, sums: Gradients, passed: Arrays
     ) -> Gradients:
         """Gradients of weights of one tick, where they are made on their own; arguments as those of
         `backward`, results as its `sums`.
@@ -131,7 +132,7 @@ class Stages(StageWeights):
         return jax.eval_shape(self._manual(one, (self._held(),), OWN), held)
 
     def _forward(
-        self, numbers: Any, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays
+        self, numbers: Value, tick: Index, held: Held, hop: Hop, entering: Arrays, ring: Arrays
     ) -> tuple[Hop, Arrays, Arrays]:
         stage = numbers[0]
         micro, chunk, works = self.table.forward(tick, stage)
@@ -158,7 +159,7 @@ class Stages(StageWeights):
         out = [only_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
         return Hop(next=self._hop(left, 1), waiting=waiting), ring, out
 
-    def _arrived(self, tick: Any, hop: Hop, end: Any) -> tuple[Arrays, Arrays]:
+    def _arrived(self, tick: Index, hop: Hop, end: Value) -> tuple[Arrays, Arrays]:
         """(what a stage goes on with, what waits after that): what has just come, and at the end
         where the next chunk begins, what came `lag` ticks ago.
         """
@@ -173,8 +174,8 @@ class Stages(StageWeights):
 
     def _backward(
         self,
-        numbers: Any,
-        tick: Any,
+        numbers: Value,
+        tick: Index,
         held: Held,
         hop: Hop,
         leaving: Arrays,
@@ -213,7 +214,7 @@ class Stages(StageWeights):
         return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
 
     def _weights(
-        self, numbers: Any, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays
+        self, numbers: Value, tick: Index, held: Held, ring: Arrays, sums: Gradients, passed: Arrays
     ) -> Gradients:
         micro, chunk, works = self.table.weights(tick)
         operands = self._operands(held, numbers[0], micro, chunk)
@@ -225,7 +226,7 @@ class Stages(StageWeights):
         )
         return self._summed(sums, found, chunk, works)
 
-    def _worked(self, works: Any, make: Callable[[], Any]) -> Any:
+    def _worked(self, works: Value, make: Callable[[], Any]) -> Any:
         """What `make` makes; where there is no work zeros, without making them if no other device
         takes part in the making.
 
@@ -242,10 +243,10 @@ class Stages(StageWeights):
             ),
         )
 
-    def _summed(self, sums: Gradients, more: Gradients, chunk: Any, works: Any) -> Gradients:
+    def _summed(self, sums: Gradients, more: Gradients, chunk: Value, works: Value) -> Gradients:
         """The sums of gradients, with those of one unit."""
 
-        def added(totals: Arrays, gradients: Arrays, slot: Any) -> Arrays:
+        def added(totals: Arrays, gradients: Arrays, slot: Value) -> Arrays:
             return [
                 added_to_chunk(total[0], gradient, slot, works)[None]
                 for total, gradient in zip(totals, gradients, strict=True)

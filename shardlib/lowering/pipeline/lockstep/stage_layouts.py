@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.pipeline.shared.linearised import is_floating
@@ -67,14 +68,14 @@ class StageLayouts:
         """Positions of what gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
 
-    def over_stages(self, array: Any) -> Any:
+    def over_stages(self, array: Value) -> Value:
         """An array of every stage, [stages, ...], each at its stage."""
         free = PartitionSpec.UNCONSTRAINED
         return jax.lax.with_sharding_constraint(
             array, NamedSharding(self.mesh, PartitionSpec(self.axis, *[free] * (array.ndim - 1)))
         )
 
-    def spread_out(self, array: Any, position: int) -> Any:
+    def spread_out(self, array: Value, position: int) -> Value:
         """A stage activation as it is sharded outside of the pipeline.
 
         Args:
@@ -99,7 +100,7 @@ class StageLayouts:
             array, NamedSharding(self.mesh, PartitionSpec(*cuts))
         )
 
-    def handed_out(self, arrays: Any, position: int) -> Any:
+    def handed_out(self, arrays: Value, position: int) -> Value:
         """What one stage has of [stages, ...], the others having zeros, as it is sharded outside of
         the pipeline.
 
@@ -111,7 +112,7 @@ class StageLayouts:
             jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
         )
 
-    def whole(self, array: Any, position: int) -> Any:
+    def whole(self, array: Value, position: int) -> Value:
         """The same as every stage needs it: no longer sharded over the stages.
 
         Args:
@@ -138,7 +139,7 @@ class StageLayouts:
             for k in range(rank)
         ]
 
-    def _inside(self, array: Any, position: int) -> Any:
+    def _inside(self, array: Value, position: int) -> Value:
         """The same inside of a stage."""
         layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
         if layout is None:
@@ -150,7 +151,7 @@ class StageLayouts:
             ),
         )
 
-    def _numbers(self) -> Any:
+    def _numbers(self) -> Value:
         """The number of every stage, [stages]: an operand of what a stage does.
 
         `axis_index` would be a manual region of its own without operands, since other axes are

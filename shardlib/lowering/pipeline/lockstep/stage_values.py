@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.partition import Arrays
 
@@ -66,7 +66,7 @@ class Backward:
     entered: Arrays
 
 
-def slot_of(ring: Arrays, slot: Any) -> Arrays:
+def slot_of(ring: Arrays, slot: Index) -> Arrays:
     """What a stage keeps in one of its slots, of arrays [its stage, slots, ...].
 
     Args:
@@ -76,7 +76,7 @@ def slot_of(ring: Arrays, slot: Any) -> Arrays:
     return [jax.lax.dynamic_index_in_dim(kept[0], slot, 0, keepdims=False) for kept in ring]
 
 
-def with_slot(ring: Arrays, arrays: Arrays, slot: Any) -> Arrays:
+def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
     """The same with something else in that slot.
 
     Args:
@@ -90,7 +90,7 @@ def with_slot(ring: Arrays, arrays: Arrays, slot: Any) -> Arrays:
     ]
 
 
-def only_if(wanted: Any, array: Any) -> Any:
+def only_if(wanted: Value, array: Value) -> Value:
     """An array where a condition holds, otherwise zeros.
 
     Args:
@@ -100,7 +100,7 @@ def only_if(wanted: Any, array: Any) -> Any:
     return jnp.where(wanted, array, jnp.zeros_like(array))
 
 
-def added_to_chunk(total: Any, gradient: Any, chunk: Any, works: Any) -> Any:
+def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) -> Value:
     """Adds a chunk's gradient to the sums of all chunks [chunks, ...].
 
     Args:

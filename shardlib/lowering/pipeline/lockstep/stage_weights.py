@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardlib.jax_types import Index
 from shardlib.lowering.pipeline.lockstep.stage_layouts import OWN, StageLayouts
 from shardlib.lowering.pipeline.lockstep.stage_values import (
     Held,
@@ -40,7 +41,7 @@ class StageWeights(StageLayouts):
         known = self.chunk.known
         return bool(self.table.rounds and known and known.operands)
 
-    def gather(self, held: Held, chunk: Any = None) -> Arrays:
+    def gather(self, held: Held, chunk: Index | None = None) -> Arrays:
         """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all
         [stages, chunks, layers, ...].
 
@@ -53,7 +54,7 @@ class StageWeights(StageLayouts):
             return []
         return self._manual(self._gather, (self._held(), PartitionSpec()), OWN)(held, chunk)
 
-    def reduce(self, held: Held, sums: Arrays, slot: Any = None) -> Arrays:
+    def reduce(self, held: Held, sums: Arrays, slot: Index | None = None) -> Arrays:
         """Gradients of weights for the partial sums of what is gathered beforehand, in one slot
         [stages, layers, ...] or in all [stages, chunks, layers, ...].
 
@@ -79,7 +80,7 @@ class StageWeights(StageLayouts):
 
         return self._manual(zeros, (), OWN)()
 
-    def _gather(self, held: Held, chunk: Any) -> Arrays:
+    def _gather(self, held: Held, chunk: Index | None) -> Arrays:
         known = self.chunk.known
         assert known is not None
         weights = [
@@ -99,7 +100,7 @@ class StageWeights(StageLayouts):
         found = known.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
 
-    def _reduce(self, held: Held, sums: Arrays, slot: Any) -> Arrays:
+    def _reduce(self, held: Held, sums: Arrays, slot: Index | None) -> Arrays:
         known = self.chunk.known
         assert known is not None
         weights = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Value
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.lockstep.gradient_sums import Sums
 from shardlib.lowering.pipeline.lockstep.stage import Stages
@@ -72,7 +72,7 @@ class StagedLoss:
         """How values are placed outside of the layers."""
         return self.around.walk(loose=not self.exact)
 
-    def dealt(self, stack: Any) -> Any:
+    def dealt(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a
         chunk, ...]; the last layer stands for those that are missing.
         """
