@@ -34,7 +34,7 @@ KeyPath: TypeAlias = tuple[Any, ...]
 #: Whatever names a dtype to JAX: "float32", `jnp.bfloat16`, `np.dtype`.
 DType: TypeAlias = "jax.typing.DTypeLike"
 #: What has a shape and a dtype: an array, a tracer, or the description of one.
-Leaf: TypeAlias = "jax.Array | jax.ShapeDtypeStruct"
+Leaf: TypeAlias = "jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray"
 #: Parameters of an operation by name; what each one is, its primitive says.
 EqnParams: TypeAlias = dict[str, Any]
 #: A function that is passed on, wrapped or traced as it is; what it takes and gives, whoever wrote

@@ -21,8 +21,12 @@ from shardlib.axes import LogicalAxes
 from shardlib.jax_types import Index
 from shardlib.report import Finding
 
-__all__ = ["Model", "PureLoss", "Tree", "path_text"]
+__all__ = ["Model", "PureLoss", "Tree", "UserLoss", "UserModule", "path_text"]
 
+#: A user's own model, as their loss takes it: an nnx module, a params tree, a variables dict.
+UserModule = Any
+#: A user's own loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
+UserLoss = Callable[[UserModule, Tree], Tree]
 #: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of
 #: scalars.
 PureLoss = Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Mapping[str, jax.Array], Tree]]]

@@ -21,7 +21,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
 from shardlib.jax_types import KeyPath
 from shardlib.lowering.mesh.shardings import batch_path
-from shardlib.lowering.runtime.random_keys import Fold
+from shardlib.lowering.runtime.random_keys import BatchDims, Fold
 from shardlib.lowering.weights.reduction_plan import GradientReductions
 
 
@@ -75,7 +75,7 @@ class Microbatches:
     """
 
     shardings: Tree
-    dims: Mapping[str, int | None]
+    dims: BatchDims
     count: int
 
     def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:

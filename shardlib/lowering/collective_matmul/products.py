@@ -185,7 +185,7 @@ def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
     return part if total is None else total + part
 
 
-def put(whole: Any, piece: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+def put(whole: jax.Array | None, piece: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
     """The array with the shard of a device in its place; an array is begun where there is none.
 
     Args:
@@ -195,11 +195,14 @@ def put(whole: Any, piece: jax.Array, dim: int, device: Index, ways: int) -> jax
         device: number of the device along the axis, int32 scalar.
         ways: size of the axis.
     """
-    if whole is None:
-        whole = jax.lax.empty(
+    begun: jax.Array = (
+        jax.lax.empty(
             (*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
         )
-    return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
+        if whole is None
+        else whole
+    )
+    return jax.lax.dynamic_update_slice_in_dim(begun, piece, device * piece.shape[dim], axis=dim)
 
 
 def piece_of(whole: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:

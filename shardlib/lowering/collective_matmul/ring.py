@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,9 @@ class Ring:
         """Turns in which pieces go forwards, and in which they go backwards."""
         return self.ways // 2, (self.ways - 1) // 2
 
-    def folded(self, array: jax.Array, work: Callable[[Any, Any, Any], Any]) -> Any:
+    def folded(
+        self, array: jax.Array, work: Callable[[Made | None, jax.Array, jax.Array], Made]
+    ) -> Made:
         """What is made of the pieces of all devices, one after the other, the own one first.
 
         Args:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
+from shardlib.jax_types import Function
 
-def saving(run: Callable[..., Any], *names: str) -> Callable[..., Any]:
+
+def saving(run: Function, *names: str) -> Function:
     """A function of which the backward pass finds the arguments and what has one of the names
     (`jax.ad_checkpoint.checkpoint_name`), and nothing else, under any policy of a `jax.checkpoint`
     around it.

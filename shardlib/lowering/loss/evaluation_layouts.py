@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.activations import pinned_activations
 from shardlib.annotation.model import Model, PureLoss
@@ -246,7 +246,7 @@ def _experts_as_written() -> Finding:
     )
 
 
-def abstract_batch(batch: Tree, found: LaidOut, shard: Any) -> Tree:
+def abstract_batch(batch: Tree, found: LaidOut, shard: Callable[[Layout], NamedSharding]) -> Tree:
     """A batch with the shardings that `shard` makes of its layouts.
 
     Args:

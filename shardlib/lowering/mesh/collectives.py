@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardlib.jax_types import Function
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange, InDtype
 from shardlib.planning.plan import Plan
@@ -58,10 +58,10 @@ class Machine:
 
     def manual(
         self,
-        function: Callable[..., Any],
+        function: Function,
         arguments: tuple[PartitionSpec, ...],
         result: PartitionSpec | tuple[PartitionSpec, ...],
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """A function of what one device holds as a function of whole arrays; axes that are manual
         around it stay so.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +30,8 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.plan import Plan
 from shardlib.processes.devices import let_collectives_wait
 from shardlib.report import Finding
+
+T = TypeVar("T")
 
 #: Mesh axis -> sizes of its physical parts, the major one first.
 Parts = Mapping[str, tuple[int, ...]]
@@ -95,7 +97,7 @@ def logical_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return Mesh(mesh.devices.reshape(sizes), MESH_AXES, axis_types=types)
 
 
-def on_mesh(mesh: Mesh | AbstractMesh, sharding: Any) -> Any:
+def on_mesh(mesh: Mesh | AbstractMesh, sharding: T) -> T | NamedSharding:
     """A sharding over the logical mesh as one over the program's mesh.
 
     Args:

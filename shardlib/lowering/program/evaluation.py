@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.model import Model, PureLoss, UserLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import PlanError
@@ -220,7 +220,7 @@ class Evaluation:
             Placing.of(found.traced, found.plan, self.mesh, self.params, found.placements),
         )
 
-    def of(self, loss: Any, batch_axes: Tree) -> Evaluation:
+    def of(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
         """The same of another loss of the user's.
 
         Args:

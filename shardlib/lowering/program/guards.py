@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError, raise_all
+from shardlib.jax_types import Metrics, Value
 from shardlib.lowering.runtime.state import GuardState, TrainState
 
 
@@ -68,7 +69,7 @@ class Guards:
             limit=jnp.float32(jnp.inf) if self.spike else None,
         )
 
-    def after(self, state: GuardState, finite: Any) -> GuardState:
+    def after(self, state: GuardState, finite: Value) -> GuardState:
         """What they carry after a step with gradients that are finite, or not.
 
         Args:
@@ -117,14 +118,14 @@ class Checked:
         """
         return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
 
-    def metrics(self, state: GuardState) -> dict[str, Any]:
+    def metrics(self, state: GuardState) -> Metrics:
         """What they say of the step, which began with a state."""
         found = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
         return found if state.scale is None else {**found, "loss_scale": state.scale}
 
 
 def checked(
-    guards: Guards, state: GuardState, loss: Any, gradients: Tree, shardings: Tree
+    guards: Guards, state: GuardState, loss: Value, gradients: Tree, shardings: Tree
 ) -> Checked:
     """Checks a step.
 
@@ -151,7 +152,7 @@ def checked(
     return Checked(loss=loss, gradients=gradients, norm=norm, finite=finite, wanted=wanted)
 
 
-def global_norm(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> Any:
+def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
     """Euclidean norm of all elements of all arrays, float32 at least: every device adds up its own
     pieces, and one reduction adds up all devices.
 

@@ -17,6 +17,7 @@ from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
+from shardlib.jax_types import Metrics
 from shardlib.layout import Layout
 from shardlib.lowering.host_memory.disk.arrays import Writer
 from shardlib.lowering.host_memory.disk.compiling import Where
@@ -93,7 +94,7 @@ class LoweredProgram:
                 ),
             ).lower(self.state, self.batch)
 
-    def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+    def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
         """The step before it is compiled, for those who compile it otherwise.
 
         Returns:

@@ -10,13 +10,13 @@ program compiles functions of its own, so changing rules or meshes around it cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from shardlib.annotation.model import UserLoss, UserModule
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
@@ -126,9 +126,7 @@ class Program(LoweredProgram):
         """
         return self.evaluated.evaluate(state, batch)
 
-    def evaluation(
-        self, loss: Callable[[Any, Any], Any] | None = None, *, batch_axes: Tree = None
-    ) -> Evaluation:
+    def evaluation(self, loss: UserLoss | None = None, *, batch_axes: Tree = None) -> Evaluation:
         """An evaluation of another loss, or of other batches; keep it, since it keeps what it
         compiles.
 
@@ -192,7 +190,7 @@ class Program(LoweredProgram):
             frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
         )
 
-    def stow(self, array: jax.Array, sums: Any) -> DiskArray:
+    def stow(self, array: jax.Array, sums: jax.Array) -> DiskArray:
         """Puts an array of a state on disk, where it is one of `stored`.
 
         Args:
@@ -251,7 +249,7 @@ class Program(LoweredProgram):
         )
         return replace(state, opt_state=opt_state, guard=guard, exchange=exchange)
 
-    def module(self, state: TrainState) -> Any:
+    def module(self, state: TrainState) -> UserModule:
         """The user's own model around the arrays of a state: an nnx module, or a params tree.
 
         Args:
@@ -267,7 +265,7 @@ class Program(LoweredProgram):
         self._require_model("module", state)
         return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
-    def _require_model(self, asked: str, state: Any) -> None:
+    def _require_model(self, asked: str, state: TrainState) -> None:
         """Refuses a state whose parameters and model state are gone or have other shapes."""
         require_state(asked, state)
         require_present(asked, state.inference)

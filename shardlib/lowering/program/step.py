@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.partition import Partition
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Function, Index, Metrics, Value
 from shardlib.lowering.accumulation.deferred_reduction import accumulated_once, once
 from shardlib.lowering.accumulation.microbatches import Microbatches, accumulated
 from shardlib.lowering.host_memory.disk.parts import GRADIENT
@@ -25,11 +26,14 @@ from shardlib.lowering.mesh.shardings import ParameterShardings, constrain
 from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.program.guards import Guards, checked
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.schedules.timetable import Timetable
 
 #: What devices keep of partial sums of gradients from step to step, by path of an operation.
 Kept = dict[str, Any] | None
+#: What a loss gives: itself, and (metrics, model state after the step).
+Results = tuple[Value, tuple[Metrics, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +47,14 @@ class Run:
         kept: abstract, with shardings; None where devices keep nothing.
     """
 
-    gradients: Callable[[Tree, Tree, Tree, Kept], tuple[Any, Tree, Kept]]
+    gradients: Callable[[Tree, Tree, Tree, Kept], tuple[Results, Tree, Kept]]
     table: Timetable | None = None
     kept: Kept = None
 
     @staticmethod
-    def of(function: Callable[[Tree, Tree, Tree], Any], table: Timetable | None = None) -> Run:
+    def of(
+        function: Callable[[Tree, Tree, Tree], tuple[Results, Tree]], table: Timetable | None = None
+    ) -> Run:
         """A run that keeps nothing; `function` gives results and gradients.
 
         Args:
@@ -70,7 +76,7 @@ class Run:
             ),
         )
 
-    def finished(self, finish: Callable[[Any, Tree], tuple[Any, Tree]]) -> Run:
+    def finished(self, finish: Callable[[Results, Tree], tuple[Results, Tree]]) -> Run:
         """The same with results that are finished after the last microbatch."""
 
         def gradients(*arguments: Any) -> Any:
@@ -150,7 +156,7 @@ def unpiped(
     return Run(gradients=gradients, kept=late.abstract if late is not None and keeps else None)
 
 
-def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
+def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
     """The microbatches through the stages of a pipeline.
 
     Args:
@@ -186,7 +192,7 @@ def init_function(
     precision: Precision,
     guards: Guards | None = None,
     kept: Kept = None,
-) -> Callable[[Any], TrainState]:
+) -> Callable[[Index], TrainState]:
     """seed -> the state before the first step; `kept` is abstract, see `Run`.
 
     Args:
@@ -200,7 +206,7 @@ def init_function(
         Function of an int32 scalar.
     """
 
-    def init(seed: Any) -> TrainState:
+    def init(seed: Index) -> TrainState:
         params, state = model.init(seed)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -221,13 +227,13 @@ def nothing_kept(kept: Kept) -> Kept:
 
 def step_function(
     parts: StepParts,
-) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
     """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the
     state is local.
     """
     optimizer = optax.with_extra_args_support(parts.optimizer)
 
-    def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         (loss, (metrics, model_state)), gradients, kept = parts.run.gradients(
             state.params, state.inputs, batch, state.exchange
         )
@@ -278,7 +284,7 @@ def step_function(
     return step
 
 
-def named(function: Callable[..., Any], kind: str, digest: str) -> Callable[..., Any]:
+def named(function: Function, kind: str, digest: str) -> Function:
     """Gives a function the plan's digest as part of its name, which becomes the name of the
     compiled module.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Eqn
 from shardlib.tracing.program import (
     REMAT,
     Program,
@@ -44,7 +45,7 @@ def looked_up(program: Program, parameters: int) -> frozenset[int]:
     )
 
 
-def convolved(equations: Iterable[Any]) -> frozenset[tuple[int, ...]]:
+def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
     """Shapes of the kernels of all convolutions among JAX equations, and in what they call.
 
     A kernel that is stored sharded is gathered, and its gradient reduced, in the layout of use:
@@ -54,7 +55,8 @@ def convolved(equations: Iterable[Any]) -> frozenset[tuple[int, ...]]:
     found: set[tuple[int, ...]] = set()
     for eqn in equations:
         if eqn.primitive.name == "conv_general_dilated":
-            found.add(tuple(eqn.invars[1].aval.shape))
+            kernel: Any = eqn.invars[1].aval
+            found.add(tuple(kernel.shape))
         for value in eqn.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)

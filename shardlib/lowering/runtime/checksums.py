@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 
-def sums(arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any] | None = None) -> jax.Array:
+def sums(
+    arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding] | None = None
+) -> jax.Array:
     """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable.
 
     Args:
@@ -34,7 +36,7 @@ def sums(arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any] | None = 
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
 
 
-def _spread(array: jax.Array, sharding: Any) -> jax.Array:
+def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """The sums of an array by those of its pieces. In automatic partitioning a reduction of two
     arrays at once would gather them.
     """

@@ -63,7 +63,7 @@ def is_key(leaf: Tree) -> bool:
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def dtype_of(leaf: Tree) -> Any:
+def dtype_of(leaf: Tree) -> np.dtype:
     """The dtype that JAX gives an array; that of typed keys is one already."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(dtype)
@@ -121,7 +121,12 @@ class Fold:
         return folded if self.dtype is None else jax.random.key_data(folded)
 
 
-def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> dict[str, Any]:
+#: Dim of the rows of each array of a batch, by path: None where it has none, a `Fold` for a key of
+#: the whole batch.
+BatchDims = Mapping[str, int | Fold | None]
+
+
+def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
     """The batch dim of every array of a batch, by path, with `Fold` in the place of None for the
     keys of the whole batch.
 
@@ -180,7 +185,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     }
 
 
-def key_inputs(dims: Mapping[str, Any], jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
+def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
     """Positions of the keys of the whole batch among the inputs of a loss.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +67,7 @@ class TrainState:
         )
 
 
-def scaled_state(model_state: Tree, scale: Any) -> dict[str, Any]:
+def scaled_state(model_state: Tree, scale: Leaf) -> dict[str, Tree]:
     """Model state with the scale of the loss beside it.
 
     Args:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardlib import _jax_compat
 from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.jax_types import Function
 from shardlib.lowering.host_memory.disk.calls import Call, Calls
 from shardlib.lowering.host_memory.disk.parts import Piece, pieces
 from shardlib.lowering.mesh.owners import owned, shapes_of
@@ -69,9 +70,9 @@ class Where:
 
     def traced(
         self,
-        under: AbstractContextManager[Any],
-        function: Callable[..., Any],
-        *inputs: Any,
+        under: AbstractContextManager[object],
+        function: Function,
+        *inputs: Tree,
         summed: bool,
     ) -> tuple[Program, jax.tree_util.PyTreeDef]:
         """A function to a state, or to a tuple of which that is the first, over leaves of its

@@ -16,7 +16,6 @@ A `shardlib.WeightedMean` is left as its two sums, which are divided after the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -30,15 +29,14 @@ from shardlib.lowering.loss.contribution.edits import Edits
 from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole, as_it_is
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.planning.plan import Plan
 from shardlib.tracing.row_proofs import result_names
 from shardlib.tracing.rows.handed import Unlike
 from shardlib.tracing.rows.proof import Inputs, compare
 
 
-def whole_batch(
-    traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: Mapping[str, int | None]
-) -> Whole:
+def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: BatchDims) -> Whole:
     """The loss of the whole batch.
 
     Args:

@@ -31,6 +31,7 @@ from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole
 from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.planning.plan import Plan
 from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rewriting.dependence import needed
@@ -235,7 +236,7 @@ def _result(kind: Kind, parts: int) -> float | Handed | str:
     return _factor(kind.power + (1 if kind.family == "sum" else 0), parts)
 
 
-def _row_axes(plan: Plan, dims: Mapping[str, int | None]) -> tuple[str, ...]:
+def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
     """The mesh axes that shard the rows of the batch."""
     layouts = dict(plan.batch_layouts)
     found = [

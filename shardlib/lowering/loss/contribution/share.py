@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.annotation.trees.paths import Tree
 from shardlib.graph.rows import Rows
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.tracing.rows.proof import Inputs, Names
 
 
@@ -29,7 +30,7 @@ class Contribution:
 
     traced: LossJaxpr
     prologue: Callable[[Tree], Tree]
-    dims: Mapping[str, int | None]
+    dims: BatchDims
     shardings: Tree
     finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
 
@@ -64,12 +65,12 @@ class Share:
     """
 
     traced: LossJaxpr
-    dims: Mapping[str, int | None]
+    dims: BatchDims
     shardings: Tree
     under: Mesh | AbstractMesh | None
 
 
-def as_it_is(traced: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree) -> Contribution:
+def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
     """A loss whose mean over microbatches is that of the whole batch.
 
     Args:

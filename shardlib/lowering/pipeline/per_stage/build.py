@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -21,6 +21,7 @@ from shardlib.lowering.pipeline.per_stage.prologue import Opening
 from shardlib.lowering.pipeline.per_stage.shards import Places
 from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.gathered_weights import gathered
+from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.planning.plan import Plan
 from shardlib.schedules.table import orders
 
@@ -34,7 +35,7 @@ def stage_programs(
     mesh: Mesh | AbstractMesh,
     params: ParameterShardings,
     batch: Tree,
-    dims: Mapping[str, int | None],
+    dims: BatchDims,
     prologue: Callable[[Tree], Tree] = lambda batch: batch,
 ) -> StagePrograms:
     """The stages of a plan as programs of their own.

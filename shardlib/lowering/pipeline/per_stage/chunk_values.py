@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.chunk import Chunk, Operands
 from shardlib.lowering.pipeline.shared.linearised import is_floating
@@ -39,7 +40,7 @@ class Held:
     ready: Arrays
 
 
-def part_of_microbatch(leaf: Any, micro: Any) -> Any:
+def part_of_microbatch(leaf: Value, micro: Index) -> Value:
     """One microbatch of an array.
 
     Args:
@@ -121,7 +122,7 @@ class ChunkValues:
     def _walk(self) -> Walk:
         return self.placing.walk()
 
-    def _entering(self, held: Held, micro: Any, entering: Arrays) -> Arrays:
+    def _entering(self, held: Held, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
             return entering
         return [
@@ -129,13 +130,13 @@ class ChunkValues:
             *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering :]),
         ]
 
-    def _before(self, held: Held, kept: Values, micro: Any) -> Arrays:
+    def _before(self, held: Held, kept: Values, micro: Index) -> Arrays:
         """What comes from before the layers."""
         env = self._env(held, kept, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
 
-    def _results(self, held: Held, kept: Values, micro: Any, left: Arrays) -> Arrays:
+    def _results(self, held: Held, kept: Values, micro: Index, left: Arrays) -> Arrays:
         """Loss and metrics, for what left the last chunk."""
         cut, env, walk = self.cut, self._env(held, kept, micro), self._walk()
         count = len(cut.final)
@@ -153,12 +154,12 @@ class ChunkValues:
         evaluate_equations(cut.after, env, walk)
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
-    def _env(self, held: Held, kept: Values, micro: Any) -> Values:
+    def _env(self, held: Held, kept: Values, micro: Index) -> Values:
         """What equations of a microbatch read."""
         used = {number: self._used(number, leaf) for number, leaf in {**held.kept, **kept}.items()}
         return {**self.cut.program.constants, **self._known(), **used, **self._inputs(held, micro)}
 
-    def _inputs(self, held: Held, micro: Any) -> Values:
+    def _inputs(self, held: Held, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
         inputs = self.cut.program.inputs
         states = [part_of_microbatch(leaf, micro) for leaf in held.states]
@@ -183,7 +184,7 @@ class ChunkValues:
         evaluate_equations(needed(cut.once, wanted)[0], env, Walk())
         return {number: env[number] for number in wanted}
 
-    def _operands(self, held: Held, micro: Any) -> Operands:
+    def _operands(self, held: Held, micro: Index) -> Operands:
         cut, known, layers = (
             self.cut,
             {**self.cut.program.constants, **self._known()},
@@ -210,7 +211,7 @@ class ChunkValues:
             first=self.first,
         )
 
-    def _drawn(self, held: Held, micro: Any) -> Arrays:
+    def _drawn(self, held: Held, micro: Index) -> Arrays:
         """Slices of model state, and of keys of the batch, for all layers."""
         cut = self.cut
         if not cut.roles.drawn:

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Index
 from shardlib.lowering.pipeline.per_stage.chunk_values import ChunkValues, Held
 from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.linearised import is_floating
@@ -57,7 +59,7 @@ class Late:
 class Work(ChunkValues):
     """The work of one chunk."""
 
-    def forward(self, held: Held, micro: Any, entering: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(self, held: Held, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember); what enters the first
         chunk is made here.
 
@@ -73,7 +75,7 @@ class Work(ChunkValues):
     def backward(
         self,
         held: Held,
-        micro: Any,
+        micro: Index,
         left: Arrays,
         remembered: Arrays,
         back: Arrays,
@@ -105,7 +107,7 @@ class Work(ChunkValues):
         )
 
     def backward_inputs(
-        self, held: Held, micro: Any, left: Arrays, remembered: Arrays, back: Arrays, early: Early
+        self, held: Held, micro: Index, left: Arrays, remembered: Arrays, back: Arrays, early: Early
     ) -> tuple[Early, Arrays, Arrays]:
         """The part of it that the stage before waits for; gives what `backward_weights` has to be
         given in addition.
@@ -117,7 +119,7 @@ class Work(ChunkValues):
         return self._before_layers(held, micro, early, entered), self._sent(entered), passed
 
     def backward_weights(
-        self, held: Held, micro: Any, remembered: Arrays, passed: Arrays, late: Late
+        self, held: Held, micro: Index, remembered: Arrays, passed: Arrays, late: Late
     ) -> Late:
         """The part that nothing waits for."""
         return self._summed(
@@ -172,7 +174,7 @@ class Work(ChunkValues):
         return entered if self.first else []
 
     def _after_layers(
-        self, held: Held, micro: Any, left: Arrays, back: Arrays, early: Early
+        self, held: Held, micro: Index, left: Arrays, back: Arrays, early: Early
     ) -> tuple[Early, Arrays]:
         """Loss and metrics, and the cotangents of what left the last chunk; for other chunks
         nothing happens.
@@ -205,7 +207,7 @@ class Work(ChunkValues):
             back,
         )
 
-    def _before_layers(self, held: Held, micro: Any, early: Early, entered: Arrays) -> Early:
+    def _before_layers(self, held: Held, micro: Index, early: Early, entered: Arrays) -> Early:
         """Gradients of what the first chunk reads before the layers; for other chunks nothing
         happens.
         """
@@ -248,7 +250,7 @@ class Work(ChunkValues):
         )
 
 
-def flat(function: Callable[..., Any], arguments: Any) -> Callable[..., Arrays]:
+def flat(function: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Callable[..., Arrays]:
     """A function of trees as one of lists of leaves, for trees like the given ones.
 
     Args:

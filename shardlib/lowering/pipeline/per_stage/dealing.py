@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
+
+from shardlib.jax_types import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Dealing:
             for place in range(self.counts[chunk])
         )
 
-    def dealt(self, stack: Any) -> list[Any]:
+    def dealt(self, stack: Value) -> list[Value]:
         """A stack of layers [layers, ...] as one array [stages * room, ...] for each chunk of a
         stage.
         """
@@ -87,6 +88,6 @@ class Dealing:
             for turn in range(self.virtual)
         ]
 
-    def gathered(self, parts: Sequence[Any]) -> Any:
+    def gathered(self, parts: Sequence[Value]) -> Value:
         """The stack of layers for what `dealt` gives."""
         return parts[0] if self.plain else jnp.concatenate(list(parts))[jnp.array(self.places)]

@@ -9,6 +9,7 @@ import jax
 
 from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Metrics
 from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Late
 from shardlib.lowering.pipeline.per_stage.compiling import ChunkPrograms
 from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
@@ -99,7 +100,7 @@ class Dispatch:
             key=lambda sizes: sizes["peak"],
         )
 
-    def step(self, state: Tree, batch: Tree) -> Any:
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         """(state, metrics) after a step; the state is donated.
 
         Args:

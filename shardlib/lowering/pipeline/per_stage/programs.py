@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Metrics
 from shardlib.lowering.pipeline.per_stage.chunk_work import Late, flat
 from shardlib.lowering.pipeline.per_stage.compiling import (
     ChunkPrograms,
@@ -62,7 +63,7 @@ class StagePrograms(StageShapes):
         self,
         state: Tree,
         batch: Tree,
-        update: Callable[..., Any],
+        update: Callable[[Tree, tuple[Arrays, Summed]], tuple[Tree, Metrics]],
         metrics: NamedSharding,
         name: str,
     ) -> Dispatch:
@@ -159,7 +160,7 @@ class StagePrograms(StageShapes):
         self,
         state: Tree,
         after: Arrays,
-        update: Callable[..., Any],
+        update: Callable[[Tree, tuple[Arrays, Summed]], tuple[Tree, Metrics]],
         metrics: NamedSharding,
         name: str,
     ) -> jax.stages.Compiled:

@@ -8,7 +8,7 @@ what was made from the parameters, and does what a step without stages does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Metrics, Value
 from shardlib.lowering.accumulation.microbatches import Microbatches
 from shardlib.lowering.mesh.shardings import ParameterShardings, batch_path
 from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
@@ -26,6 +27,7 @@ from shardlib.lowering.pipeline.per_stage.shards import Places
 from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Values
 from shardlib.lowering.reading.use import as_dtype
+from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
 
 
@@ -88,7 +90,7 @@ class Opening:
     dealing: Dealing
     params: ParameterShardings
     batch: Tree
-    dims: Mapping[str, int | None]
+    dims: BatchDims
     prologue: Callable[[Tree], Tree]
 
     @property
@@ -146,7 +148,9 @@ class Opening:
             parts=jax.tree.leaves(join(stacked)),
         )
 
-    def gradients(self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
+    def gradients(
+        self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]
+    ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
         """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the
         stages have summed.
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from shardlib.jax_types import Value
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.gathered_weights import leaving_sums, no_sums, operand
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
@@ -35,7 +35,7 @@ class Ends:
     uses: Mapping[str, Deferred]
     complete: frozenset[int]
 
-    def ready(self, outside: Values) -> dict[str, Any]:
+    def ready(self, outside: Values) -> dict[str, Value]:
         """The operands that are gathered beforehand, by path of the operation."""
         return {
             path: use.gather(outside[operand(use)])
@@ -47,7 +47,7 @@ class Ends:
         """Where partial sums go, each device's at the device."""
         return no_sums(self.uses, self.mesh)
 
-    def walk(self, walk: Walk, ready: Mapping[str, Any], sums: Sequence[Any]) -> Walk:
+    def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
         """A walk whose operations use gathered operands and leave gradients to `sums`.
 
         Args:
@@ -57,7 +57,7 @@ class Ends:
         """
         return leaving_sums(self.uses, walk, sums, ready)
 
-    def reduce(self, sums: Sequence[Any]) -> Values:
+    def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of values that operations use, for partial sums in the order of `uses`."""
         found: Values = {}
         for use, own in zip(self.uses.values(), sums, strict=True):

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Value
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.lowering.reading.use import as_dtype
@@ -65,7 +66,7 @@ class Gathered:
     made_by: tuple[Equation, ...]
     rest: tuple[Equation, ...]
 
-    def pieces(self, weights: Sequence[Any]) -> Arrays:
+    def pieces(self, weights: Sequence[Value]) -> Arrays:
         """The operands of one layer as they rest, in the order of `made`, for its weights in the
         order of `sources`.
         """
@@ -77,7 +78,7 @@ class Gathered:
         evaluate_equations(self.made_by, env, Walk())
         return [env[number] for number in self.made]
 
-    def gather(self, weights: Sequence[Any]) -> Arrays:
+    def gather(self, weights: Sequence[Value]) -> Arrays:
         """The gathered operands, for stacks of weights [layers, ...]."""
         if not self.operands:
             return []
@@ -89,7 +90,7 @@ class Gathered:
 
         return jax.lax.scan(layer, None, list(weights))[1]
 
-    def reduce(self, weights: Sequence[Any], sums: Sequence[Any]) -> Arrays:
+    def reduce(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers,
         ...] in the order of `uses`.
         """
@@ -115,7 +116,7 @@ class Gathered:
         """Where partial sums go, [*lead, ...], each device's at the device."""
         return no_sums(self.uses, self.mesh, lead)
 
-    def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
+    def walk(self, walk: Walk, sums: Sequence[Value]) -> Walk:
         """A walk through one layer whose operations leave the gradients of these weights to
         `sums`.
 
@@ -150,8 +151,8 @@ def no_sums(
 def leaving_sums(
     uses: Mapping[str, Deferred],
     walk: Walk,
-    sums: Sequence[Any],
-    ready: Mapping[str, Any] | None = None,
+    sums: Sequence[Value],
+    ready: Mapping[str, Value] | None = None,
 ) -> Walk:
     """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in
     place of these weights where there are any, by path.

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Leaf
 from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.tracing.program import flatten
 from shardlib.tracing.rewriting.split import Split, split
@@ -39,7 +41,7 @@ class Linearised:
         """What depends on the microbatch."""
         return [self.saved[number] for number in self.kept]
 
-    def pull(self, remembered: Arrays) -> Callable[[Arrays], Any]:
+    def pull(self, remembered: Arrays) -> Callable[[Arrays], Tree]:
         """The backward pass, with what was remembered in place of what depends on the microbatch
         here.
         """
@@ -93,6 +95,6 @@ class Linearised:
         )
 
 
-def is_floating(leaf: Any) -> bool:
+def is_floating(leaf: Leaf) -> bool:
     """Whether gradients flow through an array."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)

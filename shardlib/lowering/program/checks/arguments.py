@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -77,7 +77,7 @@ _KINDS: Mapping[str, Kind] = {
 _NEEDED = ("loss", "optimizer")
 
 
-def require_arguments(asked: str, **given: Any) -> None:
+def require_arguments(asked: str, **given: object) -> None:
     """Refuses arguments of the wrong kind.
 
     Args:
@@ -91,7 +91,7 @@ def require_arguments(asked: str, **given: Any) -> None:
 
 
 def require_kinds(
-    asked: str, kinds: Mapping[str, Kind], given: Mapping[str, Any], *, needed: Collection[str]
+    asked: str, kinds: Mapping[str, Kind], given: Mapping[str, object], *, needed: Collection[str]
 ) -> None:
     """Refuses arguments of the wrong kind.
 
@@ -118,7 +118,7 @@ def require_kinds(
         )
 
 
-def read_seed(seed: Any) -> int:
+def read_seed(seed: SupportsIndex) -> int:
     """A seed as an integer.
 
     Raises:

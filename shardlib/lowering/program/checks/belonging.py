@@ -27,7 +27,7 @@ OWN = (
 )
 
 
-def require_state(asked: str, state: Any) -> None:
+def require_state(asked: str, state: object) -> None:
     """Refuses what is no state at all.
 
     Args:
