@@ -8,12 +8,23 @@ newer).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shardlib.jax_types import EqnParams, Value
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import AbstractMesh, Mesh
+
+#: A jaxpr, closed or not: its classes differ from one version to another.
+AnyJaxpr: TypeAlias = Any
+#: The client of JAX's coordination service, which has no public name.
+CoordinationClient: TypeAlias = Any
 
 
-def unsharded_variables() -> AbstractContextManager[Any]:
+def unsharded_variables() -> AbstractContextManager[object]:
     """A context in which Flax NNX variables keep their names and are not put anywhere (Flax 0.12.8
     and 0.12.12 alike).
 
@@ -24,7 +35,7 @@ def unsharded_variables() -> AbstractContextManager[Any]:
     return nnx.use_eager_sharding(False)
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[AnyJaxpr, Sequence[Value]]:
     """(equations, constants) of a jaxpr, closed or not.
 
     JAX 0.10 has `ClosedJaxpr` and `Jaxpr`; since 0.12 they are one class that has both `jaxpr` and
@@ -33,7 +44,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, tuple(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+def scan_counts(params: EqnParams) -> tuple[int, int]:
     """How many operands of a scan equation are constants and how many are carried; the rest is
     scanned over.
 
@@ -46,7 +57,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
-def compiled_memory(compiled: Any, *, offloaded: bool = False) -> dict[str, int]:
+def compiled_memory(compiled: jax.stages.Compiled, *, offloaded: bool = False) -> dict[str, int]:
     """Bytes per device of a compiled program: arguments, outputs, aliased, temporaries, peak.
 
     The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak
@@ -56,7 +67,7 @@ def compiled_memory(compiled: Any, *, offloaded: bool = False) -> dict[str, int]
     """
     import jax
 
-    analysis = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     sizes = {
         "arguments": analysis.argument_size_in_bytes,
         "outputs": analysis.output_size_in_bytes,
@@ -81,7 +92,7 @@ def compiled_memory(compiled: Any, *, offloaded: bool = False) -> dict[str, int]
     return {**sizes, "peak": reported}
 
 
-def in_mesh(mesh: Any) -> AbstractContextManager[Any]:
+def in_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
     """A context in which a mesh is the current one: a mesh of devices, or an abstract mesh that has
     none (JAX 0.10 and 0.12 alike).
     """
@@ -94,7 +105,7 @@ def in_mesh(mesh: Any) -> AbstractContextManager[Any]:
     )
 
 
-def coordination() -> tuple[Any, int, int] | None:
+def coordination() -> tuple[CoordinationClient, int, int] | None:
     """(client, number of this process, number of processes) of JAX's coordination service; None in
     a process that has not joined others (JAX 0.10 and 0.12 alike).
 
@@ -107,7 +118,9 @@ def coordination() -> tuple[Any, int, int] | None:
     return None if state.client is None else (state.client, state.process_id, state.num_processes)
 
 
-def profile_events(profile: bytes) -> list[tuple[str, str, str, float, float, dict[str, Any]]]:
+def profile_events(
+    profile: bytes,
+) -> list[tuple[str, str, str, float, float, dict[str, str | int | float]]]:
     """(plane, line, name, start in ns, duration in ns, statistics) of every event in a profile
     (XSpace).
 

@@ -35,8 +35,12 @@ KeyPath: TypeAlias = tuple[Any, ...]
 DType: TypeAlias = "jax.typing.DTypeLike"
 #: What has a shape and a dtype: an array, a tracer, or the description of one.
 Leaf: TypeAlias = "jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray"
-#: Parameters of an operation by name; what each one is, its primitive says.
-EqnParams: TypeAlias = dict[str, Any]
+#: A constant of a traced program: an array, or a scalar of Python or NumPy.
+Constant: TypeAlias = "jax.typing.ArrayLike"
+#: A parameter of an operation; what it is, its primitive says.
+EqnParam: TypeAlias = Any
+#: Parameters of an operation, by name.
+EqnParams: TypeAlias = dict[str, EqnParam]
 #: A function that is passed on, wrapped or traced as it is; what it takes and gives, whoever wrote
 #: it says.
 Function: TypeAlias = Callable[..., Any]

@@ -39,7 +39,7 @@ class LinenInit:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def linen(module: nn.Module, *sample_inputs: Any, **options: Any) -> LinenInit:
+def linen(module: nn.Module, *sample_inputs: Tree, **options: object) -> LinenInit:
     """Describes how a Linen model is initialised.
 
     A loss takes the params, or, where the model has other collections, the whole variables dict.

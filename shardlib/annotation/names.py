@@ -18,13 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.annotation.trees.paths import path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
+from shardlib.jax_types import KeyPath
 from shardlib.report import Finding
 
 #: The name that a stacking dim gets when the user gave it none.
 STACK = "layers"
 
 
-def spelled(names: Any) -> LogicalAxes:
+def spelled(names: object) -> LogicalAxes:
     """Returns one name or None per dim.
 
     Raises:
@@ -50,8 +51,8 @@ def _one_dim(entry: Any) -> str | None:
 
 
 def fitted(
-    written: Mapping[tuple[Any, ...], Any],
-    shapes: Mapping[tuple[Any, ...], tuple[int, ...]],
+    written: Mapping[KeyPath, object],
+    shapes: Mapping[KeyPath, tuple[int, ...]],
     *,
     stacks: bool,
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:

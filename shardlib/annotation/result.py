@@ -8,9 +8,10 @@ from typing import Any
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import TracingError
 from shardlib.functions.mean import WeightedMean
+from shardlib.jax_types import Metrics, Value
 
 
-def loss_and_metrics(result: Tree) -> tuple[Any, dict[str, Any]]:
+def loss_and_metrics(result: Tree) -> tuple[Value, Metrics]:
     """Splits `loss` or `(loss, metrics)`.
 
     Raises:
@@ -20,7 +21,7 @@ def loss_and_metrics(result: Tree) -> tuple[Any, dict[str, Any]]:
     return scalar_and_metrics(value, metrics, result)
 
 
-def scalar_and_metrics(value: Any, metrics: Tree, result: Tree) -> tuple[Any, dict[str, Any]]:
+def scalar_and_metrics(value: Tree, metrics: Tree, result: Tree) -> tuple[Value, Metrics]:
     """The two parts of what a loss returned, checked; see `loss_and_metrics`.
 
     Args:

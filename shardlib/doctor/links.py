@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardlib.annotation.trees.paths import Tree
 from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.hardware.placement import Span
 from shardlib.hardware.topology import Topology
@@ -99,7 +99,7 @@ def matmul_seconds() -> dict[int, float]:
     return found
 
 
-def best(run: Callable[[], Any]) -> float:
+def best(run: Callable[[], Tree]) -> float:
     """Seconds of a call and what it starts on devices: the least of several, after one that
     compiles.
     """

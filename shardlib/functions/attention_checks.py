@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -20,7 +19,7 @@ def check(
     window: int,
     block: int,
     segments: jax.Array | None,
-    numbers: Mapping[str, Any],
+    numbers: Mapping[str, float],
 ) -> None:
     """Raises where operands and options of a call do not fit each other.
 
@@ -90,7 +89,7 @@ def check(
         raise_all(ModelError, "attention does not fit its operands", found)
 
 
-def _no_numbers(numbers: Mapping[str, Any]) -> list[str]:
+def _no_numbers(numbers: Mapping[str, float]) -> list[str]:
     """What is wrong with factors: scale may be any number, softcap none below 0."""
     wrong: list[str] = []
     for name, value in numbers.items():

@@ -8,9 +8,11 @@ for, on any machine, and holds the scores of one block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from shardlib.functions.attention import Attention, Operands
@@ -49,7 +51,7 @@ class Wanted:
     documents: bool
 
     @staticmethod
-    def by(form: Attention, arrays: Any) -> Wanted:
+    def by(form: Attention, arrays: Sequence[jax.Array]) -> Wanted:
         """What a call asks for, by its operands or their abstract values. Whether a window counts
         may be known only later: there are two kernels then.
 

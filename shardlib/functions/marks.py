@@ -7,17 +7,28 @@ value. A call of it stays one equation in a traced program, under loops and rema
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-_FORMS: dict[str, Any] = {}
+from shardlib.jax_types import Function
+
+
+class Form(Protocol):
+    """What a custom call computes: a frozen value."""
+
+    @property
+    def kind(self) -> str:
+        """What planning calls it."""
+        ...
+
+
+_FORMS: dict[str, Form] = {}
 
 
 @lru_cache(maxsize=1024)
-def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def marked(form: Form, function: Function) -> Function:
     """A function as a marked one.
 
     Args:
@@ -35,6 +46,6 @@ def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(call)
 
 
-def form_of(name: str) -> Any | None:
+def form_of(name: str) -> Form | None:
     """The form that a name stands for; None where it is no custom call's."""
     return _FORMS.get(name)

@@ -5,9 +5,9 @@ Finding a model and counting its parameters needs no JAX; building one does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardlib.jax_types import Function
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
@@ -33,7 +33,7 @@ __all__ = [
 
 def build(
     config: TransformerConfig | EncoderDecoderConfig,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Function, Function]:
     """Returns (init, loss) of a configuration, as `shardlib.compile` takes them; see
     `transformer.build` and `encoder_decoder.build`.
     """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from shardlib import _jax_compat
+from shardlib.jax_types import Constant
 
 #: Steps between two times that processes ask each other whether one of them wants to stop.
 ASK_EVERY = 10
@@ -31,7 +30,7 @@ def is_alone() -> bool:
     return found is None or found[2] == 1
 
 
-def whole(array: Any) -> np.ndarray:
+def whole(array: Constant) -> np.ndarray:
     """All of an array on the host, in every process; to be called by all."""
     if isinstance(array, jax.Array) and not (
         array.is_fully_addressable or array.is_fully_replicated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.graph.problem import STATE, Parameter
+from shardlib.jax_types import Function, Leaf
 from shardlib.tracing.program import Program
 from shardlib.tracing.trip_counts import dtype_name
 from shardlib.tracing.unchanged import unchanged
@@ -112,12 +113,12 @@ def _state_bytes(
     return total, arrays
 
 
-def trainable(leaf: Any) -> bool:
+def trainable(leaf: Leaf) -> bool:
     """Whether a leaf could have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def named(tree: Tree, prefix: str) -> list[tuple[str, Any]]:
+def named(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
     """(dotted path, leaf) in tree order; `prefix` goes before every path.
 
     Args:
@@ -177,5 +178,5 @@ def constant_state(program: Program, shapes: tuple[Tree, Tree, Tree]) -> frozens
     )
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Function) -> str:
     return repr(getattr(function, "__qualname__", type(function).__name__))

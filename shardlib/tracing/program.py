@@ -22,8 +22,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
-from shardlib.functions.marks import form_of
-from shardlib.jax_types import Aval, Eqn, Jaxpr, Value
+from shardlib.functions.marks import Form, form_of
+from shardlib.jax_types import Aval, Eqn, EqnParams, Jaxpr, Value
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
@@ -88,7 +88,7 @@ class Equation:
         return self.eqn.primitive.name
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> EqnParams:
         """The primitive's parameters."""
         return self.eqn.params
 
@@ -260,7 +260,7 @@ def has_matmul(eqn: Eqn) -> bool:
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def called(jaxpr: Jaxpr) -> Iterator[tuple[Any, tuple[Aval, ...]]]:
+def called(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
     """The custom calls that a jaxpr calls, in loops and branches too: their forms, and abstract
     values of their operands.
     """

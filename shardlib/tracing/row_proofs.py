@@ -12,6 +12,7 @@ from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import ArgumentError
 from shardlib.graph.rows import Dependence, Rows
+from shardlib.tracing.batch import Described
 from shardlib.tracing.parameters import named
 from shardlib.tracing.rows.proof import Inputs, Names, prove, prove_parts
 
@@ -22,7 +23,7 @@ def proven_rows(
     shapes: tuple[Tree, Tree, Tree],
     closed: jex.ClosedJaxpr,
     out_shape: Tree,
-    described: tuple[Any, ...],
+    described: Sequence[Described],
     how: str,
 ) -> Callable[[int], Rows]:
     """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
@@ -79,7 +80,7 @@ def proven_rows(
     )
 
 
-def rows_of(described: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """For each array of a described batch its dim of rows, None where it has none; and the numbers
     of rows that there are.
     """

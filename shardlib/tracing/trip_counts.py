@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.graph.factors import Dims
-from shardlib.jax_types import Aval
+from shardlib.jax_types import Aval, Constant
 from shardlib.tracing.program import Equation
 
 
@@ -66,12 +64,12 @@ def dtype_name(aval: Aval) -> str:
     return "key" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype.name)
 
 
-def literal(constant: Any) -> str:
+def literal(constant: Constant) -> str:
     """The text of a whole number, which tells a window of attention from another; "" for every
     other constant.
     """
     return (
-        str(int(constant))
+        str(int(np.asarray(constant)))
         if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer)
         else ""
     )

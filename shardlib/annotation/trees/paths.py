@@ -8,9 +8,11 @@ from shardlib.jax_types import KeyPath
 
 #: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
 Tree = Any
+#: The same path by its parts: keys of dicts, names of fields, positions in lists.
+Path = tuple[Any, ...]
 
 
-def path_parts(path: KeyPath) -> tuple[Any, ...]:
+def path_parts(path: KeyPath) -> Path:
     """The keys of a key path of `jax.tree_util`: keys of dicts, names of fields, positions in
     lists.
     """

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.annotation.trees.paths import Tree, path_parts, path_text
+from shardlib.annotation.trees.paths import Path, Tree, path_parts, path_text
 from shardlib.errors import AnnotationError, raise_all
-from shardlib.jax_types import KeyPath
+from shardlib.jax_types import KeyPath, Leaf
 from shardlib.report import Finding
 
 #: What a user may give as `wrt`.
@@ -66,9 +66,9 @@ def path_predicate(wrt: Filter, front: str) -> Predicate:
 
 def selected(
     predicate: Predicate,
-    leaves: Mapping[tuple[Any, ...], Any],
-    kinds: Mapping[tuple[Any, ...], str] | None = None,
-) -> frozenset[tuple[Any, ...]]:
+    leaves: Mapping[Path, Leaf],
+    kinds: Mapping[Path, str] | None = None,
+) -> frozenset[Path]:
     """The paths of what a predicate chooses.
 
     Args:
@@ -138,7 +138,7 @@ def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
     return frozenset(text for path, (text, _) in leaves.items() if path not in trained)
 
 
-def base_is_trained(trained: Mapping[tuple[Any, ...], Any]) -> tuple[Finding, ...]:
+def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
     """What the user should know who has adapters beside a base, and did not say what to train."""
     adapters = [path for path, variable in trained.items() if isinstance(variable, nnx.LoRAParam)]
     others = len(trained) - len(adapters)
@@ -161,7 +161,7 @@ def base_is_trained(trained: Mapping[tuple[Any, ...], Any]) -> tuple[Finding, ..
     )
 
 
-def _listed(leaves: Mapping[tuple[Any, ...], Any], kinds: Mapping[tuple[Any, ...], str]) -> str:
+def _listed(leaves: Mapping[Path, Leaf], kinds: Mapping[Path, str]) -> str:
     """What there is, by kind."""
     groups: dict[str, list[str]] = {}
     for path in leaves:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from shardlib.processes.lifetime import child, guard
 
@@ -85,8 +85,8 @@ def start(
     *,
     env: Mapping[str, str] | None = None,
     stdin: int | None = None,
-    stdout: int | IO[Any] | None = None,
-    stderr: int | IO[Any] | None = None,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a process that ends with this one.
 
@@ -111,7 +111,7 @@ def start(
     return process
 
 
-def finish(process: subprocess.Popen[Any], guard: Guard) -> None:
+def finish(process: subprocess.Popen[bytes], guard: Guard) -> None:
     """Ends a process, if it has not ended, and whatever it has started, also what has outlived
     it.
 

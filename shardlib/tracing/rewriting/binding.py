@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.errors import TracingError
-from shardlib.jax_types import Aval, Value
+from shardlib.jax_types import Aval, EqnParam, Value
 from shardlib.tracing.program import (
     Call,
     Equation,
@@ -19,7 +18,7 @@ from shardlib.tracing.program import (
 from shardlib.tracing.rewriting.derivatives import by_mesh
 
 
-def bind(equation: Equation, arguments: Sequence[Value], **changed: Any) -> list[Value]:
+def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) -> list[Value]:
     """Runs one equation as it is, or with some of its parameters changed.
 
     Args:
@@ -48,7 +47,7 @@ def bind(equation: Equation, arguments: Sequence[Value], **changed: Any) -> list
     return list(results) if primitive.multiple_results else [results]
 
 
-def strong(value: Any, aval: Aval) -> Value:
+def strong(value: Value, aval: Aval) -> Value:
     """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy
     scalars.
 

@@ -9,11 +9,12 @@ say which tangents are zero know the mesh too, so that each mesh has a rule of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.extend import linear_util
+
+from shardlib.jax_types import EqnParams
 
 #: The parameters of custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) that make a rule's
 #: jaxpr of flags.
@@ -41,7 +42,7 @@ class Flag(int):
         return hash((Flag, int(self), self.mesh))
 
 
-def by_mesh(params: Mapping[str, Any]) -> dict[str, Any]:
+def by_mesh(params: EqnParams) -> EqnParams:
     """The parameters of an equation; where it is a custom derivative, with a rule for each mesh."""
     return {name: _by_mesh(value) if name in RULES else value for name, value in params.items()}
 

@@ -17,6 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Jaxpr, Value
 from shardlib.tracing.program import (
     REMAT,
     Call,
@@ -35,13 +36,13 @@ from shardlib.tracing.rewriting.walk import Place, Run, Together, Walk
 
 
 def evaluate(
-    closed_jaxpr: Any,
-    args: Sequence[Any],
+    closed_jaxpr: Jaxpr,
+    args: Sequence[Value],
     *,
     place: Place | None = None,
     run: Run | None = None,
     remat: str | None = None,
-) -> list[Any]:
+) -> list[Value]:
     """Runs a closed jaxpr again.
 
     Args:
@@ -65,7 +66,7 @@ def evaluate(
     )
 
 
-def evaluate_program(program: Program, args: Sequence[Any], walk: Walk) -> list[Any]:
+def evaluate_program(program: Program, args: Sequence[Value], walk: Walk) -> list[Value]:
     """Runs a program again; see `evaluate`."""
     env: dict[int, Any] = dict(program.constants)
     env.update(zip(program.inputs, args, strict=True))
@@ -119,7 +120,7 @@ def _block(
     env.update(zip(left, outputs, strict=True))
 
 
-def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
+def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], walk: Walk) -> None:
     """Runs equations in order; `env` holds the values by number and gains the results."""
     done: Call | None = None
     ready: set[str] = set()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Function
 
 #: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
 READ = "shardlib: read from a stack"
@@ -35,7 +36,7 @@ class Part:
     kept: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def keeping(body: Callable[..., Any]) -> Callable[..., Any]:
+def keeping(body: Function) -> Function:
     """A layer that keeps for the backward pass what it makes, and nothing that it reads from
     stacks.
 
@@ -55,10 +56,10 @@ def _made(primitive: Any, *avals: Any, **params: Any) -> Any:
 
 def in_parts(
     parts: Sequence[Part],
-    body: Callable[..., Any],
+    body: Function,
     init: Tree,
     stacks: Tree,
-    loop: Callable[[Callable[..., Any], Any, Any, int], Any],
+    loop: Callable[[Function, Tree, Tree, int], tuple[Tree, Tree]],
 ) -> Tree:
     """Runs all parts of a loop.
 

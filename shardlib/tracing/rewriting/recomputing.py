@@ -7,9 +7,10 @@ the backward pass of that layer alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
+
+from shardlib.jax_types import Function
 
 _RECOMPUTES: ContextVar[bool] = ContextVar("shardlib_recomputes", default=False)
 
@@ -19,7 +20,7 @@ def recomputes() -> bool:
     return _RECOMPUTES.get()
 
 
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(function: Function) -> Function:
     """A function inside of which `recomputes()` holds."""
 
     @functools.wraps(function)

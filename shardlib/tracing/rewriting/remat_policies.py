@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 from jax.sharding import AxisType
 
 from shardlib.errors import TracingError
+from shardlib.jax_types import Aval, EqnParam, Function
 from shardlib.tracing.rewriting.recomputing import recomputed
 
 #: Name of results of matmuls that are made in several pieces.
@@ -28,7 +30,7 @@ _MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
 
 
-def results_of_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
+def results_of_matmuls(primitive: Primitive, *avals: Aval, **params: EqnParam) -> bool:
     """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in
     shards (in a region that is manual over tensor) the whole alone.
     """
@@ -70,13 +72,13 @@ def check_policy(remat: str | None) -> str:
 
 
 def rematerialised(
-    function: Callable[..., Any],
+    function: Function,
     remat: str,
     *,
     prevent_cse: bool,
     in_pieces: bool = False,
     offloaded: bool = False,
-) -> Callable[..., Any]:
+) -> Function:
     """The function under a remat policy; itself for "none".
 
     Args:

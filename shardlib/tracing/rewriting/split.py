@@ -262,7 +262,7 @@ def _scan(
     constants, carried = scan_counts(equation.params)
     program = body_of(equation)
     carries = [k for k in results if k < carried]
-    operands = [env.get(number) for number in equation.inputs]
+    operands: list[Any] = [env.get(number) for number in equation.inputs]
 
     def step(
         carry: list[Any], sliced: tuple[list[Any], Sequence[Any]]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from shardlib.jax_types import Eqn, EqnParams, Jaxpr
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rows.handed import Handed, Unlike, as_number
 from shardlib.tracing.rows.kinds import Kind, data, mixed
@@ -142,7 +143,7 @@ class Analysis:
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
 
-    def inside(self, step: Step, of: Any) -> tuple[Program, Program]:
+    def inside(self, step: Step, of: Callable[[Eqn], Jaxpr]) -> tuple[Program, Program]:
         """The programs inside of an equation."""
         first, second = (
             flatten(of(one.eqn), f"{one.path}/", one.scope, within=(one.eqn, *one.within))
@@ -151,7 +152,7 @@ class Analysis:
         return first, second
 
     def inside_of(
-        self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str
+        self, step: Step, jaxpr: Callable[[EqnParams], Jaxpr], word: str
     ) -> tuple[Program, Program]:
         """The programs of a loop or branch."""
         first, second = (

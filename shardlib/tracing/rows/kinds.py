@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 #: (path of an equation, index of its result): where a value is made.
 Origin = tuple[str, int]
@@ -92,6 +92,12 @@ class Cause:
         return f"{self.why} ({self.where})"
 
 
+#: What indexing does with positions, see `Kind`.
+Tag: TypeAlias = "str | tuple[Tag, ...] | None"
+#: The value of a field of `Kind` or of `Descent`.
+Trait: TypeAlias = Any
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What is known of a value.
@@ -142,19 +148,19 @@ class Kind:
             self.family in ("data", "sum") or (self.family == "row" and self.descent.weighted)
         )
 
-    def with_(self, **changed: Any) -> Kind:
+    def with_(self, **changed: Trait) -> Kind:
         """The kind with some attributes changed, those of `Descent` included."""
         own = {name: value for name, value in changed.items() if name in _DESCENT}
         rest = {name: value for name, value in changed.items() if name not in _DESCENT}
         return replace(self, descent=replace(self.descent, **own), **rest)
 
 
-def free(**more: Any) -> Kind:
+def free(**more: Trait) -> Kind:
     """A value that looks at no row."""
     return Kind(family="free").with_(**more)
 
 
-def row(place: Place, **more: Any) -> Kind:
+def row(place: Place, **more: Trait) -> Kind:
     """A value whose elements look at one row each.
 
     Args:
@@ -164,7 +170,7 @@ def row(place: Place, **more: Any) -> Kind:
     return Kind(family="row", place=place).with_(**more)
 
 
-def total(*, power: Fraction | None = Fraction(0), **more: Any) -> Kind:
+def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
     """A sum over rows.
 
     Args:
@@ -189,7 +195,7 @@ def mixed(why: str, where: str, *, drawn: bool = False) -> Kind:
     )
 
 
-def data(*, drawn: bool = False, tag: Any = None, cause: Cause | None = None) -> Kind:
+def data(*, drawn: bool = False, tag: Tag = None, cause: Cause | None = None) -> Kind:
     """What the whole batch says beforehand.
 
     Args:
@@ -218,7 +224,7 @@ def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Frac
     return found
 
 
-def common(kinds: list[Kind]) -> dict[str, Any]:
+def common(kinds: list[Kind]) -> dict[str, Trait]:
     """What a result has of any of its operands."""
     return {
         "learned": any(kind.descent.learned for kind in kinds),

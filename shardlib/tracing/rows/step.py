@@ -8,11 +8,11 @@ import os
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
 
+from shardlib.jax_types import Aval, Eqn, EqnParams
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rows.kinds import Cause, Kind, data, mixed
 
@@ -45,7 +45,7 @@ class Step:
         return self.one.name
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> EqnParams:
         """Parameters in the first trace."""
         return self.one.params
 
@@ -114,7 +114,7 @@ def line_of(equation: Equation) -> str:
     return next((line for eqn in (equation.eqn, *equation.within) if (line := user_line(eqn))), "")
 
 
-def user_line(eqn: Any) -> str:
+def user_line(eqn: Eqn) -> str:
     """ "file.py:12" of the innermost line of source around an equation that is no library's; empty
     where there is none.
     """
@@ -131,6 +131,6 @@ def user_line(eqn: Any) -> str:
     return ""
 
 
-def is_key(aval: Any) -> bool:
+def is_key(aval: Aval) -> bool:
     """Whether a value holds typed random keys."""
     return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))

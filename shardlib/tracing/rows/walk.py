@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from shardlib.jax_types import Eqn, EqnParams, Jaxpr
 from shardlib.tracing.program import Program
 from shardlib.tracing.rows.kinds import Kind
 from shardlib.tracing.rows.step import Step
@@ -38,7 +39,7 @@ class Walk(Protocol):
         """
         ...
 
-    def inside(self, step: Step, of: Any) -> tuple[Program, Program]:
+    def inside(self, step: Step, of: Callable[[Eqn], Jaxpr]) -> tuple[Program, Program]:
         """The programs inside of an equation.
 
         Args:
@@ -48,7 +49,7 @@ class Walk(Protocol):
         ...
 
     def inside_of(
-        self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str
+        self, step: Step, jaxpr: Callable[[EqnParams], Jaxpr], word: str
     ) -> tuple[Program, Program]:
         """The programs of a loop or branch.
 

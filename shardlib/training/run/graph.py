@@ -14,7 +14,7 @@ import enum
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Function
 
 #: Parameters of operations that say where something is, what it is called, or how it is compiled,
 #: and not what is computed.
@@ -88,7 +89,7 @@ def draw(closed: core.ClosedJaxpr) -> Drawn:
     )
 
 
-def drawn(function: Callable[..., Any], *arguments: Tree) -> Drawn:
+def drawn(function: Function, *arguments: Tree) -> Drawn:
     """What a function does with abstract arguments."""
     return draw(jax.make_jaxpr(function)(*arguments))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing.owner import Owner, claim
+from shardlib.data.batches.loader import Rows
 from shardlib.errors import ModelError
 from shardlib.lowering.program.program import Program
 from shardlib.processes.together import first_decides
@@ -38,7 +39,7 @@ class Held:
     def of(
         folder: RunFolder,
         programs: Sequence[tuple[int, Program]],
-        data: Any,
+        data: Rows | Callable[[int], Tree],
         seed: int,
         identity: JsonMapping,
         allow: Sequence[str],

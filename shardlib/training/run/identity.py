@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 import optax
 
 from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.data.batches.loader import Rows
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
 from shardlib.untrusted.json_types import JsonObject
@@ -36,7 +37,9 @@ NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch")
 NUMBERS = 64
 
 
-def traced(programs: Sequence[tuple[int, Program]], data: Any, seed: int) -> JsonObject:
+def traced(
+    programs: Sequence[tuple[int, Program]], data: Rows | Callable[[int], Tree], seed: int
+) -> JsonObject:
     """What is traced, as plain data.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from shardlib import _jax_compat
 from shardlib.errors import VerificationError
@@ -24,7 +24,7 @@ class Event:
     end: float
 
 
-def stage_devices(mesh: Any) -> list[int]:
+def stage_devices(mesh: Mesh) -> list[int]:
     """Number of the first device of every stage.
 
     Raises:

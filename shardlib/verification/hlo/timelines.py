@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
@@ -64,6 +65,7 @@ def measure_timeline(
             "the timeline of stages that are programs of their own (pipeline='programs') cannot be"
             " measured yet\nTry: pipeline='lockstep'"
         )
+    assert isinstance(program.mesh, Mesh), "a program that runs has devices"
     devices = stage_devices(program.mesh)
     batch = program.put(batch)
     state = jax.block_until_ready(program.step(state, batch)[0])

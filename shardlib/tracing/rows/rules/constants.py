@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.jax_types import Constant
 from shardlib.tracing.rows.kinds import Kind, Place, added, common, data, free, row
 from shardlib.tracing.rows.rules.movement import regrouped_alike
 from shardlib.tracing.rows.rules.numbers import exponent, folded_scalar, result_power
@@ -56,7 +57,7 @@ _UNIFORM = frozenset(
 _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 
-def constant(one: Any, two: Any, sizes: tuple[int, int]) -> Kind:
+def constant(one: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
     """A literal or a captured array, as it is in the two traces.
 
     Args:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.jax_types import Constant
 from shardlib.tracing.rows.kinds import Kind, added, common, free
 from shardlib.tracing.rows.step import Step
 from shardlib.tracing.rules.elementwise import COPIES
 
 
-def exponent(pair: tuple[Any, Any] | None, sizes: tuple[int, int]) -> Fraction | None:
+def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> Fraction | None:
     """The power of the number of rows that two numbers differ by; None where it is none.
 
     Args:
