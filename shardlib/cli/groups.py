@@ -21,12 +21,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 from typer.models import OptionInfo
 
 
-def spread(command: Callable[..., None], **groups: type[Any]) -> Callable[..., None]:
+def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
     """A command as Typer reads it, with the fields of its groups in place of each group.
 
     Args:
@@ -77,7 +80,7 @@ def _options(kind: type[Any]) -> list[inspect.Parameter]:
     ]
 
 
-def given(group: Any) -> dict[str, Any]:
+def given(group: DataclassInstance) -> dict[str, object]:
     """The options of a group that a command line gave, as it spells them, with their values."""
     hints = get_type_hints(type(group), include_extras=True)
     values = {field.name: getattr(group, field.name) for field in fields(group)}

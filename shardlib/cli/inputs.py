@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 from shardlib.cli.output import read_text, status
 from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.untrusted import parse_json, shown
+from shardlib.untrusted.json_types import JsonObject
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
+
+#: Keyword arguments of `shardlib.plan` that say what is planned.
+PlanInputs = dict[str, Any]
 
 
 def make_plan(
@@ -20,7 +24,7 @@ def make_plan(
     topology: str,
     batch: int | None,
     seq: int | None,
-    pins: dict[str, Any],
+    pins: JsonObject,
     refine: int = 0,
     *,
     lowered: bool = False,
@@ -57,7 +61,7 @@ def make_plan(
     return replace(plan, origin=tuple(origin.items()))
 
 
-def inputs_of(spec: str, batch: int | None, seq: int | None) -> dict[str, Any]:
+def inputs_of(spec: str, batch: int | None, seq: int | None) -> PlanInputs:
     """The model that a command line names, as keyword arguments of `shardlib.plan`."""
     from shardlib.models import UserModel, build, example_batch, load
 
@@ -131,7 +135,7 @@ def _overrides(new: str, old: str) -> bool:
     )
 
 
-def replanned(plan: Plan, pins: dict[str, Any]) -> Plan | str:
+def replanned(plan: Plan, pins: JsonObject) -> Plan | str:
     """The best plan under other pins, or why there is none."""
     from shardlib.errors import InfeasibleError
 
@@ -172,7 +176,7 @@ def origin_sizes(plan: Plan) -> tuple[int | None, int | None]:
     return sizes.get("batch"), sizes.get("seq")
 
 
-def _origin_pins(origin: dict[str, str]) -> dict[str, Any]:
+def _origin_pins(origin: dict[str, str]) -> PlanInputs:
     pins = parse_json(origin.get("pin", "{}"), "what the plan says of its pins", PlanError)
     if not isinstance(pins, dict):
         raise PlanError(f"the plan says that its pins are {shown(pins)}; they are an object")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from shardlib.errors import MissingFileError, ShardlibError
 from shardlib.untrusted import LIMITS, printable, read_bytes
+from shardlib.untrusted.json_types import Json, JsonObject
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
@@ -32,7 +32,7 @@ def report(error: ShardlibError, *, as_json: bool) -> None:
     )
 
 
-def show(rows: list[dict[str, Any]], as_json: bool, text: dict[str, Any]) -> None:
+def show(rows: list[JsonObject], as_json: bool, text: Mapping[str, Callable[[Json], str]]) -> None:
     """Prints rows as a JSON list, or as a table with numbers in words."""
     if as_json:
         echo(json.dumps(rows))

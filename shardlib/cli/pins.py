@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 from shardlib.errors import PinError, raise_all
+from shardlib.untrusted.json_types import JsonObject
 
 
-def parse_pins(words: list[str]) -> dict[str, Any]:
+def parse_pins(words: list[str]) -> JsonObject:
     """Pins from the command line: `key=value` with the value as JSON, or else as a string.
 
     Raises:
@@ -39,7 +40,7 @@ def parse_pins(words: list[str]) -> dict[str, Any]:
     return pins
 
 
-def parse_allow(words: list[str]) -> dict[str, Any]:
+def parse_allow(words: list[str]) -> JsonObject:
     """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`.
 
     Raises:
@@ -66,7 +67,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def pin_text(pins: dict[str, Any]) -> str:
+def pin_text(pins: JsonObject) -> str:
     """Pins as they are spelled on a command line."""
     return ", ".join(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"

@@ -7,7 +7,6 @@ import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import platformdirs
@@ -17,7 +16,7 @@ from shardlib.data.batches.examples import Examples, Windows
 from shardlib.data.batches.packing import PACKERS, Bins
 from shardlib.data.reading.files import FileInfo, Files, PathFiles
 from shardlib.data.reading.sources import JsonLines, Records, Source, TextFiles
-from shardlib.data.reading.tokenizer import ByteTokenizer, adapted
+from shardlib.data.reading.tokenizer import AnyTokenizer, ByteTokenizer, adapted
 from shardlib.data.tokens.arrays import read_arrays
 from shardlib.data.tokens.documents import Documents
 from shardlib.data.tokens.store import open_store
@@ -40,7 +39,7 @@ def read(
     path: str | Path | Files | None = None,
     *,
     seq: int,
-    tokenizer: Any = None,
+    tokenizer: AnyTokenizer = None,
     packing: str = "concatenate",
     seed: int = 0,
     field: str | None = None,
@@ -48,7 +47,7 @@ def read(
     split: str = "training",
     segments: bool = False,
     format: str | None = None,
-    dtype: Any = None,
+    dtype: np.typing.DTypeLike | None = None,
     vocabulary: int | None = None,
 ) -> TokenDataset:
     """Opens data; text is tokenised where that has not been done.

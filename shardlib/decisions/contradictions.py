@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.axes import MESH_AXES, STORED_AXES, MeshShape
-from shardlib.decisions.readers import ANY_GROUP, GroupPolicies
+from shardlib.decisions.readers import ANY_GROUP, GroupPolicies, PinValue
 from shardlib.schedules.schedule import Schedule
 from shardlib.schedules.table import named, pipelines
 
@@ -30,7 +30,7 @@ class Given:
     pins: Mapping[str, Any]
     axes: Mapping[str, int]
 
-    def get(self, word: str, default: Any = None) -> Any:
+    def get(self, word: str, default: PinValue = None) -> PinValue:
         """The pinned value, or what to take for one that is left to the planner.
 
         Args:
@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def contradictions(pins: Mapping[str, Any], axes: Mapping[str, int]) -> list[str]:
+def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
     """What pins say against each other.
 
     Args:

@@ -20,11 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 from shardlib.axes import MeshShape
-from shardlib.decisions.readers import one_of
+from shardlib.decisions.readers import PinValue, one_of
 
+T = TypeVar("T")
 #: Reads a value that a user gave, or plain data of a stored plan, under the name of its decision;
 #: raises a `ShardlibError` where it is none.
 Reader = Callable[[str, Any], Any]
@@ -72,14 +76,27 @@ class Entry:
     also: tuple[tuple[str, str, str], ...] = ()
 
 
+class _Others(TypedDict, total=False):
+    """What else an `Entry` says of a decision."""
+
+    write: Writer
+    values: str
+    label: str
+    late: bool
+    searched: bool
+    lowered: bool
+    left_open: bool
+    also: tuple[tuple[str, str, str], ...]
+
+
 def decision(
-    default: Any,
+    default: T,
     *,
     meaning: str,
-    choices: Mapping[Any, str] | None = None,
+    choices: Mapping[PinValue, str] | None = None,
     read: Reader | None = None,
-    **others: Any,
-) -> Any:
+    **others: Unpack[_Others],
+) -> T:
     """A field of a dataclass with its entry.
 
     Args:
@@ -101,7 +118,7 @@ def decision(
     return field(default=default, metadata={"decision": entry})
 
 
-def entries(kind: type[Any]) -> dict[str, Entry]:
+def entries(kind: type[DataclassInstance]) -> dict[str, Entry]:
     """The entries of a dataclass by name, in order; fields without one are left out."""
     return {
         one.name: one.metadata["decision"] for one in fields(kind) if "decision" in one.metadata

@@ -27,7 +27,7 @@ from shardlib.decisions.dtypes import (
     read_allowed,
     read_dtype,
 )
-from shardlib.decisions.readers import GroupPolicies
+from shardlib.decisions.readers import GroupPolicies, PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PinError, ShardlibError, raise_all
 from shardlib.rules import Rules
@@ -35,7 +35,7 @@ from shardlib.schedules.table import named
 
 #: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
 #: for.
-PinMapping = Mapping[str, Any]
+PinMapping = Mapping[str, PinValue]
 T = TypeVar("T")
 #: What can be pinned beside decisions: dtypes one by one, and dtypes that the planner may choose.
 BESIDE: Mapping[str, Callable[[str, Any], Any]] = {
@@ -109,7 +109,7 @@ class Pins:
     allow = _Pinned[Allowed](())
 
     @classmethod
-    def of(cls, **given: Any) -> Pins:
+    def of(cls, **given: PinValue) -> Pins:
         """Pins of values that have been read; None leaves a decision to the planner."""
         return cls(
             tuple(
@@ -160,11 +160,11 @@ class Pins:
         read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls.of(**read)
 
-    def get(self, word: str) -> Any:
+    def get(self, word: str) -> PinValue:
         """What a decision is pinned to; None where it is left to the planner."""
         return dict(self.given).get(word)
 
-    def but(self, **changes: Any) -> Pins:
+    def but(self, **changes: PinValue) -> Pins:
         """These pins with others; None, or () of a collection, leaves a decision to the planner."""
         return Pins.of(**{**dict(self.given), **changes})
 

@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from shardlib.decisions.entry import ANY
+from shardlib.decisions.readers import PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import ShardlibError
-from shardlib.untrusted.json_types import JsonObject
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 
 def plain(decisions: Decisions) -> JsonObject:
@@ -37,12 +35,12 @@ def identity(decisions: Decisions) -> JsonObject:
     }
 
 
-def values_of(decisions: Decisions) -> dict[str, Any]:
+def values_of(decisions: Decisions) -> dict[str, PinValue]:
     """All decisions by name, to make another value of them: `Plan(**values_of(one), ...)`."""
     return {word: getattr(decisions, word) for word in TABLE}
 
 
-def illegal(decisions: Mapping[str, Any]) -> list[str]:
+def illegal(decisions: JsonMapping) -> list[str]:
     """Which decisions of a plan, as plain data, have values that none can have; "any" is a word of
     pins alone.
     """

@@ -18,6 +18,9 @@ from shardlib.errors import PinError
 from shardlib.rules import Rules
 from shardlib.untrusted.json_types import Json
 
+#: What a decision is pinned to or decided as: a word, a number, a truth value, or a value such as
+#: `MeshShape`; its entry in the table says which.
+PinValue = Any
 #: (layer group, remat policy, how many of its layers follow it; None: all).
 GroupPolicies = tuple[tuple[str, str, int | None], ...]
 #: Every layer group may have a policy and a number of layers of its own.
@@ -30,10 +33,10 @@ OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
 REMAT: tuple[str, ...] = ("none", "dots", "full")
 
 
-def one_of(values: Collection[Any]) -> Callable[[str, Any], Any]:
+def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
     """A reader of listed values, as the list is when it reads."""
 
-    def read(word: str, value: Any) -> Any:
+    def read(word: str, value: PinValue) -> PinValue:
         legal = tuple(values)
         if value not in legal or isinstance(value, bool) != isinstance(legal[0], bool):
             raise PinError(f"{word} is {value!r}; it is one of {', '.join(map(repr, legal))}")
@@ -42,10 +45,10 @@ def one_of(values: Collection[Any]) -> Callable[[str, Any], Any]:
     return read
 
 
-def integer(least: int) -> Callable[[str, Any], int]:
+def integer(least: int) -> Callable[[str, PinValue], int]:
     """A reader of integers from `least` on."""
 
-    def read(word: str, value: Any) -> int:
+    def read(word: str, value: PinValue) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise PinError(f"{word} is {value!r}; it is an integer of at least {least}")
         return value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from shardlib.frontend.traced_model import TracedModel
@@ -13,7 +11,7 @@ from shardlib.lowering.context.heads import with_whole_heads
 from shardlib.lowering.loss.interleaving import interleaving
 from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.program.build import build_program
-from shardlib.lowering.program.options import BuildOptions
+from shardlib.lowering.program.options import BuildOption, BuildOptions
 from shardlib.lowering.program.part import PlannedLoss
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.fused_dims import Interleaving
@@ -26,7 +24,7 @@ from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced
 
 
-def lower(model: TracedModel, plan: Plan, **where: Any) -> Program:
+def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
     """Lowers a plan onto devices or onto a mesh.
 
     Args:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.functions.attention_checks import check
 from shardlib.functions.marks import marked
+
+#: An operand of a call of attention, or its abstract value.
+Operand = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,7 @@ class Operands:
     segments: jax.Array | None
 
     @staticmethod
-    def of(form: Attention, arrays: Sequence[jax.Array]) -> Operands:
+    def of(form: Attention, arrays: Sequence[Operand]) -> Operands:
         """Sorts the arrays of a custom call.
 
         Args:

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from shardlib.functions.attention import Attention, Operands
+from shardlib.functions.attention import Attention, Operand, Operands
 from shardlib.graph.kernels import Kind
 
 #: Lanes of a TPU's vector unit: splash attention wants blocks of a multiple.
@@ -51,7 +50,7 @@ class Wanted:
     documents: bool
 
     @staticmethod
-    def by(form: Attention, arrays: Sequence[jax.Array]) -> Wanted:
+    def by(form: Attention, arrays: Sequence[Operand]) -> Wanted:
         """What a call asks for, by its operands or their abstract values. Whether a window counts
         may be known only later: there are two kernels then.
 

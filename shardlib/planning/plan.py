@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from shardlib.decisions.pins import PinMapping, Pins, alias
+from shardlib.decisions.readers import PinValue
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.alternative import Alternative
@@ -151,7 +152,7 @@ class Plan(PlanData):
         """
         return diff(self, other)
 
-    def why_not(self, **pin: Any) -> str:
+    def why_not(self, **pin: PinValue) -> str:
         """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,
         `plan.why_not(remat="full")`.
 

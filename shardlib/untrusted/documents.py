@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardlib.errors import MissingFileError, ShardlibError
-from shardlib.untrusted.json_types import JsonObject
+from shardlib.untrusted.json_types import Json, JsonObject
 from shardlib.untrusted.shown import fit, printable, shown
 
 
@@ -110,7 +110,7 @@ def read_json(
     *,
     limits: Limits = LIMITS,
     hint: str = "",
-) -> Any:
+) -> Json:
     """The plain data of a JSON file; see `read_bytes` and `parse_json`.
 
     Args:
@@ -149,7 +149,7 @@ def _file(what: str, path: str | Path) -> str:
 
 def parse_json(
     text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = LIMITS
-) -> Any:
+) -> Json:
     """The plain data of a JSON text.
 
     Args:

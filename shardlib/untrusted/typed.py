@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from shardlib.errors import ShardlibError, raise_all
+from shardlib.untrusted.json_types import Json
 from shardlib.untrusted.shown import bounded, fit, printable, shown
 
 #: Integers are below this: sizes, counts and bytes of any machine are.
@@ -209,6 +210,10 @@ class _Reader:
         )
 
 
+#: Of types that are no dataclasses, how each is read.
+Forms = Mapping[Any, Form]
+
+
 @lru_cache(maxsize=256)
 def _hints(kind: type[Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
@@ -216,11 +221,11 @@ def _hints(kind: type[Any]) -> Mapping[str, Any]:
 
 def construct(
     kind: type[T],
-    data: Any,
+    data: Json,
     what: str,
     error: type[ShardlibError],
     *,
-    forms: Mapping[Any, Form] | None = None,
+    forms: Forms | None = None,
     least: float | None = None,
     most: float = 1e300,
     hint: str = "",

@@ -94,7 +94,7 @@ def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, s
     )
 
 
-def held_state(model_state: Tree) -> dict[str, Any]:
+def held_state(model_state: Tree) -> dict[str, Tree]:
     """The leaves of a model's state that files hold, by path."""
     return {path: leaf for path, leaf in named_leaves(model_state).items() if path.endswith(STATE)}
 

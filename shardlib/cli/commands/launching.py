@@ -118,7 +118,7 @@ class SubmissionOptions:
     as_json: AsJson = False
 
 
-def flags(engines: Sequence[Engine]) -> type[Any]:
+def flags(engines: Sequence[Engine]) -> type:
     """One flag for every engine, as a group of options."""
     return make_dataclass(
         "Flags",

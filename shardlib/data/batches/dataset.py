@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class TokenDataset:
             self.examples.fill(number, {name: array[row] for name, array in found.items()})
         return found
 
-    def grain(self) -> grain.MapDataset[dict[str, Any]]:
+    def grain(self) -> grain.MapDataset[dict[str, np.ndarray]]:
         """One epoch after the other as a Grain pipeline, for those who go on with one: element p is
         example p, arrays [seq].
 

@@ -91,7 +91,11 @@ class Adapted:
         return self.to_text([int(token) for token in tokens])
 
 
-def adapted(tokenizer: Any, *, end: int | None = None) -> Tokenizer:
+#: A tokenizer of ours, of `tokenizers`, `transformers` or SentencePiece: it is told by what it has.
+AnyTokenizer = Any
+
+
+def adapted(tokenizer: AnyTokenizer, *, end: int | None = None) -> Tokenizer:
     """A tokenizer of ours, `tokenizers` or `transformers` (Hugging Face), or SentencePiece, as one
     that can be used here.
 

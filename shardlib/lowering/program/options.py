@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from shardlib.annotation.model import PureLoss
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.program.guards import Guards
+
+#: A value of one field of `BuildOptions`.
+BuildOption = Any
 
 
 @dataclass(frozen=True, kw_only=True)

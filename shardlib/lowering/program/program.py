@@ -190,7 +190,7 @@ class Program(LoweredProgram):
             frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
         )
 
-    def stow(self, array: jax.Array, sums: jax.Array) -> DiskArray:
+    def stow(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
         """Puts an array of a state on disk, where it is one of `stored`.
 
         Args:

@@ -5,7 +5,6 @@ once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from shardlib.models.config_parts import SIZE
 from shardlib.untrusted import shown
@@ -40,7 +39,7 @@ class Keys:
             return value
         return 1
 
-    def get(self, key: str, default: Json) -> Any:
+    def get(self, key: str, default: Json) -> Json:
         """The value of a key, or the default where it is absent or null; one of another type than
         the default is remembered.
 

@@ -16,9 +16,14 @@ their simplicity, as in a search.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsRichComparison
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -99,7 +104,9 @@ class Ranking(Generic[What]):
                 peak_bytes=float(peaks[i]),
             )
 
-    def ordered(self, simplicity: Callable[[What, int], Any]) -> Iterator[Entry[What]]:
+    def ordered(
+        self, simplicity: Callable[[What, int], SupportsRichComparison]
+    ) -> Iterator[Entry[What]]:
         """All plans, the fastest first; equally fast ones by `simplicity(what, index)`, the
         smallest first.
         """

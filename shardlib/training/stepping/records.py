@@ -13,7 +13,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from shardlib.checkpointing.owner import Owner
 from shardlib.errors import RunError
@@ -27,7 +26,7 @@ from shardlib.training.measures.metrics import (
     read_lines,
 )
 from shardlib.training.run.folder import RunFolder
-from shardlib.untrusted.json_types import JsonMapping
+from shardlib.untrusted.json_types import Json, JsonMapping
 
 
 class Records:
@@ -88,7 +87,7 @@ class Records:
         """Takes back the losses of later steps."""
         self.losses = {kept: value for kept, value in self.losses.items() if kept <= step}
 
-    def event(self, event: str, step: int, **more: Any) -> None:
+    def event(self, event: str, step: int, **more: Json) -> None:
         """Writes down what happened.
 
         Args:

@@ -22,6 +22,9 @@ from shardlib.launching.engines.shared.submission import Submission
 from shardlib.launching.job import Job
 from shardlib.untrusted.json_types import JsonMapping
 
+#: What an engine has to know beyond the job: a value of its own class of settings.
+EngineSettings = Any
+
 
 class Engine(Protocol):
     """What starts the processes of a job on its hosts.
@@ -41,7 +44,7 @@ class Engine(Protocol):
         """Fields of the settings that a command line knows, where no word names them."""
         ...
 
-    def submission(self, job: Job, settings: Any) -> Submission:
+    def submission(self, job: Job, settings: EngineSettings) -> Submission:
         """Files and commands that hand a job over.
 
         Args:

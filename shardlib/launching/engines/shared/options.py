@@ -18,13 +18,14 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from shardlib.errors import LaunchError, raise_all
+from shardlib.untrusted.json_types import JsonMapping
 
 Settings = TypeVar("Settings")
 TRUTH: Mapping[str, bool] = {"true": True, "false": False}
 
 
 def settings_of(
-    kind: type[Settings], words: Sequence[str], defaults: Mapping[str, Any] | None = None
+    kind: type[Settings], words: Sequence[str], defaults: JsonMapping | None = None
 ) -> Settings:
     """Settings of an engine from the words of a command line.
 

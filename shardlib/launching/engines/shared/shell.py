@@ -6,11 +6,15 @@ a word of a script.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
@@ -139,7 +143,7 @@ def inside(folder: str | None, path: str) -> str:
     )
 
 
-def check_plain(settings: Any, names: Iterable[str]) -> list[str]:
+def check_plain(settings: object, names: Iterable[str]) -> list[str]:
     """What is wrong with fields that are text, or several texts, and stand in a script as they
     are.
 
@@ -158,7 +162,7 @@ def check_plain(settings: Any, names: Iterable[str]) -> list[str]:
     return failures
 
 
-def check_one_line(settings: Any) -> list[str]:
+def check_one_line(settings: DataclassInstance) -> list[str]:
     """Which fields that are text have line breaks in them."""
     found = [
         (field.name, text)

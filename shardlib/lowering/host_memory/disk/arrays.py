@@ -171,7 +171,7 @@ class Writer:
     )
     _under_way: deque[Future[None]] = field(default_factory=deque)
 
-    def put(self, array: jax.Array, sums: jax.Array) -> DiskArray:
+    def put(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
         """Copies an array to memory of the host, begins to write it, and returns what stands for
         it; to be called from one thread.
 
