@@ -37,7 +37,7 @@ def apart(
     plan: Plan, program: Program, loss: LossReading, paths: Sequence[str]
 ) -> Mapping[str, tuple[str, int]]:
     """Policy, and the number of layers that follow it, of all layers by their path; empty where all
-    follow `plan.remat`.
+    follow `plan.remat`. With stages, the numbers are of the fullest stage.
 
     Args:
         plan: the decisions.
@@ -52,10 +52,11 @@ def apart(
         return {}
     found = layers(program, loss)
     if not plan.remat_classes:
-        total = sum(one.count for one in found)
+        here = [fullest_stage(plan, one.count) for one in found]
+        share = plan.remat_layers / sum(here)
         return {
-            one.path: (plan.remat, math.ceil(plan.remat_layers * one.count / total - 1e-9))
-            for one in found
+            one.path: (plan.remat, math.ceil(share * count - 1e-9))
+            for one, count in zip(found, here, strict=True)
         }
     names = names_of_classes([[paths[i] for i in sorted(one.parameters)] for one in found])
     classes = {name: (policy, count) for name, policy, count in plan.remat_classes}
@@ -67,6 +68,17 @@ def apart(
             " this model, or one policy for all layers: remat"
         )
     return {one.path: classes[name] for one, name in zip(found, names, strict=True)}
+
+
+def fullest_stage(plan: Plan, count: int) -> int:
+    """How many of a number of layers the stage has that has the most; all where there are none.
+
+    Args:
+        plan: the decisions.
+        count: of layers.
+    """
+    virtual = plan.virtual_stages if plan.mesh["stage"] > 1 else 1
+    return virtual * math.ceil(count / (plan.mesh["stage"] * virtual))
 
 
 def layers(program: Program, loss: LossReading) -> list[Layers]:

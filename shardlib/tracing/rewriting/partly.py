@@ -17,9 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Function
-
-#: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
-READ = "shardlib: read from a stack"
+from shardlib.tracing.rewriting.remat_policies import READ
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,10 @@ def _manual_over_tensor(aval: Any) -> bool:
     )
 
 
+#: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
+READ = "shardlib: read from a stack"
+
+
 #: Name of what a layer under a scan starts from.
 LAYER_INPUT = "layer_input"
 
@@ -79,7 +83,7 @@ def rematerialised(
     in_pieces: bool = False,
     offloaded: bool = False,
 ) -> Function:
-    """The function under a remat policy; itself for "none".
+    """The function under a remat policy; itself for "none", unless what is saved is offloaded.
 
     Args:
         function: arrays -> arrays.
@@ -89,8 +93,10 @@ def rematerialised(
         offloaded: whether what is saved waits in host memory, the values called `LAYER_INPUT` among
             it.
     """
-    if remat == "none":
+    if remat == "none" and not offloaded:
         return function
+    if remat == "none":  # nothing is made again
+        return jax.checkpoint(function, policy=_offloading(remat), prevent_cse=prevent_cse)
     policy = POLICIES.get(remat)
     saved = (
         _offloading(remat)
@@ -114,9 +120,25 @@ def _offloading(remat: str) -> Callable[..., Any]:
     )
     matmuls = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
+    if remat == "none":
+        moved = matmuls(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
+        return lambda primitive, *avals, **params: (
+            moved if _saved_whole(primitive, avals, params) else False
+        )
+
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         return (matmuls if remat == "dots" and primitive.name == "dot_general" else named)(
             primitive, *avals, **params
         )
 
     return policy
+
+
+_ANYTHING = jax.checkpoint_policies.save_anything_except_these_names(READ)
+
+
+def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+    """Whether a layer that makes nothing again saves what an operation makes: not what it read from
+    a stack, and not a value before it is pinned to a layout (see `partly.keeping`).
+    """
+    return primitive.name != "sharding_constraint" and bool(_ANYTHING(primitive, *avals, **params))

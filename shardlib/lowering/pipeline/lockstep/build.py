@@ -29,13 +29,14 @@ from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.ends import Ends, ends
 from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.pipeline.shared.partition import Cut, cut
+from shardlib.lowering.pipeline.shared.stage_remat import StageRemat, stage_remat
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.timetable import Timetable
-from shardlib.tracing.program import has_matmul
+from shardlib.tracing.program import has_matmul, with_frozen
 from shardlib.tracing.rewriting.fold import fold
 
 
@@ -83,6 +84,7 @@ def pipeline(
             microbatches.
     """
     placements, around = layouts.layers, layouts.around
+    written = traced
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
     if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
         raise PlanError(
@@ -100,11 +102,8 @@ def pipeline(
         )
     program = traced.program
     states = len(jax.tree.leaves(state))
-    frozen = {
-        i
-        for i, number in enumerate(parameter_order(plan, params.compute))
-        if not plan.parameters[number].trained
-    }
+    own = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
+    frozen = {i for i, one in enumerate(own) if not one.trained}
     whole = cut(
         program,
         len(jax.tree.leaves(params.compute)),
@@ -114,7 +113,14 @@ def pipeline(
         frozen,
     )
     placing = Placing.of(traced, plan, mesh, params, placements, exchange=exchange)
-    stages = _stages(plan, whole, placing, mesh, placements, around)
+    remat = stage_remat(
+        plan,
+        whole,
+        with_frozen(written.program, frozen),
+        written.read(len(own)),
+        [one.path for one in own],
+    )
+    stages = _stages(plan, whole, placing, mesh, placements, around, remat)
     exact = bool(around) and all(
         layout is not None for layout in stages.outside[: len(whole.carry)]
     )
@@ -132,6 +138,7 @@ def pipeline(
         exact=exact,
         ends=late,
         traced=traced,
+        remat=remat,
         groups=plan.accumulation,
     )
     return found, (
@@ -181,6 +188,7 @@ def _stages(
     mesh: Mesh | AbstractMesh,
     placements: Placements,
     around: Placements,
+    remat: StageRemat,
 ) -> Stages:
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
     table, axis = _timetable(plan, whole), parts_of(mesh, ("stage",))
@@ -190,7 +198,7 @@ def _stages(
         cut=whole,
         layers=each,
         padded=each * chunks > whole.layers,
-        remat=plan.remat,
+        saved=remat.alike,
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
         known=gathered(placing, whole, inside(mesh, axis)),
     )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlib.jax_types import Index, Value
+from shardlib.lowering.mesh.memories import in_host_memory
 from shardlib.lowering.pipeline.lockstep.stage_layouts import OWN
 from shardlib.lowering.pipeline.lockstep.stage_values import (
     Backward,
@@ -103,6 +104,18 @@ class Stages(StageWeights):
     def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what is remembered of one unit, [stages, ...]."""
         return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], held)
+
+    def in_host_memory(self, held: Held) -> list[bool]:
+        """Of what is remembered whether it waits in host memory."""
+        found: list[bool] = []
+
+        def one(operands: Operands, zeros: Arrays) -> Arrays:
+            saved = self.chunk.forward(operands, zeros)[1]
+            found[:] = [in_host_memory(leaf) for leaf in saved]
+            return saved
+
+        self._shapes(one, held)
+        return found
 
     def passed_on(self, held: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what waits for the making of gradients of weights of one unit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -15,6 +15,7 @@ from shardlib.lowering.pipeline.lockstep.gradient_sums import Sums
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import STATE, Arrays, Cut
+from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
@@ -34,6 +35,7 @@ class StagedLoss:
             compiler where the plan does not cut, and so are gradients.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
         traced: the loss.
+        remat: what layers save for their backward passes.
         groups: of microbatches, that go through the stages one group after the other; the schedule
             is that of a group.
     """
@@ -45,6 +47,7 @@ class StagedLoss:
     exact: bool
     ends: Ends
     traced: LossJaxpr
+    remat: StageRemat
     groups: int = 1
 
     @property
@@ -70,7 +73,7 @@ class StagedLoss:
 
     def outside(self) -> Walk:
         """How values are placed outside of the layers."""
-        return self.around.walk(loose=not self.exact)
+        return replace(self.around.walk(loose=not self.exact), apart=self.remat.outside)
 
     def dealt(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a

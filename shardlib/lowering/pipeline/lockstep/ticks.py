@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.lowering.mesh.memories import to_host_memory
 from shardlib.lowering.pipeline.lockstep.around_layers import AroundLayers, Edges
 from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, plus
 from shardlib.lowering.pipeline.lockstep.stage_values import Held, Hop
@@ -211,6 +212,10 @@ class Ticks(AroundLayers):
                 jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)
             )
             for leaf in stages.remembered(like)
+        ]
+        ring = [
+            to_host_memory(leaf) if away else leaf
+            for leaf, away in zip(ring, stages.in_host_memory(like), strict=True)
         ]
         passed = [
             self.stages.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype))

@@ -112,7 +112,7 @@ def stage_programs(
             cut=cut,
             layers=layers,
             padded=False,
-            remat=plan.remat,
+            saved=pipeline.remat.of_chunk(number // len(places.stages), layers),
             walk=placing.walk,
             known=known,
             unrolled=layers <= WRITTEN_OUT,
@@ -128,6 +128,7 @@ def stage_programs(
                 entering=pipeline.stages.entering,
                 loss=pipeline.loss_position,
                 in_parts=opening.in_parts,
+                remat=pipeline.remat,
             )
         )
     return StagePrograms(plan=plan, opening=opening, works=tuple(works), order=order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.chunk import Chunk, Operands
 from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values
+from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
 from shardlib.tracing.rewriting.binding import as_array
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
@@ -64,6 +65,7 @@ class ChunkValues:
         entering: how many of these come from before the layers.
         loss: position of the loss among the results.
         in_parts: for every array of the batch, whether it has a part for every microbatch.
+        remat: what layers save for their backward passes.
     """
 
     cut: Cut
@@ -75,6 +77,7 @@ class ChunkValues:
     entering: int
     loss: int
     in_parts: tuple[bool, ...]
+    remat: StageRemat
 
     @property
     def moving(self) -> tuple[int, ...]:
@@ -120,7 +123,7 @@ class ChunkValues:
         return reads
 
     def _walk(self) -> Walk:
-        return self.placing.walk()
+        return replace(self.placing.walk(), apart=self.remat.outside)
 
     def _entering(self, held: Held, micro: Index, entering: Arrays) -> Arrays:
         if self.first:

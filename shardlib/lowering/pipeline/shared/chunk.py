@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,12 +19,12 @@ from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering.pipeline.shared.gathered_weights import Gathered
+from shardlib.lowering.pipeline.shared.layers_in_turn import Saved, as_loop, written_out
 from shardlib.lowering.pipeline.shared.linearised import Linearised, is_floating
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.tracing.program import flatten
 from shardlib.tracing.rewriting.dependence import dependence
 from shardlib.tracing.rewriting.interpreter import evaluate_equations, evaluate_program
-from shardlib.tracing.rewriting.remat_policies import rematerialised
 from shardlib.tracing.rewriting.walk import Walk
 
 
@@ -78,7 +77,7 @@ class Chunk:
         layers: layers of a chunk.
         padded: whether all chunks together have room for more layers than there are; what comes
             after the last layer then does nothing.
-        remat: remat policy of the layers.
+        saved: what the layers save for their backward passes.
         walk: how values are placed, made anew in every trace, since it belongs to the mesh around
             it.
         known: what is gathered beforehand; None where nothing is.
@@ -89,7 +88,7 @@ class Chunk:
     cut: Cut
     layers: int
     padded: bool
-    remat: str
+    saved: Saved
     walk: Callable[[], Walk]
     known: Gathered | None = None
     unrolled: bool = False
@@ -118,7 +117,7 @@ class Chunk:
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
         body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
-        inner = walk.layer() if self.remat != "none" else walk.as_written()
+        inner = walk.layer() if self.saved.policy != "none" else walk.as_written()
         fixed = dict(
             zip(
                 (*roles.shared, *roles.constant),
@@ -157,12 +156,11 @@ class Chunk:
                 ]
             return tuple(after), [outputs[carried + k] for k in cut.exits]
 
-        wrapped = rematerialised(body, self.remat, prevent_cse=self.unrolled)
         numbers = operands.first + jnp.arange(self.layers)
         scanned = (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums)
-        final, exits = (
-            self._one_by_one if self.unrolled else partial(jax.lax.scan, length=self.layers)
-        )(wrapped, tuple(travelling[:carried]), scanned)
+        final, exits = (written_out if self.unrolled else as_loop)(
+            body, self.saved, self.layers, tuple(travelling[:carried]), scanned
+        )
         buffers = [
             jax.lax.dynamic_update_slice_in_dim(
                 buffer, part.astype(buffer.dtype), operands.first, 0
@@ -190,25 +188,6 @@ class Chunk:
             if self.unrolled
             else self.known.zeros((self.layers,))
         )
-
-    def _one_by_one(
-        self,
-        body: Callable[[Any, Any], tuple[Any, Arrays]],
-        carry: Any,
-        scanned: Sequence[Sequence[Any]],
-    ) -> tuple[Any, Arrays]:
-        """What a scan gives, with the layers written out."""
-        exits: list[Arrays] = []
-        for layer in range(self.layers):
-            carry, own = body(
-                carry,
-                tuple(
-                    leaves[layer] if hasattr(leaves, "dtype") else [leaf[layer] for leaf in leaves]
-                    for leaves in scanned
-                ),
-            )
-            exits.append(own)
-        return carry, [jnp.stack(rows) for rows in zip(*exits, strict=True)]
 
     def forward(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember)."""
