@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-import shardlib
-from tests.lowering import models
 from tests.lowering.test_pipeline import program, steps_like_the_unsharded_model
-from tests.lowering.test_step import gradients_as_state
 
-PROGRAMS = {"pipeline": "programs"}
 #: Mesh, microbatches, schedule, chunks of a stage, policy, layers of the fullest stage; of four.
 CASES = [
     ({"stage": 2}, 2, "1f1b", 1, "full", 1),
@@ -46,22 +42,13 @@ def test_gradients_equal_the_unsharded_model(
 
 
 @pytest.mark.long
-def test_weights_gathered_once_are_rematerialised_in_part():
-    p = shardlib.compile(
-        models.Transformer,
-        models.transformer_loss,
-        gradients_as_state(),
-        models.transformer_batch(16),
-        topology="cpu:4",
-        pin={
-            "mesh": {"stage": 2, "fsdp": 2},
-            "microbatches": 4,
-            "schedule": "1f1b",
-            "remat": "full",
-            "remat_layers": 1,
-            "zero": 3,
-            "gather": "once",
-        },
-    )
-    assert p.plan.remat_layers == 1
-    steps_like_the_unsharded_model(p)
+@pytest.mark.parametrize("pipeline", ["lockstep", "programs"])
+def test_what_waits_between_forward_and_backward_is_in_between(pipeline):
+    def temporaries(remat, count=0):
+        p = program({"stage": 2}, 8, "1f1b", remat=remat, remat_layers=count, pipeline=pipeline)
+        if pipeline == "lockstep":
+            return p.memory()["temporaries"]
+        saved = p._dispatch.chunks[0].forward
+        return sum(leaf.size for leaf in saved.results)
+
+    assert temporaries("full") < temporaries("full", 1) < temporaries("none")

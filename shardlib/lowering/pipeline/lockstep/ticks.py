@@ -207,20 +207,15 @@ class Ticks(AroundLayers):
         """What ticks hand on, sums apart."""
         stages, ways = self.stages, self.table.stages
         like = replace(self.held, ready=self._unready()) if self.rounds else self.held
+
+        def room(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            return stages.over_stages(jnp.zeros((ways, slots, *leaf.shape[1:]), leaf.dtype))
+
         ring = [
-            self.stages.over_stages(
-                jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)
-            )
-            for leaf in stages.remembered(like)
+            to_host_memory(room(self.table.slots, leaf)) if away else room(self.table.slots, leaf)
+            for leaf, away in zip(stages.remembered(like), stages.in_host_memory(like), strict=True)
         ]
-        ring = [
-            to_host_memory(leaf) if away else leaf
-            for leaf, away in zip(ring, stages.in_host_memory(like), strict=True)
-        ]
-        passed = [
-            self.stages.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype))
-            for leaf in stages.passed_on(like)
-        ]
+        passed = [room(ways, leaf) for leaf in stages.passed_on(like)]
         leaves = [stages.travelling[k] for k in stages.leaving]
         if self.table.forward_first:
             leaving = [
