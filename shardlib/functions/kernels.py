@@ -19,8 +19,9 @@ from shardlib.graph.kernels import Kind
 
 #: Lanes of a TPU's vector unit: splash attention wants blocks of a multiple.
 LANES = 128
-#: The widest head of cuDNN's kernel on all GPUs that have it, and what widths are multiples of.
-CUDNN_WIDTH, CUDNN_STEP = 128, 8
+#: What widths of heads of cuDNN's kernel are multiples of; how wide they may be is a figure of the
+#: chip (`shardlib.hardware.chip.Chip.attention_width`).
+CUDNN_STEP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class Wanted:
     Attributes:
         queries, keys: positions of both.
         width: of the heads of queries and keys, elements.
-        value_width: of the heads of values.
+        value_width: of the heads of values; where the two differ the narrower ones are padded with
+            zeros for cuDNN's kernel, as `jax.nn.dot_product_attention` has one width for all.
         dtype: of queries.
         causal: whether a query sees no later key.
         window: keys that a query sees; 0 for all, None where that is known only when the program
@@ -71,8 +73,15 @@ class Wanted:
             documents=form.packed,
         )
 
+    @property
+    def widest(self) -> int:
+        """The wider of both widths."""
+        return max(self.width, self.value_width)
+
     def why_not(self, kind: Kind) -> str:
-        """Why a kernel cannot compute it; empty where it can."""
+        """Why a kernel cannot compute it; empty where it can, on chips that take heads of the
+        width.
+        """
         if kind == "blocks":
             return ""
         if self.window is None:
@@ -86,13 +95,9 @@ class Wanted:
             f"the kernel is for bfloat16 and float16, not for {jnp.dtype(self.dtype)}": (
                 jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16)
             ),
-            f"heads of queries are {self.width} wide, those of values {self.value_width}": (
-                self.width != self.value_width
+            f"heads are {self.widest} wide: no multiple of {CUDNN_STEP}": (
+                self.widest % CUDNN_STEP != 0
             ),
-            (
-                f"heads are {self.width} wide: more than {CUDNN_WIDTH}, or no multiple of"
-                f" {CUDNN_STEP}"
-            ): (self.width > CUDNN_WIDTH or self.width % CUDNN_STEP != 0),
             "scores are capped": self.capped,
             "there are several documents": self.documents,
             "the window is to both sides": bool(self.window) and not self.causal,

@@ -101,6 +101,7 @@ class Problem:
         rows: how the loss depends on the rows of the batch.
         without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute
             some call of it, why not.
+        attention_width: the widest head of these calls, elements; 0 without any.
         pieces: (value, dim) of the forward graph that are several things side by side
             (`shardlib.propagation.pieces`) -> the size of each.
     """
@@ -115,6 +116,7 @@ class Problem:
     compute_dtype: str = "float32"
     functions: frozenset[str] = frozenset()
     without_kernel: tuple[tuple[str, str], ...] = ()
+    attention_width: int = 0
     rows: Rows = field(default_factory=lambda: Rows(loss=Dependence(kind="mean"), asserted=True))
     pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(
         default_factory=dict[tuple[int, int], tuple[int, ...]]

@@ -37,6 +37,9 @@ from shardlib.hardware.products import (
 #: specifications); NVIDIA/nvbandwidth host_to_device_memcpy_ce shows about 26 and 55 of them.
 PCIE_4 = 26e9
 PCIE_5 = 55e9
+#: The widest head of cuDNN's attention from Hopper on; it is 128 before (NVIDIA cuDNN, "Scaled
+#: Dot Product Attention"; jax.nn.dot_product_attention refuses wider ones).
+HOPPER_HEAD = 256
 V4 = Product(
     chip=tpu(
         "v4",
@@ -191,6 +194,7 @@ H100 = Product(
         tf32=494.5e12,
         int8=1979e12,
         fp8=1979e12,
+        attention_width=HOPPER_HEAD,
         sources=("xla h100_sxm.txtpb", "nvidia H100 SXM"),
     ),
     fast=nvlink(
@@ -208,6 +212,7 @@ H200 = Product(
         tf32=494.5e12,
         int8=1979e12,
         fp8=1979e12,
+        attention_width=HOPPER_HEAD,
         sources=("xla h200.txtpb", "nvidia H200 SXM"),
     ),
     fast=H100.fast,
@@ -223,6 +228,7 @@ B200 = Product(
         tf32=1100e12,
         int8=4500e12,
         fp8=4500e12,
+        attention_width=HOPPER_HEAD,
         sources=("xla b200.txtpb", "nvidia HGX B200"),
     ),
     fast=nvlink(
@@ -245,6 +251,7 @@ GB200 = Product(
         tf32=1250e12,
         int8=5000e12,
         fp8=5000e12,
+        attention_width=HOPPER_HEAD,
         sources=("xla gb200.txtpb", "nvidia GB200 NVL72"),
     ),
     fast=B200.fast,

@@ -56,6 +56,7 @@ class Chip:
         disk_bytes_per_s: rate at which the disks of a host are read, and written, for each device
             of the host; 0 where it is not known.
         devices_per_chip: JAX devices that share one chip.
+        attention_width: the widest head that the vendor's kernel of attention takes, elements.
         sources: where the figures come from.
 
     Raises:
@@ -72,6 +73,7 @@ class Chip:
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     devices_per_chip: int = 1
+    attention_width: int = 128
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class Chip:
         ]
         failures += [
             f"{name} is {getattr(self, name)}; it must be positive"
-            for name in ("hbm_bytes", "hbm_bytes_per_s", "devices_per_chip")
+            for name in ("hbm_bytes", "hbm_bytes_per_s", "devices_per_chip", "attention_width")
             if not getattr(self, name) > 0
         ]
         failures += [
@@ -143,5 +145,6 @@ class Chip:
             "host_bytes_per_s": self.host_bytes_per_s,
             "disk_bytes_per_s": self.disk_bytes_per_s,
             "devices_per_chip": self.devices_per_chip,
+            "attention_width": self.attention_width,
             "sources": list(self.sources),
         }

@@ -150,6 +150,7 @@ def gpu(
     tf32: float,
     int8: float,
     fp8: float | None = None,
+    attention_width: int = 128,
     sources: tuple[str, ...],
 ) -> Chip:
     """An NVIDIA GPU. Float32 products run in TensorFloat-32 at JAX's default precision.
@@ -158,6 +159,7 @@ def gpu(
         name: word of the spelling.
         memory: its memories.
         bf16, tf32, int8, fp8: peak dense FLOP/s; None where there is no such format.
+        attention_width: the widest head of cuDNN's attention on it.
         sources: where the figures come from.
     """
     flops = [("bfloat16", bf16), ("float16", bf16), ("float32", tf32), ("int8", int8)]
@@ -166,6 +168,7 @@ def gpu(
     return Chip(
         name=name,
         vendor="nvidia",
+        attention_width=attention_width,
         flops_per_s=tuple(flops),
         hbm_bytes=memory.hbm_bytes,
         hbm_bytes_per_s=memory.hbm_bytes_per_s,

@@ -182,6 +182,7 @@ def trace(
         for policy in map(check_policy, policies)
         if policy == "none" or repeated
     }
+    wanted = _wanted(closed)
     proven = proven_rows(model, loss, shapes, closed, out_shape, described, rows)
     problem = Problem(
         model=model.name,
@@ -193,7 +194,8 @@ def trace(
         tokens=tokens_of(described),
         compute_dtype=_compute_dtype(forward),
         functions=frozenset(form.kind for form, _ in called(closed)),
-        without_kernel=_without_kernel(closed),
+        without_kernel=_without_kernel(wanted),
+        attention_width=max((one.widest for one in wanted), default=0),
         rows=proven(1),
     )
     return Traced(
@@ -239,11 +241,13 @@ def _trace_loss(
     return closed, out_shape
 
 
-def _without_kernel(closed: jex.ClosedJaxpr) -> tuple[tuple[str, str], ...]:
+def _wanted(closed: jex.ClosedJaxpr) -> list[Wanted]:
+    """What the calls of attention ask a kernel for."""
+    return [Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)]
+
+
+def _without_kernel(wanted: Sequence[Wanted]) -> tuple[tuple[str, str], ...]:
     """Kernels of attention that cannot compute some call of it, and why not."""
-    wanted = [
-        Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)
-    ]
     return tuple(
         (kind, why)
         for kind in KINDS

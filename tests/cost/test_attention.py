@@ -15,7 +15,13 @@ from shardlib.cost.profiles.loop_saves import saved_bytes
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_operands, rematerialise_attention
 from shardlib.cost.step.attention import fused
-from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, causal_share, head_size
+from shardlib.cost.step.attention_kernels import (
+    BACKWARD,
+    FORWARD,
+    causal_share,
+    head_size,
+    head_widths,
+)
 from shardlib.cost.step.attention_search import cores
 from shardlib.cost.step.layers import weights_of
 from shardlib.cost.terms.framework_profiles import XLA, framework_profile
@@ -76,6 +82,21 @@ def test_kernels_know_the_size_of_a_head(name: str) -> None:
         CONFIGS[name].head_dim
     }
     assert {head_size(op) for op in graph.ops if op.kind not in (FORWARD, BACKWARD)} == {0}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kernels_know_the_widths_of_queries_and_values(name: str, policy: str) -> None:
+    config = CONFIGS[name]
+    latent = config.latent
+    widths = (
+        (config.head_dim, config.head_dim)
+        if latent is None
+        else (latent.nope_dim + latent.rope_dim, latent.v_dim)
+    )
+    graph = fused(problem(name).steps[policy]).graph
+    assert {head_widths(op) for op in graph.ops if op.kind in (FORWARD, BACKWARD)} == {widths}
+    assert {head_widths(op) for op in graph.ops if op.kind not in (FORWARD, BACKWARD)} == {None}
 
 
 def test_flops_are_those_of_the_papers() -> None:

@@ -194,6 +194,19 @@ def test_classes_of_kernels() -> None:
             ),
             replace(curve, width=width),
         ) == pytest.approx(expected), (head, width)
+    for kind, equal, width, times in (  # 192 wide queries, 128 wide values
+        (FORWARD, True, 1, (192 + 192) / (192 + 128)),
+        (BACKWARD, True, 1, 5 * 192 / (3 * 192 + 2 * 128)),
+        (FORWARD, False, 1, 1.0),
+        (FORWARD, False, 128, (256 + 128) / (192 + 128)),
+        (BACKWARD, False, 128, (3 * 256 + 2 * 128) / (3 * 192 + 2 * 128)),
+    ):
+        share = curve.attention if kind == FORWARD else curve.attention_backward
+        core = AttentionCore(head=192, value=128, scores=0.0)
+        assert seconds(
+            replace(work, kind=kind, category="opaque", core=core),
+            replace(curve, equal_widths=equal, width=width),
+        ) == pytest.approx(times * 1e15 / (peak * share) + H100.launch_s), (kind, equal, width)
     moving = replace(work, flops=whole(0.0))
     own = replace(curve, gather=0.5, sort=8.0)
     for category, share in (

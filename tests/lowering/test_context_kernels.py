@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -122,17 +123,13 @@ def of(*shape, dtype=jnp.bfloat16):
             {},
             "the kernel is for bfloat16 and float16, not for float32",
         ),
+        ("cudnn", {"value": of(1, 256, 4, 48)}, {}, ""),
+        ("cudnn", {name: of(1, 256, 4, 192) for name in ("query", "key")}, {}, ""),
         (
             "cudnn",
-            {"value": of(1, 256, 4, 48)},
+            {name: of(1, 256, 4, 60) for name in ("query", "key", "value")},
             {},
-            "heads of queries are 64 wide, those of values 48",
-        ),
-        (
-            "cudnn",
-            {name: of(1, 256, 4, 192) for name in ("query", "key", "value")},
-            {},
-            "heads are 192 wide: more than 128, or no multiple of 8",
+            "heads are 60 wide: no multiple of 8",
         ),
         ("cudnn", {}, {"scores": SCORES}, "scores are capped"),
         ("cudnn", {}, {"documents": True}, "there are several documents"),
@@ -150,6 +147,50 @@ def test_a_kernel_says_why_it_does_not_apply(kind, shapes, how, why):
     }
     found = Kernels(kind=kind).why_not(**given)
     assert str(found).startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(("width", "values"), [(48, 32), (32, 48), (32, 32)])
+@pytest.mark.parametrize("window", [None, 24])
+def test_heads_of_two_widths_are_padded_for_a_kernel_that_has_one(
+    width, values, window, monkeypatch
+):
+    """JAX's own attention stands in for the kernel of cuDNN, which it has the signature of."""
+
+    def one_width(*arrays, implementation, **how):
+        assert implementation == "cudnn" and len({array.shape[3] for array in arrays}) == 1
+        return own(*arrays, implementation="xla", **how)
+
+    own = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", one_width)
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (
+        jax.random.normal(keys[i], (2, 64, heads, wide)).astype(jnp.bfloat16)
+        for i, (heads, wide) in enumerate([(4, width), (2, width), (2, values)])
+    )
+
+    def loss(kind, *given):
+        found = Kernels(kind=kind).attention(*given, scores=Scores(scale=0.2), window=window)
+        assert found.shape == (2, 64, 4, values)
+        return jnp.sum(jnp.sin(found.astype(jnp.float32)))
+
+    mine, true = (
+        jax.grad(partial(loss, kind), argnums=(0, 1, 2))(query, key, value)
+        for kind in ("cudnn", "blocks")
+    )
+    for one, other in zip(mine, true, strict=True):
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=0.05, atol=0.03
+        )
+
+
+def test_a_gpu_that_cudnn_refuses_is_said(monkeypatch):
+    def refused(*arrays, **how):
+        raise NotImplementedError("The head dim must be <= 128 and a multiple of 8, but got 192.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refused)
+    given = [array.astype(jnp.bfloat16) for array in arrays()[:3]]
+    with pytest.raises(LayoutError, match=r"on this GPU: The head dim must be <= 128"):
+        Kernels(kind="cudnn").attention(*given, scores=Scores(scale=1.0))
 
 
 def test_a_kernel_that_does_not_apply_is_not_replaced_in_silence():

@@ -11,10 +11,13 @@ from dataclasses import replace
 import pytest
 
 from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
+from shardlib.planning.space.attention import strategies
 from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 
@@ -481,3 +484,25 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
 def test_bad_pins(pin: dict[str, object], message: str) -> None:
     with pytest.raises(PinError, match=message.replace("(", r"\(")):
         plan(pin)
+
+
+@pytest.mark.parametrize(
+    ("chip", "width", "kind"),
+    [
+        ("h100", 192, "cudnn"),
+        ("a100", 192, "traced"),
+        ("a100", 128, "cudnn"),
+        ("h100", 264, "traced"),
+    ],
+)
+def test_heads_that_a_chip_does_not_take_are_left_to_others(
+    chip: str, width: int, kind: str
+) -> None:
+    problem = replace(function().problem, attention_width=width)
+    (first, *_), _ = strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
+    assert first.decisions.attention == kind
+    if kind == "traced":
+        with pytest.raises(
+            PinError, match=rf"heads are {width} wide; the kernel takes \d+ on {chip}"
+        ):
+            strategies(problem, Pins.parse({"attention": "cudnn"}), XLA, topology(f"{chip}:8").chip)

@@ -112,7 +112,7 @@ def test_planning_tries_a_new_schedule_by_itself() -> None:
 def test_a_pinned_schedule_is_no_other_that_works_breadth_first_too() -> None:
     load = prepare(WORLD, "nvidia", XLA)
     pins = Pins.parse({"mesh": {"stage": 2, "fsdp": 8}, "gather": "any", "schedule": "late"})
-    (usual, *_), _ = strategies(load.problem, pins, XLA, "nvidia")
+    (usual, *_), _ = strategies(load.problem, pins, XLA, topology("h100:8").chip)
     room = build(load, pins, None, usual, lowered=False)
     tried = zeros_and_schedules(room, "full", pipelined=True)
     assert {one.schedule for one in tried} == {"late"}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from shardlib.cost.items.exchanges import routed_load
 from shardlib.cost.step.attention_kernels import (
     head_size,
+    head_widths,
     scores_per_flop,
 )
 from shardlib.cost.step.fusion import Kernel
@@ -181,7 +182,10 @@ def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:
 
 def _core(op: Op) -> AttentionCore | None:
     head, scores = head_size(op), scores_per_flop(op)
-    return AttentionCore(head=head, scores=scores) if head or scores else None
+    if not head and not scores:
+        return None
+    widths = head_widths(op) or (head, None)
+    return AttentionCore(head=widths[0], value=widths[1], scores=scores)
 
 
 def _matmul(op: Op, cut: Cut) -> Matmul | None:

@@ -55,6 +55,8 @@ class Efficiency:
         width: columns and depth of the matrix unit to which fused attention pads the elements of a
             head, so that half of a wide unit idles with heads of half its width (scaling-book,
             tpus.md); 1 where the shares of attention are those of the heads that were measured.
+        equal_widths: whether fused attention has one width for heads of queries and of values, to
+            which the narrower are padded.
         gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
         sort: times that a sort reads and writes its operands.
         optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
@@ -93,6 +95,7 @@ class Efficiency:
     scores: float = 0.0
     scores_backward: float = 0.0
     width: int = 1
+    equal_widths: bool = False
     gather: float | None = None
     sort: float = 1.0
     optimizer: float | None = None

@@ -34,7 +34,7 @@ from shardlib.cost.machine.efficiency import Efficiency, Tile
 from shardlib.cost.machine.expert_load import load_factor
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
 from shardlib.cost.step.routed_experts import GROUPED
-from shardlib.cost.terms.terms import Amount, Compute, Routed
+from shardlib.cost.terms.terms import Amount, AttentionCore, Compute, Routed
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.chip import Chip
 
@@ -99,8 +99,7 @@ def _compute_seconds(
     peak = chip.peak(term.dtype)
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
-        head = term.core.head if term.core is not None else 0
-        padded = math.ceil(head / constants.width) * constants.width / head if head else 1.0
+        padded = _padding(term.core, term.kind, constants)
         matrix = (
             flops
             * padded
@@ -141,6 +140,25 @@ def _compute_seconds(
             else 1.0
         )
     return flops * padding / (peak * share)
+
+
+def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> float:
+    """How many times its FLOPs a kernel of attention computes, because of heads that it pads.
+
+    Forward one matmul contracts heads of queries and one makes heads of values; backward there are
+    3 and 2 (arXiv:2307.08691, section 3.1).
+    """
+    if core is None or not core.head:
+        return 1.0
+    widths = core.head, core.value or core.head
+    padded = [math.ceil(width / constants.width) * constants.width for width in widths]
+    if constants.equal_widths:
+        padded = [max(padded)] * 2
+    matmuls = (1, 1) if kind == FORWARD else (3, 2)
+    done, needed = (
+        sum(n * width for n, width in zip(matmuls, each, strict=True)) for each in (padded, widths)
+    )
+    return done / needed
 
 
 def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:

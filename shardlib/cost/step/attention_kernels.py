@@ -64,6 +64,32 @@ def head_size(op: Op) -> int:
     return max((sizes[-1] for sizes in whole if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0)
 
 
+def head_widths(op: Op) -> tuple[int, int] | None:
+    """Elements of a head of queries, all parts of it together, and of a head of values; None where
+    a kernel has not the form of the module's docstring.
+    """
+    if op.kind not in KERNELS:
+        return None
+    forward, rule = op.kind == FORWARD, op.rule
+    rows = [dim for dim in (rule.results if forward else rule.operands)[-1] if dim]
+    beside = [  # operands with the rows of queries, but for the statistic
+        dims[-1]
+        for dims in rule.operands
+        if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
+    ]
+    # Backward the first of them is the gradient of the result, which is as wide as values.
+    values, queries = (
+        (rule.results[0][-1], beside) if forward else (beside[0] if beside else (), beside[1:])
+    )
+    if not queries or not values:
+        return None
+
+    def width(dim: Sequence[int]) -> int:
+        return math.prod(rule.sizes[factor] for factor in dim)
+
+    return sum(map(width, queries)), width(values)
+
+
 def scores_per_flop(op: Op) -> float:
     """Scores that a kernel of attention computes, over its FLOPs: forward 2 matmuls contract or
     make the elements of a head for each, backward 5. 0 for other ops.

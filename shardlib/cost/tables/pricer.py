@@ -81,6 +81,9 @@ class Pricer:
             if profile.attention == "blocks"
             else constants
         )
+        if profile.name == XLA.name and topology.chip.vendor == "nvidia":
+            # jax.nn.dot_product_attention has one width for all
+            self.constants = replace(self.constants, equal_widths=True)
         self.outside = replace(
             self.constants, unfused=max(self.constants.unfused, profile.unfused_loss)
         )

@@ -108,12 +108,14 @@ class AttentionCore:
     """What a kernel of fused attention works on.
 
     Attributes:
-        head: elements of a head.
+        head: elements of a head of queries.
+        value: elements of a head of values; None: as many.
         scores: scores that it computes for every FLOP.
     """
 
     head: int
     scores: float
+    value: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,16 +143,21 @@ def _blocks(
 def _cudnn(
     query: Value, key: Value, value: Value, scale: float, window: int, causal: bool
 ) -> Value:
+    wide = max(query.shape[3], value.shape[3])
     try:
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
+        found = jax.nn.dot_product_attention(
+            *(_widened(array, wide) for array in (query, key, value)),
             scale=scale,
             is_causal=causal,
             local_window_size=(window - 1, 0) if window else None,
             implementation="cudnn",
         )
+        return found[..., : value.shape[3]]
+    except NotImplementedError as error:
+        raise LayoutError(
+            f"attention cannot be computed by cuDNN on this GPU: {error}\nTry: pin"
+            " attention='blocks'"
+        ) from error
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise
@@ -160,6 +165,14 @@ def _cudnn(
             f"attention cannot be computed by cuDNN: {error}\nTry: pip install nvidia-cudnn-cu13"
             " jax-cuda13-plugin, with libcudnn.so.9 on LD_LIBRARY_PATH"
         ) from error
+
+
+def _widened(array: Value, width: int) -> Value:
+    """An array [..., width] whose heads are padded with zeros, which add nothing to scores, and
+    columns to the result that are cut off.
+    """
+    more = width - array.shape[3]
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, more))) if more else array
 
 
 def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:

@@ -135,7 +135,7 @@ def priced_space(
         for devices in _counts(rooms[-1], one, topology, wanted):
             explorer.run(devices, ranking, slack)
 
-    usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip.vendor)
+    usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip)
     for dtypes, strategy in itertools.product(every, usual):
         explore(dtypes, strategy)
     explorer = explorers[0]

@@ -10,6 +10,7 @@ from shardlib.decisions.table import Decisions
 from shardlib.errors import PinError
 from shardlib.graph.kernels import OF_VENDOR
 from shardlib.graph.problem import Problem
+from shardlib.hardware.chip import Chip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Strategy:
 
 
 def strategies(
-    problem: Problem, pins: Pins, profile: FrameworkProfile, vendor: str
+    problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip
 ) -> tuple[list[Strategy], list[Strategy]]:
     """How attention may be computed and the context axis used, and what else plans may do where
     nothing fits.
@@ -42,7 +43,7 @@ def strategies(
         problem: the model.
         pins: the user's decisions.
         profile: the software; some fuses attention whatever the plan says.
-        vendor: of the chips.
+        chip: the chips of the machine.
 
     Raises:
         PinError: pinned attention that the model or the chips cannot have.
@@ -54,7 +55,7 @@ def strategies(
 
     calls = "attention" in problem.functions
     why_not = (
-        _without(problem, vendor, pins.attention) if pins.attention not in (None, "traced") else ""
+        _without(problem, chip, pins.attention) if pins.attention not in (None, "traced") else ""
     )
     if why_not:
         raise PinError(
@@ -64,9 +65,9 @@ def strategies(
         profile.attention == "fused",
         ("blocks" if calls and pins.attention is None else pins.attention or "traced"),
     )
-    best = OF_VENDOR.get(vendor, "traced")
+    best = OF_VENDOR.get(chip.vendor, "traced")
     kernel = pins.attention or (
-        "traced" if profile.attention != "traced" or _without(problem, vendor, best) else best
+        "traced" if profile.attention != "traced" or _without(problem, chip, best) else best
     )
     if pins.context is not None:
         attention = {
@@ -94,11 +95,16 @@ def strategies(
     return ([alone, *around], []) if asked or fused else ([alone], around)
 
 
-def _without(problem: Problem, vendor: str, kind: str | None) -> str:
+def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
     """Why attention cannot be computed by a kernel; empty where it can."""
     if "attention" not in problem.functions:
         return f"{problem.model} does not call attention as a function (shardlib.attention)"
     makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
-    if kind in makers and makers[kind] != vendor:
-        return f"that is a kernel for chips of {makers[kind]}, not of {vendor}"
+    if kind in makers and makers[kind] != chip.vendor:
+        return f"that is a kernel for chips of {makers[kind]}, not of {chip.vendor}"
+    if kind == "cudnn" and problem.attention_width > chip.attention_width:
+        return (
+            f"heads are {problem.attention_width} wide; the kernel takes {chip.attention_width} on"
+            f" {chip.name}"
+        )
     return dict(problem.without_kernel).get(kind or "", "")
