@@ -83,6 +83,19 @@ class StepGraph:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionCalls:
+    """What the calls of attention of a loss ask of kernels.
+
+    Attributes:
+        without: for each kernel (`shardlib.graph.kernels`) that cannot compute some call, why not.
+        width: of the widest head, elements; 0 without any call.
+    """
+
+    without: tuple[tuple[str, str], ...] = ()
+    width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model, its loss and its batch, ready to be planned.
 
@@ -99,9 +112,7 @@ class Problem:
         functions: kinds of custom calls that the loss calls (`shardlib.functions`):
             "attention", "dropless", "capacity".
         rows: how the loss depends on the rows of the batch.
-        without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute
-            some call of it, why not.
-        attention_width: the widest head of these calls, elements; 0 without any.
+        attention: what kernels of attention must do for it.
         pieces: (value, dim) of the forward graph that are several things side by side
             (`shardlib.propagation.pieces`) -> the size of each.
     """
@@ -115,8 +126,7 @@ class Problem:
     tokens: int = 0
     compute_dtype: str = "float32"
     functions: frozenset[str] = frozenset()
-    without_kernel: tuple[tuple[str, str], ...] = ()
-    attention_width: int = 0
+    attention: AttentionCalls = AttentionCalls()
     rows: Rows = field(default_factory=lambda: Rows(loss=Dependence(kind="mean"), asserted=True))
     pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(
         default_factory=dict[tuple[int, int], tuple[int, ...]]

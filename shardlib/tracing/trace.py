@@ -26,7 +26,7 @@ from shardlib.functions.kernels import Wanted
 from shardlib.graph import Graph
 from shardlib.graph.check import check
 from shardlib.graph.kernels import KINDS
-from shardlib.graph.problem import InputDim, Problem, StepGraph
+from shardlib.graph.problem import AttentionCalls, InputDim, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.graph.rows import Rows
 from shardlib.jax_types import Aval
@@ -182,7 +182,6 @@ def trace(
         for policy in map(check_policy, policies)
         if policy == "none" or repeated
     }
-    wanted = _wanted(closed)
     proven = proven_rows(model, loss, shapes, closed, out_shape, described, rows)
     problem = Problem(
         model=model.name,
@@ -194,8 +193,7 @@ def trace(
         tokens=tokens_of(described),
         compute_dtype=_compute_dtype(forward),
         functions=frozenset(form.kind for form, _ in called(closed)),
-        without_kernel=_without_kernel(wanted),
-        attention_width=max((one.widest for one in wanted), default=0),
+        attention=_attention_calls(closed),
         rows=proven(1),
     )
     return Traced(
@@ -241,17 +239,18 @@ def _trace_loss(
     return closed, out_shape
 
 
-def _wanted(closed: jex.ClosedJaxpr) -> list[Wanted]:
-    """What the calls of attention ask a kernel for."""
-    return [Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)]
-
-
-def _without_kernel(wanted: Sequence[Wanted]) -> tuple[tuple[str, str], ...]:
-    """Kernels of attention that cannot compute some call of it, and why not."""
-    return tuple(
-        (kind, why)
-        for kind in KINDS
-        for why in [one.why_not(kind) for one in wanted if one.why_not(kind)][:1]
+def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:
+    """What the calls of attention ask of kernels."""
+    wanted = [
+        Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)
+    ]
+    return AttentionCalls(
+        without=tuple(
+            (kind, why)
+            for kind in KINDS
+            for why in [one.why_not(kind) for one in wanted if one.why_not(kind)][:1]
+        ),
+        width=max((one.widest for one in wanted), default=0),
     )
 
 

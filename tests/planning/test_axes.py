@@ -14,6 +14,7 @@ from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
+from shardlib.graph.problem import AttentionCalls
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
@@ -159,7 +160,7 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
         replace(
             deep().problem,
             functions=frozenset({"attention"}),
-            without_kernel=(("cudnn", "heads are odd"),),
+            attention=AttentionCalls(without=(("cudnn", "heads are odd"),)),
         )
     )
     free = planner.search(load.problem, "h100:8", load=load)
@@ -181,7 +182,7 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
             replace(
                 long,
                 functions=frozenset({"attention"}),
-                without_kernel=(("cudnn", "heads are odd"),),
+                attention=AttentionCalls(without=(("cudnn", "heads are odd"),)),
             )
         ),
         {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1},
@@ -272,7 +273,7 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
     )
     assert Plan.from_json(free.to_json()).attention == kind
     without = prepare(
-        replace(load.problem, without_kernel=((kind, "heads are odd"),)),
+        replace(load.problem, attention=AttentionCalls(without=((kind, "heads are odd"),))),
         topology(where).chip.vendor,
     )
     assert (
@@ -498,7 +499,7 @@ def test_bad_pins(pin: dict[str, object], message: str) -> None:
 def test_heads_that_a_chip_does_not_take_are_left_to_others(
     chip: str, width: int, kind: str
 ) -> None:
-    problem = replace(function().problem, attention_width=width)
+    problem = replace(function().problem, attention=AttentionCalls(width=width))
     (first, *_), _ = strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
     assert first.decisions.attention == kind
     if kind == "traced":

@@ -102,9 +102,9 @@ def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
     makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
     if kind in makers and makers[kind] != chip.vendor:
         return f"that is a kernel for chips of {makers[kind]}, not of {chip.vendor}"
-    if kind == "cudnn" and problem.attention_width > chip.attention_width:
+    if kind == "cudnn" and problem.attention.width > chip.attention_width:
         return (
-            f"heads are {problem.attention_width} wide; the kernel takes {chip.attention_width} on"
+            f"heads are {problem.attention.width} wide; the kernel takes {chip.attention_width} on"
             f" {chip.name}"
         )
-    return dict(problem.without_kernel).get(kind or "", "")
+    return dict(problem.attention.without).get(kind or "", "")
