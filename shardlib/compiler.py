@@ -24,7 +24,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
-from shardlib.frontend.choice import refined_by_compiler, runnable, searched, with_allowed
+from shardlib.frontend import choice
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of, machine_of_plan
 from shardlib.frontend.traced_model import Loss, evaluated_as_trained, read_and_trace
@@ -125,7 +125,7 @@ def plan(
         lowered=lowered,
         allow=allow,
     )
-    pin = with_allowed(pin, allow)
+    pin = choice.with_allowed(pin, allow)
     wanted = wanted_plans(refine)
     machine = machine_of(topology) if wanted else None
     if machine is not None:
@@ -133,9 +133,9 @@ def plan(
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         return (
-            searched(traced, topology, pin, lowered=lowered)[1]
+            choice.searched(traced, topology, pin, lowered=lowered)[1]
             if machine is None
-            else refined_by_compiler(traced, machine, pin, wanted, limits)
+            else choice.refined_by_compiler(traced, machine, pin, wanted, limits)
         )
 
 
@@ -217,9 +217,7 @@ def compile(
     )
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        traced, chosen = (
-            (traced, runnable(plan)) if plan is not None else searched(traced, topology, pin)
-        )
+        traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
         if evaluation is None:
             traced = evaluated_as_trained(traced)
         return lower(
@@ -292,7 +290,6 @@ def verify(
     require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        traced, chosen = (
-            (traced, runnable(plan)) if plan is not None else searched(traced, machine, pin)
-        )
-        return verify_program(lower(traced, chosen, abstract=True), machine, limits, options)
+        traced, chosen = choice.given_or_searched(traced, plan, machine, pin)
+        program = lower(traced, choice.priced_as_compiled(traced, chosen, machine), abstract=True)
+        return verify_program(program, machine, limits, options)

@@ -10,7 +10,7 @@ from typing import cast
 
 from shardlib.cost.machine.corrections import without_margin
 from shardlib.decisions.pins import PinMapping, Pins
-from shardlib.errors import PlanError
+from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
@@ -18,6 +18,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
+from shardlib.planning.questions.counterfactual import pinned, roomy
 from shardlib.verification.isolation import Limits
 from shardlib.verification.refine import refine as refined
 from shardlib.verification.report import Verification
@@ -84,6 +85,47 @@ def runnable(plan: Plan) -> Plan:
             " shardlib.plan(..., lowered=True), which leaves them out, or other pins"
         )
     return plan
+
+
+def given_or_searched(
+    model: TracedModel,
+    plan: Plan | None,
+    topology: str | Topology | None,
+    pin: PinMapping | None,
+) -> tuple[TracedModel, Plan]:
+    """The plan that is given, or else the one that is searched for, with the model.
+
+    Args:
+        model: the traced model.
+        plan: what is given, if anything.
+        topology, pin: see `searched`.
+
+    Raises:
+        ShardlibError: as `searched`; `PlanError` where the plan has no lowering.
+    """
+    return searched(model, topology, pin) if plan is None else (model, runnable(plan))
+
+
+def priced_as_compiled(model: TracedModel, plan: Plan, machine: Topology) -> Plan:
+    """The plan with the estimate of what the compiler is given: where there is no GPU, attention in
+    blocks stands in the place of the kernel of cuDNN, and needs the memory of its scores.
+
+    Args:
+        model: the traced model.
+        plan: what is compiled ahead of time.
+        machine: what it is compiled for.
+
+    Returns:
+        The same decisions; the estimate is that of the plan where all of it is compiled.
+    """
+    if plan.attention != "cudnn":
+        return plan
+    pins = pinned(plan).but(attention="blocks")
+    try:
+        found = search(model.traced.problem, roomy(machine), pins)
+    except (InfeasibleError, PinError):
+        return plan
+    return replace(plan, estimate=found.estimate)
 
 
 def refined_by_compiler(

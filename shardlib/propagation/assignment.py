@@ -82,15 +82,15 @@ class Choice:
     expert: str | None = None
 
     def cut(
-        self, colours: LogicalAxes, whole: Iterable[int] = (), context_at: int | None = None
+        self, colours: LogicalAxes, whole: Iterable[int] = (), sequence_at: int | None = None
     ) -> Cut:
         """The cut of a value or of the factors of an op.
 
         Args:
             colours: colour per dim or factor.
             whole: positions that must not be sharded.
-            context_at: position that the context axis shards where several have its colour; by
-                default the first.
+            sequence_at: position along the sequence that is sharded where several are (queries and
+                keys of attention); by default the first.
         """
         result: list[str | None] = [None] * len(colours)
         blocked = set(whole)
@@ -110,15 +110,22 @@ class Choice:
         tokens = TOKENS in colours and place(TOKENS, TOKENS if self.context else "batch")
         batched = tokens or place(self.batch, "batch")
         if self.context and not tokens:
-            if context_at is not None and result[context_at] is None:
-                result[context_at] = "context"
-            elif context_at is None:
+            if sequence_at is not None and result[sequence_at] is None:
+                result[sequence_at] = "context"
+            elif sequence_at is None:
                 place(self.context, "context")
         if not batched:
             place(self.expert, "expert")
-        _ = any(place(name, "tensor") for name in self.tensor) or place(
-            self.sequence, "tensor", "context" if self.sequence == self.context else None
-        )
+        if any(place(name, "tensor") for name in self.tensor):
+            return tuple(result)
+        if (
+            sequence_at is not None
+            and result[sequence_at] is None
+            and colours[sequence_at] == self.sequence
+        ):
+            result[sequence_at] = "tensor"
+        else:
+            place(self.sequence, "tensor", "context" if self.sequence == self.context else None)
         return tuple(result)
 
     def restrict(self, colours: frozenset[str]) -> Choice:

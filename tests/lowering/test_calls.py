@@ -89,6 +89,10 @@ PLANS = [
     ),
     (
         "experts",
+        {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "experts": "dropless", "remat": "full"},
+    ),  # every device has a part of the width of all experts
+    (
+        "experts",
         {
             "mesh": {"expert": 2, "context": 2, "data": 2},
             "experts": "dropless",

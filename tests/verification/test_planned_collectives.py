@@ -12,6 +12,8 @@ import optax
 import pytest
 
 import shardlib
+from benchmarks.families import FAMILIES
+from benchmarks.planned_collectives import compared
 from shardlib import models
 from shardlib.models.config import TransformerConfig
 from shardlib.verification.report import totals
@@ -127,3 +129,29 @@ def test_the_gradient_that_the_head_hands_back_is_scattered_before_it_is_rounded
     planned, compiled = moved(verified("h100:8", pin), "tensor")
     assert compiled["all-reduce"] == pytest.approx(planned["all-reduce"], rel=0.02)
     assert compiled["reduce-scatter"] == pytest.approx(planned["reduce-scatter"], rel=0.1)
+
+
+@GPU
+def test_memory_is_compared_with_that_of_attention_as_it_is_compiled():
+    """The kernel of cuDNN is planned and cannot be compiled without a GPU: in its place stands
+    attention in blocks, whose scores are most of what this program needs.
+    """
+    found = verified("h100:8", {"mesh": {"fsdp": 8}, "zero": 3}, embed=1024)
+    assert found.plan.attention == "cudnn"
+    peak = found.compiled.device_bytes["peak"]
+    assert found.plan.estimate.device_bytes.peak == pytest.approx(peak, rel=0.1)
+    assert not [one for one in found.findings if one.code == "memory-differs"]
+
+
+@GPU
+@pytest.mark.parametrize("family", ["fused", "t5", "mixtral", "deepseek"])
+def test_models_that_nothing_was_tuned_to_communicate_as_planned(family):
+    """Fused projections with the loss that optax has, attention that is written out, and experts
+    whose width tensor shards beside the sequence. The slow network lies between the halves of fsdp.
+    """
+    mesh = {"fsdp": 4, "tensor": 4}
+    pin = {"mesh": mesh, "zero": 3, "remat": "full", "microbatches": 1}
+    found = shardlib.verify(**FAMILIES[family](32, 1024), topology="2*h100:8", pin=pin)
+    row = compared(found, shardlib.topology("2*h100:8"))
+    assert row["planned"] > 0.99 and row["missing"] < 0.1, row["by_key"]
+    assert row["slow"] < 0.001 * row["compiled_bytes"], row["by_key"]

@@ -116,7 +116,12 @@ def route_items(facts: Facts) -> list[Item]:
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             if choice.expert is None:
-                return ()
+                return _gathered_tokens(facts, index, value, choice)
+            gathered = (
+                _gathered_tokens(facts, index, value, choice)
+                if facts.exchange.sent == "whole"
+                else ()
+            )
             whole = amount(float(size), facts.value_cut(value, choice))
             own = facts.exchange.sent != "whole" and choice.sequence is not None
             sent = Transfer(
@@ -128,7 +133,7 @@ def route_items(facts: Facts) -> list[Item]:
                 routed=routed_load(facts, op, value, choice),
             )
             if not own or whole.tensor or facts.exchange.sent == "ranks":
-                return (sent,)
+                return (sent, *gathered)
             # Of rows that go out and come home, forward and backward, half are gathered; the other
             # half are partial sums, which `reductions` scatters.
             arrived = replace(
@@ -141,8 +146,8 @@ def route_items(facts: Facts) -> list[Item]:
             return (sent, arrived)
 
         colours = named(facts.names[value])
-        if facts.exchange.sent != "whole" and facts.sequence is not None:
-            colours |= {facts.sequence}  # what is sent depends on it
+        if facts.sequence is not None:
+            colours |= {facts.sequence, *facts.widths_of(op.region)}  # what is sent depends on them
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
     return (
@@ -152,6 +157,26 @@ def route_items(facts: Facts) -> list[Item]:
         ]
         if facts.routes
         else []
+    )
+
+
+def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tuple[Term, ...]:
+    """What is gathered where every device along tensor has a part of the width of its experts, and
+    a part of the sequence: of rows that go out and come home, tokens are gathered before they go
+    out; sums are scattered when they are home (`reductions`).
+    """
+    op = facts.graph.ops[index]
+    if choice.sequence is None or not facts.shares_width(op.region, choice):
+        return ()
+    whole = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+    return (
+        Transfer(
+            kind="all-gather",
+            group="tensor",
+            bytes=replace(whole, total=whole.total / 2 / facts.visits(value), tensor=False),
+            trips=facts.trips[op.region],
+            cause=op.scope or op.kind,
+        ),
     )
 
 

@@ -106,7 +106,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                 moved = (
                     amount(size, where)
                     if kind == "all-to-all"
-                    else replace(amount(size, where), **{axis: False})
+                    else replace(amount(_before_casts(facts, index, value), where), **{axis: False})
                 )
                 group = "keys" if axis == "context" and op.kind in KERNELS else axis
                 need(
@@ -121,6 +121,22 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     index,
                 )
     return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
+
+
+def _before_casts(facts: Facts, index: int, value: int) -> int:
+    """Bytes of a value as it is gathered: for the gradient of a weight in the narrowest dtype that
+    it was cast from.
+    """
+    graph, size = facts.graph, facts.graph.values[value].bytes
+    producers = facts.producers
+    while (
+        graph.ops[index].results[0] in facts.gradients
+        and value in producers
+        and graph.ops[producers[value]].kind == "convert_element_type"
+    ):
+        (value,) = graph.ops[producers[value]].operands
+        size = min(size, graph.values[value].bytes)
+    return size
 
 
 def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:

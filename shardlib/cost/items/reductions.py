@@ -59,15 +59,20 @@ def reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
 
 
 def _reduced(facts: Facts, group: tuple[int, ...], choice: Choice) -> list[Needed]:
-    found: dict[tuple[str, int], Transfer] = {}
-    makers: dict[tuple[str, int], list[int]] = defaultdict(list)
+    found: dict[tuple[str, int, int], Transfer] = {}
+    makers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for index in group:
         seen = Counter[str]()  # an op may have several results
         for transfer in _reductions(facts, index, choice):
             seen[transfer.group] += 1
-            key = transfer.group, seen[transfer.group]
-            other = found.setdefault(key, transfer)
-            found[key] = transfer if transfer.bytes.total > other.bytes.total else other
+            key = transfer.group, seen[transfer.group], 0
+            small, large = sorted(
+                (found.get(key, transfer), transfer), key=lambda one: one.bytes.total
+            )
+            if transfer.group == "gradient" and key in found:  # each use scatters its own
+                again = (*key[:2], index)
+                found[again], makers[again] = replace(small, again=True), [index]
+            found[key] = large
             makers[key].append(index)
     return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
 
@@ -103,6 +108,10 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
             if op.category == "gather"
             else facts.graph.values[value].bytes
         )
+        if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
+            if "rematted_computation" in op.scope:
+                continue  # the backward pass needs no sums
+            size /= facts.visits(value)  # a token's results are added up before
         whole = amount(size, where)
         for axis in ("tensor", "context"):
             if (

@@ -30,7 +30,10 @@ measured efficiency):
   subset S of the dims can move the bytes that must cross it, V (N_S-1)/N, when it gathers first.
 - several tiers: the outer tier moves what the inner one has scattered, V / inner ways. NCCL and a
   fat tree pipeline the tiers, so the slowest counts (scaling book, gpus.md: T = max over levels);
-  XLA on TPU runs them one after another.
+  XLA on TPU runs them one after another. NCCL gathers and scatters by rings through all N devices
+  (src/graph/tuning.cc tries no other algorithm for them), so that V (N-1)/N passes every place of
+  the ring, and the links between nodes share it: V (N-1)/N / inner ways, for two nodes nearly twice
+  what one node lacks. Its all-reduces are priced alike, though trees can be faster between nodes.
 - all-to-all: on a switch b (n-1)/n / B for a buffer of b bytes; on a ring of n, b floor(n^2/4)/n /
   2B (scaling book, sharding.md footnote: a quarter of an all-gather), on a line the same with B;
   dims of a torus work at once.
@@ -148,7 +151,7 @@ def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
         return _combine([_all_to_all(lines) for lines in tiers], pipelined)
     if kind == "collective-permute":
         return _permute(tiers)
-    gather = _gather(tiers, pipelined)
+    gather = _through_all(tiers) if pipelined and len(tiers) > 1 else _gather(tiers, pipelined)
     if kind == "all-gather":
         return gather
     if kind == "all-reduce":
@@ -212,6 +215,16 @@ def _gather(tiers: list[list[_Line]], pipelined: bool) -> LinearCost:
         )
         inner *= math.prod(line.ways for line in lines)
     return _combine(costs, pipelined)
+
+
+def _through_all(tiers: list[list[_Line]]) -> LinearCost:
+    """All-gather by rings through all devices of several tiers, per byte of the gathered array."""
+    whole, inner, slowest = math.prod(line.ways for lines in tiers for line in lines), 1, 0.0
+    for lines in reversed(tiers):
+        rate = inner * sum(line.rate for line in lines)
+        slowest = max(slowest, (whole - 1) / whole / rate)
+        inner *= math.prod(line.ways for line in lines)
+    return LinearCost(_gather(tiers, True).latency_s, slowest)
 
 
 def _gather_per_byte(lines: list[_Line]) -> float:

@@ -122,7 +122,9 @@ def weights_of(step: StepGraph) -> dict[int, int]:
 
 
 def gradient_like(step: StepGraph) -> frozenset[int]:
-    """Values that end up in a gradient through ops that do not contract anything."""
+    """Values that end up in a gradient through ops that do not contract anything; sums over dims of
+    one element contract nothing.
+    """
     producers = step.graph.producers()
     found: set[int] = set()
     pending = list(step.gradients)
@@ -135,6 +137,8 @@ def gradient_like(step: StepGraph) -> frozenset[int]:
         if maker is None:
             continue
         op = step.graph.ops[maker]
-        if op.category in ("elementwise", "movement", "boundary") and not op.rule.summed:
+        if op.category in ("elementwise", "movement", "boundary", "reduction") and all(
+            op.rule.sizes[factor] == 1 for factor in op.rule.summed
+        ):
             pending.extend(op.operands)
     return frozenset(found)

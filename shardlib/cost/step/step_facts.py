@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from shardlib.cost.step.attention_kernels import (
 from shardlib.cost.step.capacity_experts import layers
 from shardlib.cost.step.fusion import Fusion, Traits, fuse
 from shardlib.cost.step.layers import Layers, find_layers, gradient_like, weights_of
+from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import TOKENS, Choice, Cut, has, kinds
@@ -92,6 +94,7 @@ class Facts:
         self._cuts: dict[Choice, dict[LogicalAxes, Cut]] = {}
         self._of_last: tuple[Choice | None, dict[LogicalAxes, Cut]] = None, {}
         self._shared: dict[tuple[int, Choice], bool] = {}
+        self.producers = step.graph.producers()
         self.consumers: dict[int, list[int]] = defaultdict(list)
         for index, op in enumerate(step.graph.ops):
             for value in dict.fromkeys(op.operands):
@@ -184,6 +187,29 @@ class Facts:
             name in heads.width and "tensor" in kinds(part)
             for name, part in zip(self.names[value], self._plain_cut(value, choice), strict=True)
         )
+
+    def widths_of(self, region: int) -> frozenset[str]:
+        """The colours of all indices of the grouped matmuls of a region."""
+        return frozenset(
+            colour
+            for at, op in enumerate(self.graph.ops)
+            if op.region == region and op.kind in GROUPED
+            for colour in self.factors[at]
+            if colour is not None
+        )
+
+    def shares_width(self, region: int, choice: Choice) -> bool:
+        """Whether tensor shards an index of the grouped matmuls of a region."""
+        return any(
+            has(self.op_cut(at, choice), "tensor")
+            for at, op in enumerate(self.graph.ops)
+            if op.region == region and op.kind in GROUPED
+        )
+
+    def visits(self, value: int) -> float:
+        """Rows of an array over the tokens of the batch: how many experts a token visits."""
+        rows = math.prod(self.graph.values[value].shape[:-1])
+        return max(1.0, rows / (self._sizes[0][1] * self._sizes[1][1]))
 
     def frozen_dims(self, value: int) -> frozenset[int]:
         """Dims of an input that count layers."""

@@ -83,9 +83,12 @@ def moved(term: Transfer, profile: FrameworkProfile) -> list[tuple[Slot, Part, P
     if term.group == "gather":
         return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
     everywhere, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
+    scattered = (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded)
+    if term.again:
+        return [scattered]
     return [
         (Slot("reduce", everywhere, "all-reduce"), size, once),
-        (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
+        scattered,
         (Slot("scatter", replicas(tensor=tensor), "all-reduce"), shard, sharded),
         (Slot("scatter", everywhere, "all-reduce"), size, replicated),
     ]

@@ -168,6 +168,8 @@ class Transfer:
         cut: what shards its dims.
         frozen: dims that fsdp must not shard.
         over_tensor: whether the partial sums of a gradient are spread over tensor, too.
+        again: whether it is the gradient of another use of a parameter, whose partial sums are
+            scattered apart, and all-reduced with those of the first.
         cause: what needs it.
         routed, heads: as in `Compute`.
     """
@@ -180,6 +182,7 @@ class Transfer:
     cut: Cut = ()
     frozen: frozenset[int] = frozenset()
     over_tensor: bool = False
+    again: bool = False
     cause: str = ""
     routed: Routed | None = None
     heads: Heads | None = None

@@ -120,7 +120,7 @@ class Placed:
         where: on which axes.
         tokens: mesh axes that shard batch and sequence of the tokens.
         over: mesh axes that shard the hidden width, over which results are added up.
-        scattered: whether they shard the sequence of the results.
+        scattered: whether they shard the sequence of tokens and results outside.
         matrices: up, down, and gate where there is one.
     """
 
@@ -159,6 +159,10 @@ class Placed:
                 checkpoint_name(one.whole(array, machine), GATHERED)
                 for one, array in zip(self.matrices, parameters, strict=True)
             ]
+            # Gathered here, and not on the way in, tokens are gathered in their own dtype, the
+            # backward pass keeps shards of them, and their gradient is scattered.
+            if self.scattered:
+                x = jax.lax.all_gather(x, self.over, axis=1, tiled=True)
             return routed(self.form, self.where, x, weights, chosen, *used)
 
         # The backward pass gathers matrices again, since those of all layers would be the whole
@@ -261,7 +265,7 @@ def on_their_devices(
         PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1]))
         for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1])
     )
-    specs = (rows, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
+    specs = (after, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
     run = machine.manual(
         lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec())
     )

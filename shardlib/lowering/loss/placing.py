@@ -41,6 +41,7 @@ from shardlib.lowering.weights.reduction_plan import (
 )
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
+from shardlib.tracing.element_lookup import by_elements, is_element_lookup
 from shardlib.tracing.program import (
     CUSTOM,
     Equation,
@@ -164,6 +165,8 @@ class Placing(WeightPlacing):
                 # nothing
             ):
                 return bind(equation, operands, sharding=None)
+            if is_element_lookup(equation):
+                return by_elements(equation, operands)
             if manual and equation.name in INDEXED:
                 return [
                     whole(result, mesh)

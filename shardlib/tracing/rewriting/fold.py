@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.jax_types import Aval, Value
+from shardlib.tracing.element_lookup import by_elements
 from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.rewriting.binding import last_reads, strong
 from shardlib.tracing.rewriting.interpreter import evaluate_equations, evaluate_program
@@ -91,7 +92,7 @@ class Folded:
             args: one per folded input.
             remat: policy of repeated layers, those written out and those the user scans over.
         """
-        walk = Walk(remat=remat)
+        walk = Walk(remat=remat, run=by_elements)
         if not self.loops:
             return evaluate_program(self.program, args, walk)
         env: dict[int, Any] = dict(self.program.constants)
