@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from shardlib import calibration as local_machine
+from shardlib.calibration.figures import figure_names, read_figures
 from shardlib.checkpointing.about import DamagedError, digest, from_json
 from shardlib.checkpointing.huggingface.files import INDEX, Files
 from shardlib.cost.machine.efficiency import efficiency
@@ -390,9 +390,9 @@ def _stack(_: Path) -> Room:
 def _measured(folder: Path) -> Room:
     path = folder / "cpu.json"
     valid = json.dumps(
-        {**dict.fromkeys(local_machine.FIGURES, 1e9), "cpu": "x", "jax": "0"}
+        {**dict.fromkeys(figure_names(8), 1e9), "cpu": "x", "jax": "0"}
     ).encode()
-    return Room(valids=(valid,), read=_through(path, lambda: local_machine._read_cache(path)))
+    return Room(valids=(valid,), read=_through(path, lambda: read_figures(path, 8)))
 
 
 FORMATS: tuple[Format, ...] = (

@@ -233,17 +233,28 @@ def keep_figures() -> None:
     """Writes figures of simulated devices as if they had been measured: plans for them are then
     those of a quiet machine of two cores, whatever else runs beside the tests.
     """
-    from shardlib.calibration import cache_path
+    from shardlib.calibration import cache_path, figure_names
 
     for local in range(1, 9):
         figures = {
             "float32_flops_per_s": 1.9e11 / local,
             "bfloat16_flops_per_s": 1.6e11 / local,
+            "convolution_flops_per_s": 5e10 / local,
             "memory_bytes_per_s": 4e10 / local**1.35,
+            "elements_per_s": 1e10 / local,
+            "transcendental_per_s": 1.5e9 / local,
+            "fresh_bytes_per_s": 5e9 / local,
+            "optimizer_bytes_per_s": 2e10 / local**1.35,
+            "gather_bytes_per_s": 1e10 / local,
             "launch_s": 6e-7 * local,
-            "latency_s": 1.5e-5 * (local / 2) ** 1.5 if local > 1 else 1e-4,
-            "link_bytes_per_s": 6.2e9 / local if local > 1 else 1e9,
+            "step_s": 2e-4,
+            "alone": local**0.5,
         }
+        for name in figure_names(local):
+            if name.endswith(".s"):
+                figures[name] = 1.5e-5 * (local / 2) ** 1.5
+            elif name.endswith(".s_per_byte"):
+                figures[name] = local * (1.5e-10 if name.startswith("all-gather") else 3e-10)
         for devices in range(local, 17):
             path = cache_path(devices, local)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from shardlib.untrusted.json_types import JsonMapping, JsonObject
 def faults_of(data: JsonMapping) -> list[str]:
     """What is wrong with the keys of a topology as plain data: missing, unknown, no tables."""
     failures = _key_faults(
-        data, "", ("chip", "tiers"), ("name", "corrections", "efficiency")
+        data, "", ("chip", "tiers"), ("name", "corrections", "efficiency", "alone")
     ) + _chip_faults(data.get("chip"))
     if not isinstance(data.get("corrections", {}), Mapping):
         failures.append("'corrections' is no table from quantity to factor")

@@ -7,10 +7,48 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardlib.collective import KINDS as COLLECTIVES
 from shardlib.errors import TopologyError, raise_all
 from shardlib.untrusted.json_types import JsonObject
 
 KINDS: tuple[str, ...] = ("torus", "mesh", "switch", "network", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A collective as it was measured, with all devices at work.
+
+    Attributes:
+        kind: one of `shardlib.collective.KINDS`.
+        ways: participants.
+        latency_s: seconds of the smallest.
+        seconds_per_byte: seconds that each byte of the full array adds: the gathered array, the
+            operand of a reduce-scatter, the buffer, the message.
+
+    Raises:
+        TopologyError: the fields do not fit each other.
+    """
+
+    kind: str
+    ways: int
+    latency_s: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        failures = (
+            [f"kind is {self.kind!r}; kinds are {', '.join(COLLECTIVES)}"]
+            if self.kind not in COLLECTIVES
+            else []
+        )
+        if type(self.ways) is not int or self.ways < 2:
+            failures.append(f"ways is {self.ways}; it needs an integer of at least 2")
+        failures += [
+            f"{name} is {getattr(self, name)}; it must not be negative"
+            for name in ("latency_s", "seconds_per_byte")
+            if not getattr(self, name) >= 0
+        ]
+        if failures:
+            raise_all(TopologyError, f"exchange {self.kind!r} is not usable", failures)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +68,8 @@ class Tier:
             port, or of all its links in a mesh, otherwise.
         latency_s: time of one hop or step that carries no data.
         efficiency: part of the rate that large collectives reach.
+        exchanges: collectives among the devices of a "memory" that were measured; they take the
+            place of its rate and latency.
         sources: where the figures come from.
 
     Raises:
@@ -43,10 +83,12 @@ class Tier:
     latency_s: float = 0.0
     wrap: tuple[bool, ...] = ()
     efficiency: float = 1.0
+    exchanges: tuple[Exchange, ...] = ()
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "exchanges", tuple(self.exchanges))
         object.__setattr__(self, "wrap", tuple(self.wrap) or (False,) * len(self.shape))
         object.__setattr__(self, "sources", tuple(self.sources))
         failures = (
@@ -68,6 +110,10 @@ class Tier:
             failures.append(f"latency_s is {self.latency_s}; it must not be negative")
         if not 0 < self.efficiency <= 1:
             failures.append(f"efficiency is {self.efficiency}; it must be above 0 and at most 1")
+        if self.exchanges and self.kind != "memory":
+            failures.append(
+                f"exchanges are set, which only a memory has; the kind is {self.kind!r}"
+            )
         if failures:
             raise_all(TopologyError, f"tier {self.name!r} is not usable", failures)
 
@@ -91,5 +137,10 @@ class Tier:
             "bytes_per_s": self.bytes_per_s,
             "latency_s": self.latency_s,
             "efficiency": self.efficiency,
+            **(
+                {"exchanges": [dict(one.__dict__) for one in self.exchanges]}
+                if self.exchanges
+                else {}
+            ),
             "sources": list(self.sources),
         }

@@ -74,6 +74,8 @@ class Topology:
         efficiency: (figure, value) pairs, measured on this machine, that take the place of those of
             `shardlib.cost.machine.efficiency`, which knows the figures and checks them. Any mapping
             is accepted.
+        alone: how many times as fast a device computes while the others idle: simulated devices
+            share the cores and the memory of their machine; 1 where each has its own.
         corrections: (quantity, factor) pairs that take the place of learned ones; quantities are
             `CORRECTABLE`. Any mapping is accepted.
     """
@@ -83,6 +85,7 @@ class Topology:
     tiers: tuple[Tier, ...]
     corrections: tuple[tuple[str, float], ...] = ()
     efficiency: tuple[tuple[str, Any], ...] = ()
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", tuple(self.tiers))
@@ -109,6 +112,11 @@ class Topology:
             for name, factor in self.corrections
             if name == "margin" and not faults and factor < 1
         ]
+        if self.tiers and not 1 <= self.alone <= self.devices:
+            raise TopologyError(
+                f"alone of topology {self.name!r} is {self.alone}; it is from 1 to the number of"
+                f" devices, {self.devices}"
+            )
         if faults:
             raise_all(
                 TopologyError, f"the corrections of topology {self.name!r} are not usable", faults
@@ -134,6 +142,31 @@ class Topology:
         """Number of JAX devices."""
         return math.prod(tier.devices for tier in self.tiers)
 
+    def in_use(self, devices: int) -> Topology:
+        """The machine as a program on so many of its devices finds it: what the idle ones leave of
+        what they share makes the others faster, up to `alone`. The same object where that is
+        nothing.
+
+        >>> from dataclasses import replace
+        >>> shared = replace(topology("cpu:8"), alone=3.0)
+        >>> [shared.in_use(n).chip.peak("float32") / shared.chip.peak("float32") for n in (8, 4, 1)]
+        [1.0, 2.0, 3.0]
+
+        Args:
+            devices: that are at work.
+        """
+        faster = min(self.alone, self.devices / devices)
+        if faster <= 1:
+            return self
+        rates = tuple((dtype, rate * faster) for dtype, rate in self.chip.flops_per_s)
+        chip = replace(
+            self.chip,
+            flops_per_s=rates,
+            hbm_bytes_per_s=self.chip.hbm_bytes_per_s * faster,
+            launch_s=self.chip.launch_s / faster,
+        )
+        return replace(self, chip=chip, alone=1.0)
+
     def to_json(self) -> JsonObject:
         """The topology as plain data; `from_json` gives an equal topology."""
         return {
@@ -146,6 +179,7 @@ class Topology:
                 if self.efficiency
                 else {}
             ),
+            **({"alone": self.alone} if self.alone != 1 else {}),
         }
 
     @classmethod
@@ -154,7 +188,7 @@ class Topology:
 
         Args:
             data: "chip", a name of the catalogue or a table; "tiers", a list of tables; and what
-                may be left out: "name", "corrections", "efficiency".
+                may be left out: "name", "corrections", "efficiency", "alone".
 
         Returns:
             An equal topology; without "name" it is called "custom".

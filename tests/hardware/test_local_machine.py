@@ -1,4 +1,6 @@
-"""The measured local machine: plausible, kept in the cache, and scaled to the devices asked for."""
+"""The measured local machine: what devices share is shared in the price, whatever was measured is
+kept in the cache, and figures scale to the devices asked for.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import jax
+import numpy as np
 import pytest
 
-from shardlib import calibration as local_machine
-from shardlib.calibration import FIGURES, cache_path, measured_cpu
+from shardlib.calibration import cache_path, exchanges, figure_names, measured_cpu
+from shardlib.calibration import machine as measured_machine
+from shardlib.calibration.machine import machine_of_figures
+from shardlib.calibration.stopwatch import quiet_seconds
 from shardlib.cost.machine.collectives import collective_cost
+from shardlib.cost.machine.efficiency_curves import efficiency_of
+from shardlib.cost.machine.roofline import kernel_parts, kernel_seconds
+from shardlib.cost.terms.terms import Amount, Compute, Elements
 from shardlib.errors import TopologyError
 from shardlib.hardware import Span, Topology, topology
 
@@ -25,8 +33,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def keep(devices: int, local: int, **changes: object) -> None:
-    cache_path(devices, local).write_text(json.dumps({**dict.fromkeys(FIGURES, 8.0), **changes}))
+def figures(local: int, **changes: float) -> dict[str, float]:
+    """Made-up measurements: everything is 8.0 but what is said."""
+    return {**dict.fromkeys(figure_names(local), 8.0), "alone": 1.0, **changes}
+
+
+def keep(devices: int, local: int, **changes: float) -> None:
+    cache_path(devices, local).write_text(json.dumps(figures(local, **changes)))
+
+
+def on_cores(devices: int, cores: int, flops_per_s: float = 1e9) -> Topology:
+    """So many devices on cores of 1 GFLOP/s, of which a device alone can use all."""
+    share = min(1.0, cores / devices)
+    return machine_of_figures(
+        devices,
+        devices,
+        figures(
+            devices,
+            float32_flops_per_s=flops_per_s * share,
+            bfloat16_flops_per_s=flops_per_s * share,
+            elements_per_s=flops_per_s * share / 4,
+            memory_bytes_per_s=flops_per_s * share,
+            fresh_bytes_per_s=flops_per_s * share / 8,
+            alone=min(devices, cores) / share,
+        ),
+    )
 
 
 @pytest.mark.long
@@ -36,7 +67,12 @@ def test_a_measurement_is_plausible_and_kept(cache: Path):
     assert 1e8 < machine.chip.peak("float32") < 1e13
     assert 1e7 < machine.chip.hbm_bytes_per_s < 1e12
     assert 1e-8 < machine.chip.launch_s < 1e-2
-    assert 1e-8 < machine.tiers[0].latency_s < 1e-1 and 1e6 < machine.tiers[0].bytes_per_s < 1e12
+    assert 1 <= machine.alone <= 8
+    assert {(one.kind, one.ways) for one in machine.tiers[0].exchanges} == {
+        (kind, ways) for kind in exchanges.KINDS for ways in (2, 8)
+    }
+    assert all(1e-8 < one.latency_s < 1e-1 for one in machine.tiers[0].exchanges)
+    assert all(1e-13 < one.seconds_per_byte < 1e-5 for one in machine.tiers[0].exchanges)
     assert "measured on" in machine.chip.sources[0]
     assert [path.parent for path in cache.iterdir()] == [cache]
     start = time.perf_counter()
@@ -45,20 +81,117 @@ def test_a_measurement_is_plausible_and_kept(cache: Path):
     assert Topology.from_json(machine.to_json()) == machine
 
 
-def test_the_price_of_an_all_reduce_is_what_was_measured(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The figures are the inverse of the cost model: 16 floats took 1 ms, the large message 5
-    ms.
+@pytest.mark.parametrize("devices", [2, 4, 8, 16])
+@pytest.mark.parametrize("cores", [1, 2, 4])
+def test_devices_on_a_few_cores_have_their_flops_together(devices: int, cores: int):
+    machine = on_cores(devices, cores)
+    together = machine.devices * machine.chip.peak("float32")
+    assert together == pytest.approx(1e9 * min(devices, cores))
+
+
+@pytest.mark.parametrize("used", [1, 2, 4, 8])
+def test_a_step_takes_as_long_on_any_number_of_devices_that_share_all(used: int):
+    """Eight devices on two cores, of which one alone gets both: work that is split over fewer of
+    them is done no later, by rate of matmuls and of memory.
     """
-    times = iter([16e-3, 80e-3])
-    monkeypatch.setattr(local_machine, "_best_seconds", lambda *_: next(times))
-    mesh = jax.sharding.Mesh(jax.devices("cpu"), ("all",))
-    latency_s, bytes_per_s = local_machine._all_reduce(mesh)
-    keep(8, 8, latency_s=latency_s, link_bytes_per_s=bytes_per_s)
-    cost = collective_cost("all-reduce", (Span(0, 0, 8),), measured_cpu(8))
-    assert cost.seconds(0.0) == pytest.approx(1e-3)
-    assert cost.seconds(4.0 * local_machine.MESSAGE) == pytest.approx(5e-3)
+    machine = on_cores(8, 2).in_use(used)
+    assert used * machine.chip.peak("float32") == pytest.approx(2e9)
+    assert used * machine.chip.hbm_bytes_per_s == pytest.approx(2e9)
+
+
+def test_a_device_that_gets_one_core_is_no_faster_than_that():
+    machine = machine_of_figures(8, 8, figures(8, float32_flops_per_s=0.25e9, alone=4.0))
+    rates = [used * machine.in_use(used).chip.peak("float32") for used in (8, 4, 2, 1)]
+    assert rates == pytest.approx([2e9, 2e9, 2e9, 1e9])
+
+
+def test_a_machine_whose_devices_have_their_own_cores_stays_as_it_is():
+    static = topology("cpu:8")
+    assert static.in_use(1) is static
+    machine = on_cores(8, 2)
+    assert machine.in_use(8) is machine
+
+
+@pytest.mark.parametrize("alone", [0.5, 9.0])
+def test_alone_is_between_one_and_the_devices(alone: float):
+    data = {**topology("cpu:8").to_json(), "alone": alone}
+    with pytest.raises(TopologyError) as caught:
+        Topology.from_json(data)
+    assert str(caught.value) == (
+        f"alone of topology 'cpu:8' is {alone}; it is from 1 to the number of devices, 8"
+    )
+
+
+def test_a_kernel_takes_the_sum_of_its_parts():
+    """A core does one after another: 2 s of matmul, 1 s of vector work and 4 s of memory."""
+    machine = machine_of_figures(
+        1,
+        1,
+        figures(
+            1,
+            float32_flops_per_s=1.0,
+            bfloat16_flops_per_s=1.0,
+            elements_per_s=0.5,
+            memory_bytes_per_s=2.0,
+            launch_s=0.25,
+        ),
+    )
+    term = Compute(
+        flops=_amount(2.0),
+        dtype="float32",
+        traffic=(_amount(8.0),),
+        trips=1,
+        elements=Elements(simple=(_amount(0.5),)),
+        category="convolution",
+    )
+    constants = efficiency_of("cpu", "cpu", "xla", dict(machine.efficiency))
+    parts = kernel_parts(term, _local, machine.chip, constants)
+    assert [float(one[0]) for one in parts] == [1.0, 2.0, 4.0]
+    assert kernel_seconds(term, _local, machine.chip, constants)[0] == 7.25
+    usual = efficiency_of("cpu", "cpu", "xla", {**dict(machine.efficiency), "at_once": True})
+    assert kernel_seconds(term, _local, machine.chip, usual)[0] == 4.25
+
+
+def _amount(total: float) -> Amount:
+    return Amount(total=total, batch=False, tensor=False)
+
+
+def _local(amount: Amount) -> Any:
+    return np.array([amount.total])
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_byte"), [("all-reduce", 2e-9), ("all-gather", 2e-9), ("reduce-scatter", 8e-9)]
+)
+def test_the_price_of_a_collective_is_what_was_measured(kind: str, per_byte: float):
+    """Of 4 of 4 participants: 1 ms, and 2 ns for every byte of the full array, of which a
+    reduce-scatter's result has a quarter.
+    """
+    changes = {f"{kind}.4.s": 1e-3, f"{kind}.4.s_per_byte": 2e-9}
+    cost = collective_cost(kind, (Span(0, 0, 4),), machine_of_figures(4, 4, figures(4, **changes)))
+    assert (cost.latency_s, cost.seconds_per_byte) == pytest.approx((1e-3, per_byte))
+
+
+def test_collectives_of_other_groups_lie_between_the_measured_ones():
+    changes = {
+        "all-to-all.2.s": 1e-3,
+        "all-to-all.8.s": 3e-3,
+        "all-to-all.2.s_per_byte": 1e-9,
+        "all-to-all.8.s_per_byte": 2e-9,
+    }
+    machine = machine_of_figures(8, 8, figures(8, **changes))
+    cost = collective_cost("all-to-all", (Span(0, 0, 4),), machine)
+    assert (cost.latency_s, cost.seconds_per_byte) == pytest.approx((2e-3, 1.5e-9))
+
+
+def test_a_noisy_small_collective_does_not_make_bytes_free():
+    assert exchanges.line(2.0, 1.0) == (2.0, 0.1 / (4 * exchanges.MESSAGE))
+
+
+def test_processor_time_counts_only_where_all_cores_are_busy():
+    walls, processor = [4.0, 3.0], [4.0, 4.0]
+    assert quiet_seconds(walls, processor, cores=2, all_busy=True) == 2.0
+    assert quiet_seconds(walls, processor, cores=2, all_busy=False) == 3.0
 
 
 def test_cached_figures_are_used(cache: Path):
@@ -67,14 +200,15 @@ def test_cached_figures_are_used(cache: Path):
 
 
 def test_more_devices_than_exist_share_the_same_cores(cache: Path):
-    keep(32, 8)
+    keep(32, 8, alone=2.0)
     machine = measured_cpu(32)
     assert (
         machine.devices,
         machine.chip.hbm_bytes_per_s,
         machine.chip.peak("float32"),
         machine.chip.launch_s,
-    ) == (32, 2.0, 2.0, 8.0)
+        machine.alone,
+    ) == (32, 2.0, 2.0, 32.0, 8.0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"launch_s": -1}'])
@@ -82,15 +216,25 @@ def test_a_spoilt_cache_file_is_measured_again(
     cache: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ):
     cache_path(8, 8).write_text(content)
-    monkeypatch.setattr(local_machine, "_measure", lambda _: dict.fromkeys(FIGURES, 4.0))
-    assert measured_cpu(8).chip.hbm_bytes_per_s == 4.0
+    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    assert measured_cpu(8).chip.launch_s == 4.0
     assert json.loads(cache_path(8, 8).read_text())["launch_s"] == 4.0
+
+
+@pytest.mark.parametrize("name", ["alone", "all-reduce.2.s_per_byte"])
+@pytest.mark.parametrize("value", [-1, 0, True, "fast", None, 1e300])
+def test_a_figure_that_no_run_could_have_written_is_measured_again(
+    cache: Path, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+):
+    cache_path(8, 8).write_text(json.dumps({**figures(8), name: value}))
+    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    assert measured_cpu(8).chip.launch_s == 4.0
 
 
 def test_refresh_measures_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
     keep(8, 8)
-    monkeypatch.setattr(local_machine, "_measure", lambda _: dict.fromkeys(FIGURES, 4.0))
-    assert measured_cpu(8, refresh=True).chip.hbm_bytes_per_s == 4.0
+    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    assert measured_cpu(8, refresh=True).chip.launch_s == 4.0
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(
@@ -98,7 +242,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDLIB_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr(local_machine, "_measure", lambda _: dict.fromkeys(FIGURES, 4.0))
+    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
     assert measured_cpu(8).chip.launch_s == 4.0
 
 

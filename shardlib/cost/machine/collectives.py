@@ -39,9 +39,10 @@ measured efficiency):
   dims of a torus work at once.
 - collective-permute: every device passes its message on to the next place of the group.
 - memory (simulated devices of one process): one meeting of all threads, whatever the kind, and
-  copies that share the memory bus. Measured with XLA:CPU on 8 devices, JAX 0.10 and 0.12: per byte,
-  a reduce-scatter (of its operand), an all-to-all and a permute take the time of an all-reduce
-  within a factor 0.8 to 1.6, a gathered byte half of it.
+  copies that share the memory bus; by kind and participants as measured
+  (`shardlib.calibration.exchanges`), and without that by one rate and one latency. With XLA:CPU on
+  8 devices, JAX 0.10 and 0.12: per byte, a reduce-scatter (of its operand), an all-to-all and a
+  permute take the time of an all-reduce within a factor 0.8 to 1.6, a gathered byte half of it.
 
 Times leave out `Chip.launch_s`: a collective is one op like any other.
 """
@@ -238,7 +239,20 @@ def _gather_per_byte(lines: list[_Line]) -> float:
 
 
 def _in_memory(kind: str, line: _Line) -> LinearCost:
-    """A collective among simulated devices that share one memory."""
+    """A collective among simulated devices that share one memory: between the measured ones with
+    fewer and with more participants, where there are any.
+    """
+    if known := sorted(
+        (one for one in line.tier.exchanges if one.kind == kind), key=lambda one: one.ways
+    ):
+        ways = [math.log2(one.ways) for one in known]
+        latency_s, per_byte = (
+            float(np.interp(math.log2(line.ways), ways, values))
+            for values in zip(
+                *((one.latency_s, one.seconds_per_byte) for one in known), strict=True
+            )
+        )
+        return LinearCost(latency_s, per_byte * (line.ways if kind == "reduce-scatter" else 1))
     gathered = (line.ways - 1) / line.ways / line.rate
     per_byte = {"all-gather": gathered, "reduce-scatter": 2 * gathered * line.ways}.get(
         kind, 2 * gathered

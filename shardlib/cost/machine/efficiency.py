@@ -75,6 +75,10 @@ class Efficiency:
             where they add up to more than the kernels take. 0 where one launch starts a whole
             program (XLA, CUDA graphs).
         gap_s: seconds between two kernels that are launched one by one; `Chip.launch_s` at least.
+        at_once: whether the matmul, the vector work and the memory traffic of a kernel run at the
+            same time; a core of a CPU does one after another.
+        fresh: time of a byte of memory that the system maps and clears when a step touches it, over
+            that of a byte that moves; 0 where programs keep their memory from step to step.
     """
 
     matmul: float
@@ -107,6 +111,8 @@ class Efficiency:
     microbatch_s: float = 0.0
     dispatch_s: float = 0.0
     gap_s: float = 0.0
+    at_once: bool = True
+    fresh: float = 0.0
 
     def __post_init__(self) -> None:
         tiles: list[Tile] = [
@@ -144,6 +150,7 @@ class Efficiency:
                 "microbatch_s",
                 "dispatch_s",
                 "gap_s",
+                "fresh",
                 "overlap",
                 "transcendental",
             )

@@ -6,6 +6,8 @@ comes on top.
 
     seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share)) + launch
 
+On a CPU core, which does one after another, the sum takes the place of the maximum.
+
 A matmul is made of blocks of its result, which the units of a chip compute side by side, a *wave*
 of them at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication Background
 User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
@@ -51,7 +53,12 @@ def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficienc
     `kernel_parts`.
     """
     vector, matrix, traffic = kernel_parts(term, local, chip, constants)
-    return np.maximum(np.maximum(vector, matrix), traffic) + max(chip.launch_s, constants.gap_s)
+    busy = (
+        np.maximum(np.maximum(vector, matrix), traffic)
+        if constants.at_once
+        else vector + matrix + traffic
+    )
+    return busy + max(chip.launch_s, constants.gap_s)
 
 
 def kernel_parts(

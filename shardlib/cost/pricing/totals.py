@@ -7,6 +7,7 @@ bubbles (`step_time`), the largest of several memory points (`device_memory`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,6 +96,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         seconds["overhead"]
         + pricer.constants.step_s
         + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
+        + pricer.constants.fresh * _mapped(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (
         memory["temporaries"]
@@ -108,3 +110,9 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         stacks=stacks,
         held=held,
     )
+
+
+def _mapped(memory: Mapping[str, Array]) -> Array:
+    """Bytes of a device that a step touches first: all but what stays between steps."""
+    resting = ("parameters", "frozen", "optimizer", "batch")
+    return sum((size for part, size in memory.items() if part not in resting), np.zeros(1))

@@ -60,7 +60,7 @@ class OnMachine:
         """
         one = candidate.decisions
         load = load.under(one.dtypes, one.fused)
-        pricer = Pricer(topology, load.profile)
+        pricer = Pricer(topology.in_use(one.mesh.devices), load.profile)
         placed = place(one.mesh, topology, one.axis_order)
         assert placed is not None, f"{one.mesh} does not fit {topology.name}"
         c = candidates([(one.mesh, placed)], [one.microbatches], pricer.topology)

@@ -123,17 +123,21 @@ def priced_space(
         one = load.under(dtypes, decisions.fused)
         strategy = replace(strategy, decisions=decisions)
         rooms.append(build(one, pins, fixed, strategy, lowered=lowered))
-        explorer = Explorer(
-            one,
-            rooms[-1],
-            topology,
-            fitting_bytes(topology),
-            explorers[0] if explorers else None,
-            any_plan=any_plan,
-        )
-        explorers.append(explorer)
-        for devices in _counts(rooms[-1], one, topology, wanted):
-            explorer.run(devices, ranking, slack)
+        counts = list(_counts(rooms[-1], one, topology, wanted))
+        machines = {devices: topology.in_use(devices) for devices in counts or [wanted]}
+        for machine in dict.fromkeys(machines.values()):
+            explorer = Explorer(
+                one,
+                rooms[-1],
+                machine,
+                fitting_bytes(topology),
+                explorers[0] if explorers else None,
+                any_plan=any_plan,
+            )
+            explorers.append(explorer)
+            for devices in counts:
+                if machines[devices] == machine:
+                    explorer.run(devices, ranking, slack)
 
     usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip)
     for dtypes, strategy in itertools.product(every, usual):
