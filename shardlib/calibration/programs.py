@@ -105,7 +105,8 @@ def _block(x: jax.Array, w: jax.Array) -> jax.Array:
         hidden = jax.nn.silu(x @ w)
         return jnp.sum(jax.nn.softmax(hidden @ w.T) ** 2)
 
-    return sum(jnp.sum(g) for g in jax.grad(loss, argnums=(0, 1))(w, x))[None]
+    dw, dx = jax.grad(loss, argnums=(0, 1))(w, x)
+    return (jnp.sum(dw) + jnp.sum(dx))[None]
 
 
 def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float) -> float:
