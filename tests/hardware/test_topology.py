@@ -238,10 +238,11 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             'chips = "h100"\n[[tiers]]\nname = "x"\nkind = "switch"\nsize = [8]\n',
             (
                 "topology file 'c.toml' is not usable:\n  - 'chip' is missing\n  - 'chips' is"
-                " unknown; keys are chip, tiers, name, corrections, efficiency\n  -"
+                " unknown; keys are chip, tiers, name, corrections, efficiency,"
+                " alone\n  -"
                 " 'tiers[0].shape' is missing\n  - 'tiers[0].bytes_per_s' is missing\n  -"
                 " 'tiers[0].size' is unknown; keys are name, kind, shape, bytes_per_s, latency_s,"
-                " wrap, efficiency, sources"
+                " wrap, efficiency, exchanges, sources"
             ),
         ),
         (

@@ -77,6 +77,8 @@ class Efficiency:
         gap_s: seconds between two kernels that are launched one by one; `Chip.launch_s` at least.
         at_once: whether the matmul, the vector work and the memory traffic of a kernel run at the
             same time; a core of a CPU does one after another.
+        transposed: bytes that are moved beside the operands and the result of a matmul that makes
+            the gradient of a weight, for every byte of it: copies of what lies in another order.
         fresh: time of a byte of memory that the system maps and clears when a step touches it, over
             that of a byte that moves; 0 where programs keep their memory from step to step.
     """
@@ -112,6 +114,7 @@ class Efficiency:
     dispatch_s: float = 0.0
     gap_s: float = 0.0
     at_once: bool = True
+    transposed: float = 0.0
     fresh: float = 0.0
 
     def __post_init__(self) -> None:
@@ -150,6 +153,7 @@ class Efficiency:
                 "microbatch_s",
                 "dispatch_s",
                 "gap_s",
+                "transposed",
                 "fresh",
                 "overlap",
                 "transcendental",

@@ -90,6 +90,11 @@ def kernel_parts(
         else 1.0
     )
     traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
+    if term.weight and term.matmul is not None and constants.transposed:
+        elements = local(term.matmul.rows) * local(term.matmul.columns)
+        if term.matmul.batches is not None:
+            elements = elements * local(term.matmul.batches)
+        traffic = traffic + constants.transposed * elements * ITEMSIZE.get(term.dtype, 4)
     return (
         vector / (chip.peak("bfloat16") * constants.vector),
         _compute_seconds(term, flops, local, chip, constants),

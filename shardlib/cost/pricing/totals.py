@@ -24,6 +24,10 @@ from shardlib.cost.terms.knobs import Knobs
 from shardlib.schedules.table import named
 
 Array = np.ndarray
+#: Smallest buffer that the allocator of a host gives back to the system when it is freed, so that
+#: it is mapped anew in every step: glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD: at most
+#: 32 MiB where longs have 8 bytes).
+GIVEN_BACK = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,9 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
 
 
 def _mapped(memory: Mapping[str, Array]) -> Array:
-    """Bytes of a device that a step touches first: all but what stays between steps."""
+    """Bytes of a device that a step touches first: all but what stays between steps, where they
+    are so many that the allocator gives them back.
+    """
     resting = ("parameters", "frozen", "optimizer", "batch")
-    return sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
+    found = sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
+    return np.where(found >= GIVEN_BACK, found, 0.0)
