@@ -31,13 +31,14 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.processes.agreement import of_first
 from shardlib.processes.devices import let_collectives_wait
 
+#: Rows, columns and share of the blocks of a matmul that a core computes in its registers.
+BLOCK = (8.0, 16.0, 1.0)
 #: Bytes that chains of element-wise ops, views and reductions move over those of perfectly fused
 #: chains: XLA:CPU clears and copies the stacks of loops, and reads operands again. And bytes that
 #: the transposed copies around a weight's gradient cost, as if they moved in order, for each byte
 #: of it. Both were chosen on the transformer of `benchmarks/hand_sharded.py`, with one and four
-#: microbatches on data 8: 2.51 and 2.93 s of two cores, of which the other figures say 1.99 and
-#: 1.94.
-UNFUSED, TRANSPOSED = 4.15, 30.0
+#: microbatches on data 8, which take 2.51 and 2.93 s of two cores.
+UNFUSED, TRANSPOSED = 2.15, 30.0
 
 
 def measured_cpu(devices: int, refresh: bool = False) -> Topology:
@@ -117,6 +118,8 @@ def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -
     elements = min(figures["elements_per_s"], figures["bfloat16_flops_per_s"])
     efficiency = {
         "matmul": 1.0,  # the rates of matmuls were measured
+        "tiles": (BLOCK,),
+        "depth": figures["matmul_start"],
         "memory": 1.0,
         "at_once": False,  # a core does one thing after another
         "unfused": UNFUSED,

@@ -26,6 +26,9 @@ STREAM = 1 << 19
 #: Additions and multiplications of the longer of two chains over the same elements.
 CHAIN = 17
 PASSES = 6
+#: Depths, and rows, of the matmuls that say what the start of a block takes.
+DEPTHS = (32, 256)
+TALL = 1024
 #: Bytes of memory that nobody has touched before; allocators map so many anew each time.
 FRESH = 40 << 20
 #: Rows of a table, elements of a row, and rows that are looked up.
@@ -61,12 +64,14 @@ def kernel_figures(mesh: Mesh) -> dict[str, float]:
     """
     memory = PASSES * 8 * STREAM / _passes(mesh, lambda a: a * 0.5 + 0.5)
     streamed = STREAM / memory * 8
+    start = _matmul_start(mesh, memory)
     chained, exponential = (
         _passes(mesh, body) / PASSES for body in (_chain, lambda a: jnp.exp(a * -0.5))
     )
     return {
-        "float32_flops_per_s": _matmul(mesh, jnp.float32, memory),
-        "bfloat16_flops_per_s": _matmul(mesh, jnp.bfloat16, memory),
+        "float32_flops_per_s": _matmul(mesh, jnp.float32, memory, start),
+        "bfloat16_flops_per_s": _matmul(mesh, jnp.bfloat16, memory, start),
+        "matmul_start": start,
         "convolution_flops_per_s": _convolution(mesh),
         "memory_bytes_per_s": memory,
         "elements_per_s": STREAM * (CHAIN - 2) / max(chained - streamed, streamed / 16),
@@ -109,8 +114,10 @@ def _block(x: jax.Array, w: jax.Array) -> jax.Array:
     return (jnp.sum(dw) + jnp.sum(dx))[None]
 
 
-def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float) -> float:
-    """FLOP/s of a product forward and backward, less the passes over its operands and result."""
+def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float, start: float) -> float:
+    """FLOP/s of a product forward and backward, less the passes over its operands and result and
+    the starts of its blocks.
+    """
     rows, columns, depth = MATMUL
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -121,7 +128,33 @@ def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float) -> float:
     x, w = per_device(mesh, rows, depth, dtype=dtype), per_device(mesh, depth, columns, dtype=dtype)
     seconds = seconds_of(local_program(mesh, body), x, w, devices=mesh.size)
     moved = 3 * (rows * depth + depth * columns + rows * columns) * jnp.dtype(dtype).itemsize
-    return 6 * rows * columns * depth / max(seconds - moved / memory_bytes_per_s, seconds / 2)
+    flops = 2 * rows * columns * depth * sum(1 + start / n for n in MATMUL)
+    return flops / max(seconds - moved / memory_bytes_per_s, seconds / 2)
+
+
+def _matmul_start(mesh: Mesh, memory_bytes_per_s: float) -> float:
+    """Depth of a matmul that takes as long as the start of its blocks."""
+    _, columns, _ = MATMUL
+
+    def seconds(depth: int) -> float:
+        product = local_program(mesh, lambda x, w: x @ w)
+        x, w = per_device(mesh, TALL, depth), per_device(mesh, depth, columns)
+        moved = 4 * (TALL * depth + depth * columns + TALL * columns)
+        return seconds_of(product, x, w, devices=mesh.size) - moved / memory_bytes_per_s
+
+    return start_of(DEPTHS, [seconds(depth) for depth in DEPTHS])
+
+
+def start_of(depths: Sequence[int], seconds: Sequence[float]) -> float:
+    """Where the line through two (depth, seconds) meets zero, below zero; at least one element, at
+    most the smaller depth.
+
+    >>> start_of((32, 256), (6.0, 34.0))
+    16.0
+    """
+    (shallow, deep), (less, more) = depths, seconds
+    slope = (more - less) / (deep - shallow)
+    return min(max(less / slope - shallow, 1.0), float(shallow)) if slope > 0 else float(shallow)
 
 
 def _convolution(mesh: Mesh) -> float:

@@ -21,8 +21,8 @@ from shardlib.calibration.machine import machine_of_figures
 from shardlib.calibration.stopwatch import quiet_seconds
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.machine.efficiency_curves import efficiency_of
-from shardlib.cost.machine.roofline import kernel_parts, kernel_seconds
-from shardlib.cost.terms.terms import Amount, Compute, Elements
+from shardlib.cost.machine.roofline import kernel_parts, kernel_seconds, matmul_seconds
+from shardlib.cost.terms.terms import Amount, Compute, Elements, Matmul
 from shardlib.errors import TopologyError
 from shardlib.hardware import Span, Topology, topology
 
@@ -103,6 +103,44 @@ def test_a_device_that_gets_one_core_is_no_faster_than_that():
     machine = machine_of_figures(8, 8, figures(8, float32_flops_per_s=0.25e9, alone=4.0))
     rates = [used * machine.in_use(used).chip.peak("float32") for used in (8, 4, 2, 1)]
     assert rates == pytest.approx([2e9, 2e9, 2e9, 1e9])
+
+
+@pytest.mark.parametrize(
+    ("depth", "seconds"), [(16, 1.0), (48, 1.5), (112, 2.5)], ids=["shallow", "deeper", "deep"]
+)
+def test_blocks_of_a_matmul_take_a_start(depth: int, seconds: float):
+    """A block of 8 x 16 at a multiply-add of each element a second, which takes as long to start as 48 elements of depth: depth + 48 s, over 64."""
+    machine = machine_of_figures(
+        1,
+        1,
+        figures(1, float32_flops_per_s=256.0, bfloat16_flops_per_s=256.0, matmul_start=48.0),
+    )
+    constants = efficiency_of("cpu", "cpu", "xla", dict(machine.efficiency))
+    one = [np.array([float(n)]) for n in (8, 16, depth, 1)]
+    found = matmul_seconds(*one, machine.chip.peak("float32"), constants)[0] / 64
+    assert found == pytest.approx(seconds)
+
+
+def test_a_gradient_of_a_weight_pays_for_transposed_copies():
+    """Per byte of the gradient, whatever the batch: twice the batch costs no more copies."""
+    machine = machine_of_figures(1, 1, figures(1, memory_bytes_per_s=1.0))
+    constants = efficiency_of("cpu", "cpu", "xla", dict(machine.efficiency))
+
+    def traffic(batch: float, *, weight: bool) -> float:
+        rows, columns, depth = (_amount(size) for size in (4.0, 2.0, batch))
+        term = Compute(
+            flops=_amount(16 * batch),
+            dtype="float32",
+            traffic=(),
+            trips=1,
+            matmul=Matmul(rows=rows, columns=columns, depth=depth),
+            weight=weight,
+            category="matmul",
+        )
+        return float(kernel_parts(term, _local, machine.chip, constants)[2][0])
+
+    assert traffic(8.0, weight=False) == 0
+    assert traffic(8.0, weight=True) == traffic(16.0, weight=True) == constants.transposed * 32
 
 
 def test_a_machine_whose_devices_have_their_own_cores_stays_as_it_is():
