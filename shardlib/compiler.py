@@ -34,7 +34,6 @@ from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
 from shardlib.verification.isolation import Limits
-from shardlib.verification.refine import wanted_plans
 from shardlib.verification.report import Verification
 from shardlib.verification.targets import PLATFORMS, require_compiler
 from shardlib.verification.verify import verify_program
@@ -56,6 +55,7 @@ def plan(
     allow: Mapping[str, Sequence[str]] | None = None,
     rows: str = "prove",
     wrt: Filter = None,
+    framework: str | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
@@ -94,9 +94,11 @@ def plan(
             frozen: stored and used sharded, with no gradient and no optimizer state, see
             `docs/partial_training.md`.
 
+        framework: the training framework that will run the plan, such as "megatron-core": it is
+            priced for it and keeps to what it can do, see `docs/frameworks.md`.
+
     Returns:
-        The plan, with its estimate (seconds, bytes per device), the certificate of the search and
-        findings; it can be asked on (`why_not`, `alternatives`, ...).
+        The plan, with estimate, certificate and findings; it can be asked on (`why_not`, ...).
 
     Raises:
         ArgumentError: arguments of another kind than is asked for; all of them are listed.
@@ -104,15 +106,14 @@ def plan(
             fits none of its parameters.
         BatchError: `batch_axes` do not fit `batch`, or it has no rows.
         TracingError: the loss or the initialiser cannot be traced.
-        TopologyError: the topology does not parse; or none is given, and the devices here are
-            accelerators.
+        TopologyError: the topology does not parse, or none is given and here are accelerators.
         MissingFileError: the topology names a file that is not there.
-        PinError: a pin is misspelt, out of range or contradicts another, or the pins allow no plan.
+        PinError: a pin is misspelt, out of range, contradicts another or is none of `framework`, or
+            the pins allow no plan.
         InfeasibleError: nothing fits the memory of a device; the message names what to relax.
         MissingPackageError: with `refine`, the compiler of the topology is not installed.
-        PlanError: `refine` is no integer of at least 0.
-        VerificationError: with `refine`, no plan that was compiled survived; where all were out of
-            memory, an `InfeasibleError`.
+        PlanError: `refine` is no integer of at least 0, or asked for with `framework`.
+        VerificationError: with `refine`, no plan that was compiled survived.
     """
     require_arguments(
         "plan",
@@ -124,18 +125,19 @@ def plan(
         limits=limits,
         lowered=lowered,
         allow=allow,
+        framework=framework,
     )
     pin = choice.with_allowed(pin, allow)
-    wanted = wanted_plans(refine)
-    machine = machine_of(topology) if wanted else None
+    compiled = choice.wanted(refine, framework, lowered=lowered)
+    machine = machine_of(topology) if compiled else None
     if machine is not None:
         require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         return (
-            choice.searched(traced, topology, pin, lowered=lowered)[1]
+            choice.searched(traced, topology, pin, lowered=lowered, framework=framework)[1]
             if machine is None
-            else choice.refined_by_compiler(traced, machine, pin, wanted, limits)
+            else choice.refined_by_compiler(traced, machine, pin, compiled, limits)
         )
 
 

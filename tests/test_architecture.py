@@ -34,6 +34,7 @@ ORDER = {
         "bounds",
         "answers",
         "text",
+        "emission",
         "plan",
         "assembly",
         "offers",

@@ -28,6 +28,7 @@ def make_plan(
     refine: int = 0,
     *,
     lowered: bool = False,
+    framework: str | None = None,
 ) -> Plan:
     """Plans the model that a command line names; the plan remembers where it came from.
 
@@ -36,22 +37,33 @@ def make_plan(
         topology, batch, seq, pins: as the options say.
         refine: how many of the best plans to compile.
         lowered: whether to leave out what is not lowered yet.
+        framework: the training framework that will run the plan; None for programs of shardlib.
 
     Raises:
         ShardlibError: anything that the command line asked for and that cannot be done.
     """
     from dataclasses import replace
 
+    from shardlib.cost.terms.frameworks import framework as find_framework
     from shardlib.hardware import topology as find_topology
 
-    find_topology(topology)
+    vendor = find_topology(topology).chip.vendor
+    if framework is not None:  # what is misspelt is said before anything is traced
+        find_framework(framework, vendor)
     with status(
         f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")
     ):
         inputs = inputs_of(spec, batch, seq)
         import shardlib
 
-        plan = shardlib.plan(**inputs, topology=topology, pin=pins, refine=refine, lowered=lowered)
+        plan = shardlib.plan(
+            **inputs,
+            topology=topology,
+            pin=pins,
+            refine=refine,
+            lowered=lowered,
+            framework=framework,
+        )
     origin = {
         "model": spec,
         **({"batch": str(batch)} if batch else {}),
@@ -152,7 +164,10 @@ def replanned(plan: Plan, pins: JsonObject) -> Plan | str:
     }
     batch, seq = origin_sizes(plan)
     try:
-        return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
+        framework = plan.framework.name if plan.framework else None
+        return make_plan(
+            origin["model"], plan.topology, batch, seq, {**kept, **pins}, framework=framework
+        )
     except InfeasibleError as error:
         return str(error)
 

@@ -17,10 +17,11 @@ from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.plan import Plan
-from shardlib.planning.planner import ranked, search
+from shardlib.planning.planner import prepared_for, ranked, search
 from shardlib.planning.questions.counterfactual import pinned, roomy
 from shardlib.verification.isolation import Limits
 from shardlib.verification.refine import refine as refined
+from shardlib.verification.refine import wanted_plans
 from shardlib.verification.report import Verification
 from shardlib.verification.verify import verify_program
 
@@ -39,12 +40,35 @@ def with_allowed(
     return {**(pin or {}), "allow": allow} if allow else pin
 
 
+def wanted(refine: int | None, framework: str | None, *, lowered: bool) -> int:
+    """How many plans to compile; none of a framework, which runs its own programs.
+
+    Args:
+        refine: as the user says.
+        framework: the training framework; None for programs of shardlib.
+        lowered: whether to leave out what has no lowering.
+
+    Raises:
+        PlanError: `refine` is no integer of at least 0, or what is asked for is about programs of
+            shardlib, and a framework is named.
+    """
+    count = wanted_plans(refine)
+    asked = [word for word, given in (("refine", count), ("lowered", lowered)) if given]
+    if framework is not None and asked:
+        raise PlanError(
+            f"{' and '.join(asked)} is about programs that shardlib makes, and {framework} runs its"
+            " own\nTry: leave out one of the two"
+        )
+    return count
+
+
 def searched(
     model: TracedModel,
     topology: str | Topology | None,
     pin: PinMapping | None,
     *,
     lowered: bool = True,
+    framework: str | None = None,
 ) -> tuple[TracedModel, Plan]:
     """The plan, and what it was made for: a loss that is another one for a microbatch of the plan
     than for the batch is taken for one whose rows meet.
@@ -54,6 +78,7 @@ def searched(
         topology: the machine; None for the devices of this host.
         pin: decisions fixed by hand.
         lowered: leave out what has no lowering yet.
+        framework: the training framework that runs the plan; None for programs of shardlib.
 
     Returns:
         The model, with what the search taught of its rows, and its plan.
@@ -63,6 +88,10 @@ def searched(
             no lowering.
     """
     machine = machine_of(topology)
+    if framework is not None:
+        load = prepared_for(framework, model.traced.problem, machine)
+        found = search(load.problem, machine, pin, load=load)
+        return model, found.with_findings(*model.model.findings)
     found = search(model.traced.problem, machine, pin, lowered=lowered)
     rows = model.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
     if rows is not None and not rows.splits:
@@ -78,6 +107,11 @@ def runnable(plan: Plan) -> Plan:
     Raises:
         PlanError: it decides for something that has no lowering yet.
     """
+    if plan.framework is not None:
+        raise PlanError(
+            f"the plan is made for {plan.framework.name}, which runs it itself\nTry: plan.emit(),"
+            " or a plan without framework="
+        )
     waits = waits_for(plan)
     if waits:
         raise PlanError(

@@ -23,6 +23,7 @@ from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import PlanData, plan_to_data
 from shardlib.planning.decisions.stored import read
+from shardlib.planning.emission.emit import emit
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.diff import diff
 from shardlib.planning.text.explain import explain
@@ -40,8 +41,7 @@ class Ranked:
         candidate: what it decides.
         seconds: predicted time of a step.
         peak_bytes: predicted bytes per device.
-        make: builds the plan, with the certificate of the search; its gap is how much slower than
-            the fastest it is predicted to be.
+        make: builds the plan; its gap is how much slower than the fastest it is predicted to be.
     """
 
     candidate: Candidate
@@ -55,9 +55,7 @@ class Source(Protocol):
     `shardlib.planning.planner` has it.
 
     Attributes:
-        load: the prepared problem.
-        topology: the parsed topology.
-        pins: the pins it was made under.
+        load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
         lowered: whether only plans that can be run were searched.
     """
 
@@ -142,13 +140,10 @@ class Plan(PlanData):
         return explain(self)
 
     def diff(self, other: Plan) -> str:
-        """What another plan decides and costs differently, as text for people.
+        """What another plan decides and costs differently, as text of at most 100 columns.
 
         Args:
             other: a plan of any model or topology.
-
-        Returns:
-            A text with what differs, at most 100 columns wide.
         """
         return diff(self, other)
 
@@ -254,6 +249,14 @@ class Plan(PlanData):
             InfeasibleError: nothing fits there.
         """
         return source_of(self).replan(self, topology, lost=lost, anew=anew)
+
+    def emit(self) -> str:
+        """The configuration of the plan's framework (`docs/frameworks.md`).
+
+        Raises:
+            PlanError: there is none, or it has no words for the plan.
+        """
+        return emit(self)
 
     def to_json(self) -> str:
         """The plan as JSON text, with a checksum of its content; `from_json` gives an equal

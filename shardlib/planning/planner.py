@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.cost.terms.frameworks import framework
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
@@ -19,13 +21,14 @@ from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.constraint import Constraints
 from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.shadow_prices import Sensitivity
+from shardlib.planning.decisions.dtypes import effective, under
 from shardlib.planning.plan import Plan, Ranked, Source
 from shardlib.planning.questions.alternatives import alternatives
 from shardlib.planning.questions.constraints import constraints
 from shardlib.planning.questions.replan import replan
 from shardlib.planning.questions.sensitivity import sensitivity
 from shardlib.planning.search import search as searching
-from shardlib.planning.space.workload import Workload
+from shardlib.planning.space.workload import Workload, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,27 @@ def search(
         source,
         preparing,
     )
+
+
+def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
+    """A problem prepared for a training framework, with parameters stored as it stores them; to
+    search it is to plan within what the framework can do.
+
+    Args:
+        name: of the framework, or of one of its profiles.
+        problem: the traced step.
+        topology: the machine.
+
+    Raises:
+        PinError: there is no such framework, or it does not run on such chips.
+    """
+    vendor = topology.chip.vendor
+    one = framework(name, vendor)
+    profile = framework_profile(one.profile)
+    stored = (("param_dtype", one.param_dtype),) if one.param_dtype else ()
+    wanted = effective(stored, problem, profile)
+    problem, profile = under(wanted, problem, profile)
+    return prepare(problem, vendor, profile, one)
 
 
 def ranked(

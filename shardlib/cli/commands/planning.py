@@ -56,6 +56,15 @@ class Searching:
     lowered: Annotated[
         bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")
     ] = False
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--framework",
+            metavar="NAME",
+            help="Plan for this training framework, within what it can do: megatron-core,"
+            " torchtitan, maxtext, deepspeed, levanter. [programs of shardlib]",
+        ),
+    ] = None
 
 
 @spread
@@ -70,13 +79,20 @@ def plan_command(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")
     ] = None,
+    emit: Annotated[
+        Path | None,
+        typer.Option("--emit", help="Write the configuration of the --framework here."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to spread a model over a topology."""
     from shardlib.planning.decisions.plan_data import plan_to_data
+    from shardlib.planning.emission.emit import require_written
     from shardlib.planning.text.explain import explain
 
     pins = {**parse_pins(searching.pin or []), **parse_allow(searching.allow or [])}
+    if emit is not None:
+        require_written(searching.framework)
     with quiet_stdout(as_json):
         found = make_plan(
             model,
@@ -86,7 +102,10 @@ def plan_command(
             pins,
             searching.refine,
             lowered=searching.lowered,
+            framework=searching.framework,
         )
+    if emit is not None:
+        write(emit, found.emit())
     if out is not None:
         write(out, found.to_json() + "\n")
     echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)

@@ -239,7 +239,8 @@ def pipeline_on_gpus(at: Situation) -> Finding | None:
     36.1 GiB predicted, 52.3 and 42.1 compiled).
     """
     one_program = at.plan.mesh["stage"] > 1 and at.plan.pipeline == "lockstep"
-    if at.topology.chip.vendor != "nvidia" or not one_program:
+    own = at.plan.framework is None  # others make no such program
+    if at.topology.chip.vendor != "nvidia" or not one_program or not own:
         return None
     return Finding(
         code="pipeline-on-gpus",

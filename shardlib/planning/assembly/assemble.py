@@ -17,8 +17,9 @@ from shardlib.planning.assembly.replicated import of_replicated
 from shardlib.planning.assembly.stages import stage_seconds
 from shardlib.planning.decisions.candidate import Candidate, completed
 from shardlib.planning.decisions.plan_data import Link, Search
+from shardlib.planning.decisions.purpose import FrameworkJob
 from shardlib.planning.plan import Plan
-from shardlib.planning.space.limits import experts_form
+from shardlib.planning.space.limits import batch_size, experts_form, sequence_size
 from shardlib.planning.space.workload import Workload
 from shardlib.rules import Rules
 
@@ -82,6 +83,7 @@ def assemble(
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
         estimate=replace(with_corrections(cost, topology), stage=stage_seconds(one)),
         search=certificate,
+        framework=_framework(load),
     )
     alike = replicated(
         [(program.facts, part) for program, part in programs],
@@ -94,10 +96,27 @@ def assemble(
     )
     return plan.with_findings(
         *findings.notes(load, topology, plan, left_out),
-        *findings.waiting(plan),
+        *(findings.waiting(plan) if plan.framework is None else ()),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *of_replicated(alike, how.mesh, plan.estimate.step_seconds),
+    )
+
+
+def _framework(load: Workload) -> FrameworkJob | None:
+    """The framework that runs the plan, with the sizes of the job."""
+    if load.framework is None:
+        return None
+    experts = load.colouring.colours[load.expert].divisor if load.expert else 1
+    return FrameworkJob(
+        name=load.framework.name,
+        profile=load.profile.name,
+        vendor=load.vendor,
+        batch=batch_size(load.problem, load.colouring),
+        sequence=sequence_size(load.problem, load.colouring),
+        layers=max(load.counts, default=0),
+        compute_dtype=load.problem.compute_dtype,
+        experts=experts,
     )
 
 

@@ -16,9 +16,9 @@ from typing import Any, Self, cast
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
 from shardlib.decisions.plain_data import identity, plain
-from shardlib.decisions.table import Decisions
 from shardlib.layout import Layout
 from shardlib.planning.decisions.compiled_trials import Refined
+from shardlib.planning.decisions.purpose import Purpose
 from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
@@ -116,15 +116,13 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanData(Decisions):
-    """A complete decision for one model, batch and topology: all of `Decisions`, and what follows
-    from them.
+class PlanData(Purpose):
+    """A complete decision for one model, batch and topology: all of `Decisions`, what they are made
+    for, and what follows from them.
 
     Attributes:
         mesh, rules: as in `Decisions`; a plan has to say them. `rules` are colour -> mesh axes in
             compute, a priority list (see `shardlib.rules`).
-        model: name of the model, for people.
-        topology: spelling of the topology it was made for.
         placement: for every axis the links that it runs along, the major one first; see
             `shardlib.hardware.placement`.
         parameters: layout of every parameter, in the order of the model's tree.
@@ -134,13 +132,10 @@ class PlanData(Decisions):
         refined: what the compiler said, where it was asked (`shardlib.plan(..., refine=K)`); the
             estimate stays the prediction.
         findings: what the user should know.
-        origin: (word, value) pairs with which the command line can trace the model again.
     """
 
     mesh: MeshShape = field()
     rules: Rules = field()
-    model: str
-    topology: str
     placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
     parameters: tuple[ParameterLayout, ...] = ()
     batch_layouts: tuple[tuple[str, Layout], ...] = ()
@@ -148,7 +143,6 @@ class PlanData(Decisions):
     search: Search = Search()
     refined: Refined | None = None
     findings: tuple[Finding, ...] = ()
-    origin: tuple[tuple[str, str], ...] = ()
 
     @property
     def decisions(self) -> JsonObject:
@@ -162,6 +156,7 @@ class PlanData(Decisions):
             "model": self.model,
             "topology": self.topology,
             **identity(self),
+            **({"framework": self.framework.to_json()} if self.framework else {}),
             "parameters": [
                 [
                     p.path,
@@ -258,4 +253,5 @@ def _content(plan: PlanData) -> JsonObject:
         "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
         "findings": [finding.to_json() for finding in plan.findings],
         "origin": dict(plan.origin),
+        **({"framework": plan.framework.to_json()} if plan.framework else {}),
     }

@@ -82,7 +82,7 @@ class GroupBounds:
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
         for how in knobs:
-            at = np.flatnonzero(hopeful & schedules.legal_zero(how.zero, c))
+            at = np.flatnonzero(hopeful & schedules.legal_zero(self.room, how.zero, c))
             none = combine(known[NONE].take(at), how, self.load.model, self.pricer, c.take(at))
             left = np.flatnonzero(
                 ~plain[at] | ((none.step_seconds < seen.limit) & (none.peak_bytes > self.capacity))

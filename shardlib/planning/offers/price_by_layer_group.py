@@ -116,7 +116,9 @@ class GroupPricer:
         if self.room.pins.remat_layers is None and not self.room.each:
             wanted = self.bounds.wanted(known, choices, candidates, c, knobs, seen)
         else:
-            wanted = {how: np.flatnonzero(schedules.legal_zero(how.zero, c)) for how in knobs}
+            wanted = {
+                how: np.flatnonzero(schedules.legal_zero(self.room, how.zero, c)) for how in knobs
+            }
         rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *wanted.values()]))
         if not len(rows):
             return

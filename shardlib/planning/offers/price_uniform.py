@@ -138,7 +138,7 @@ class RowPricer:
             {(how.zero, how.gather) for listed in knobs.values() for how in listed},
             key=lambda one: (one[0], one[1] != "use"),
         ):
-            legal, wanted = schedules.legal_zero(zero, less.c), worth
+            legal, wanted = schedules.legal_zero(self.room, zero, less.c), worth
             if (
                 gather == "once"
                 and "use" in self.room.gathers
@@ -166,7 +166,7 @@ class RowPricer:
         the others are no faster than those that gather at every use, and larger.
         """
         at = np.flatnonzero(
-            np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(3, rows.c)
+            np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(self.room, 3, rows.c)
         )
         less, saving = rows.take(at), np.zeros(len(rows), dtype=bool)
         for policy in worth:

@@ -12,6 +12,7 @@ from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.totals import Totals
 from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest, mix, offloaded
 from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.abilities import Abilities
 from shardlib.decisions.readers import HOSTED
 from shardlib.planning.offers.incumbents import Seen
 from shardlib.planning.offers.offer import Offer
@@ -82,6 +83,10 @@ class Variants:
                     seen,
                 )
 
+    @property
+    def _able(self) -> Abilities:
+        return self.room.limits.able
+
     def offloads(self) -> list[tuple[str, ...]]:
         """What may be put in host memory, beside nothing."""
         pinned = self.room.pins.offload
@@ -91,7 +96,8 @@ class Variants:
             or self.room.lowered
         ):
             return []
-        return [*((part,) for part in HOSTED), HOSTED]
+        every = (*((part,) for part in HOSTED), HOSTED)
+        return [parts for parts in every if {*parts} <= {*self._able.offload}]
 
     def _mixed(
         self,
@@ -104,7 +110,7 @@ class Variants:
     ) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""
         wanted = self.room.pins.remat_layers
-        if fast is None or wanted == 0 or self.room.apart:
+        if fast is None or wanted == 0 or self.room.apart or "partly" not in self._able.remat:
             return
         legal = fast.step_seconds < seen.limit
         if self.room.lowered and wanted is None:  # layers of stages recompute alike

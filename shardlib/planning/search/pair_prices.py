@@ -253,7 +253,7 @@ class PairPricer:
             )
             placement = place(mesh, self.topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if self.room.lowered or usual:
+        if self.room.lowered or usual or not self.room.limits.able.free:
             placement = place(mesh, self.topology)
             return [] if placement is None else [((), placement)]
         return placements(mesh, self.topology)

@@ -10,9 +10,11 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.cost.terms.abilities import ANYTHING
+from shardlib.cost.terms.frameworks import Framework
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.decisions.pins import Pins
-from shardlib.errors import PinError
+from shardlib.errors import PinError, raise_all
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.candidate import Candidate
@@ -90,6 +92,8 @@ def priced_space(
     Raises:
         PinError: the pins make no sense, or allow no plan.
     """
+    able = load.framework.able if load.framework is not None else ANYTHING
+    _require_able(load.framework, pins)
     rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
     fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
@@ -139,7 +143,7 @@ def priced_space(
                 if machines[devices] == machine:
                     explorer.run(devices, ranking, slack)
 
-    usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip)
+    usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip, able)
     for dtypes, strategy in itertools.product(every, usual):
         explore(dtypes, strategy)
     explorer = explorers[0]
@@ -155,6 +159,21 @@ def priced_space(
             raise PinError(lacking)
         raise explain_empty(load.problem, load.colouring, pins, wanted)
     return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
+
+
+def _require_able(framework: Framework | None, pins: Pins) -> None:
+    """Whether the framework that runs the plan can do what is pinned.
+
+    Raises:
+        PinError: it cannot; all that it cannot do is listed.
+    """
+    if framework is None:
+        return
+    axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
+    failures = framework.able.refusals(dict(pins.given), axes)
+    if failures:
+        what = f"framework {framework.name!r} cannot do what is pinned"
+        raise_all(PinError, what, failures, hint="other pins, or no framework")
 
 
 def _counts(room: Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:

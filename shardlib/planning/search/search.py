@@ -123,7 +123,8 @@ def prepared(
         and load.profile == wanted
     ):
         return load
-    return prepare(problem, topology.chip.vendor, wanted)
+    framework = load.framework if load is not None else None
+    return prepare(problem, topology.chip.vendor, wanted, framework)
 
 
 def ranked(

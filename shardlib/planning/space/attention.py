@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shardlib.cost.terms.abilities import ANYTHING, Abilities
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
@@ -28,7 +30,11 @@ class Strategy:
 
 
 def strategies(
-    problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip
+    problem: Problem,
+    pins: Pins,
+    profile: FrameworkProfile,
+    chip: Chip,
+    able: Abilities = ANYTHING,
 ) -> tuple[list[Strategy], list[Strategy]]:
     """How attention may be computed and the context axis used, and what else plans may do where
     nothing fits.
@@ -44,6 +50,7 @@ def strategies(
         pins: the user's decisions.
         profile: the software; some fuses attention whatever the plan says.
         chip: the chips of the machine.
+        able: what the framework can do.
 
     Raises:
         PinError: pinned attention that the model or the chips cannot have.
@@ -78,6 +85,8 @@ def strategies(
         }[pins.context]
         gathered = "all-gather" if pins.context == "none" else pins.context
         return [strategy(gathered, attention, contexts=pins.context != "none")], []
+    if not able.free:
+        return _of_framework(strategy, pins, able, kernel), []
     around = (
         [strategy("ring", blocks, contexts=True)]
         if (calls or fused) and blocks in ("blocks", "traced") and (fused or blocks != "traced")
@@ -93,6 +102,20 @@ def strategies(
     if asked and not around:  # a kernel that a ring has no use for
         return [strategy("ulysses", kernel, contexts=True)], []
     return ([alone, *around], []) if asked or fused else ([alone], around)
+
+
+def _of_framework(
+    strategy: Callable[..., Strategy], pins: Pins, able: Abilities, kernel: str
+) -> list[Strategy]:
+    """The strategies of a framework, whose profile says how attention is computed: without a
+    context axis, and with one in each way that the framework has.
+    """
+    blocks = "blocks" if kernel == "traced" else kernel
+    attention = {"all-gather": "traced", "ring": "blocks", "ulysses": blocks}
+    size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("context", 1)
+    alone = [] if size > 1 else [strategy("all-gather", kernel, contexts=False)]
+    ways = able.contexts if "context" in able.axes else ()
+    return alone + [strategy(way, attention[way], contexts=True) for way in ways]
 
 
 def _without(problem: Problem, chip: Chip, kind: str | None) -> str:

@@ -1,5 +1,5 @@
 """What a model allows, whatever is pinned: sizes of its batch and its sequence, its layers and
-experts, and the colours that the tensor axis may shard.
+experts, and the colours that the tensor axis may shard; and what the framework can do that runs it.
 
 >>> divisors(12), divisors(10**12, most=10)
 ([1, 2, 3, 4, 6, 12], [1, 2, 4, 5, 8, 10])
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardlib.cost.terms.abilities import ANYTHING, Abilities
 from shardlib.graph.problem import Problem
 from shardlib.propagation.colours import Colouring
 
@@ -22,7 +23,7 @@ MAX_MICROBATCHES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a model allows, beside its colours.
+    """What a model, and the framework that runs it, allow, beside its colours.
 
     Attributes:
         batch: examples in the batch.
@@ -30,6 +31,8 @@ class Limits:
         layers: layers of the largest class; 0 without layers.
         experts: experts; 1 without.
         splits: whether the batch can be worked through in parts with the numbers of the whole.
+        groups: layer groups.
+        able: what the framework can do.
     """
 
     batch: int
@@ -37,6 +40,8 @@ class Limits:
     layers: int
     experts: int
     splits: bool = True
+    groups: int = 1
+    able: Abilities = ANYTHING
 
 
 def experts_form(problem: Problem) -> str:

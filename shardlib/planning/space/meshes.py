@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from shardlib.axes import BATCH_AXES, MESH_AXES, TENSOR
+from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, TENSOR
 from shardlib.decisions.pins import Pins
 from shardlib.planning.space.limits import MAX_MICROBATCHES, Limits, divisors
 from shardlib.planning.space.space import Space
@@ -49,7 +49,11 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
                 if limits.splits
                 else [1] * (limits.batch % parts == 0)
             )
-        rows += [(*mesh, micro) for micro in microbatches[parts]]
+        rows += [
+            (*mesh, micro)
+            for micro in microbatches[parts]
+            if limits.able.free or _able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro)
+        ]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
     return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
 
@@ -73,6 +77,8 @@ def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
     piped = pins.staged  # who asks for a schedule and the like asks for stages
 
     def allowed(axis: str, left: int) -> list[int]:
+        if axis not in limits.able.axes:
+            return [] if axis == "context" and contexts else [1]
         if axis in fixed:
             return (
                 [fixed[axis]]
@@ -101,13 +107,28 @@ def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
     def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         axis = MESH_AXES[len(sizes)]
         if len(sizes) == len(MESH_AXES) - 1:
-            if fixed.get(axis, left) == left:
+            if fixed.get(axis, left) == left and (left == 1 or axis in limits.able.axes):
                 yield (*sizes, left)
             return
         for size in allowed(axis, left):
             yield from extend((*sizes, size), left // size)
 
     yield from extend((), devices)
+
+
+def _able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
+    """Whether the framework has a mesh with so many microbatches, as far as that can be said of
+    them alone.
+    """
+    able, stages = limits.able, mesh["stage"]
+    alone = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]
+    sharded = math.prod(mesh[axis] for axis in STORED_AXES) > 1
+    return not (
+        (able.has("equal stages") and stages > 1 and (limits.layers % stages or limits.groups > 1))
+        or (able.has("microbatches in groups") and stages > 1 and micro % stages)
+        or (able.has("a microbatch a chunk") and stages > 1 and micro < stages)
+        or (able.has("replicas alone") and alone and not sharded)
+    )
 
 
 def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
@@ -141,4 +162,6 @@ def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Arra
         % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
         == 0
     )
+    if limits.able.has("experts in sequence") and routes and not choice.sequence:
+        fits &= sizes["tensor"] == 1
     return fits if routes else fits & (sizes["expert"] == 1)

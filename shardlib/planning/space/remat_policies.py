@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardlib.cost.terms.abilities import Abilities
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
 from shardlib.errors import PinError, raise_all
@@ -54,7 +55,7 @@ def policies_of_groups(
 
 
 def policies_of_space(
-    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]]
+    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]], able: Abilities
 ) -> tuple[str, ...]:
     """The remat policies that layers of some plan follow.
 
@@ -62,6 +63,7 @@ def policies_of_space(
         problem: the model.
         pins: the user's decisions.
         each: the pinned policy of each layer group; () where that is not pinned.
+        able: what the framework can do.
 
     Raises:
         PinError: the model has no step with the pinned policy.
@@ -70,7 +72,7 @@ def policies_of_space(
         pinned = {"none", *(policy for policy, _ in each)}
         return tuple(policy for policy in problem.steps if policy in pinned)
     if pins.remat is None:
-        return tuple(problem.steps)
+        return tuple(policy for policy in problem.steps if policy in able.remat)
     if pins.remat not in problem.steps:
         raise PinError(
             f"remat={pins.remat!r} recomputes layers, and {problem.model} has no repeated layer; it"

@@ -29,18 +29,23 @@ FEWEST = 3
 Array = np.ndarray
 
 
-def legal_zero(zero: int, c: Candidates) -> Array:
-    """Which candidates a ZeRO stage fits: there is something to shard over, and an fsdp axis shards
-    something.
+def legal_zero(room: Space, zero: int, c: Candidates) -> Array:
+    """Which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis shards
+    something, and the framework can do it.
 
     Args:
+        room: the space that is searched.
         zero: 0 to 3.
         c: candidates.
 
     Returns:
         Boolean array [candidates].
     """
-    return c.ways(STORED_AXES) > 1 if zero else c.fsdp == 1
+    able = room.limits.able
+    if zero:
+        alone = able.has("ZeRO or replicas")
+        return (c.ways(STORED_AXES) > 1) & ((c.ways(("data",)) == 1) | (not alone))
+    return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
 
 
 def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
@@ -53,7 +58,7 @@ def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[De
         pipelined: whether there are stages.
     """
     pins = room.pins
-    zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
+    zeros = [zero for zero in room.limits.able.zero if pins.zero in (None, zero)]
     usual = _schedules(room, policy) if pipelined else [(NONE.name, 1)]
     listed = [
         (zero, schedule, virtual, gather)
@@ -84,13 +89,13 @@ def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[De
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
-    pins = room.pins
+    pins, able = room.pins, room.limits.able
     tried = [
         (schedule.name, chunks)
         for schedule in SCHEDULES.values()
-        if pins.schedule in (None, schedule.name)
+        if pins.schedule in (None, schedule.name) and (able.free or schedule.name in able.schedules)
         for chunks in schedule.tried(
-            pinned=pins.schedule is not None,
+            pinned=pins.schedule is not None or len(able.schedules) == 1,
             chunks=pins.virtual_stages,
             policy=policy,
             most=MAX_VIRTUAL,
@@ -213,6 +218,13 @@ def legal_schedule(room: Space, how: Decisions, c: Candidates) -> Array:
     """
     layers = room.limits.layers
     fits = c.stage * how.virtual_stages <= layers
+    able, chunks = room.limits.able, how.virtual_stages
+    if able.has("equal stages"):
+        fits &= layers % (c.stage * chunks) == 0
+    if able.has("chunked in groups") and chunks > 1:
+        fits &= c.micro % c.stage == 0
+    if able.has("a microbatch a chunk"):
+        fits &= c.micro >= c.stage * chunks
     schedule = named(how.schedule)
     if schedule.forward_first and how.virtual_stages > 1 and not room.pins.virtual_stages:
         fits &= -(-layers // c.stage) % how.virtual_stages == 0

@@ -36,6 +36,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from shardlib.cost.terms.abilities import ANYTHING, Abilities
 from shardlib.cost.terms.framework_profiles import gathers
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
@@ -129,6 +130,8 @@ def build(
         layers=max(load.counts, default=0),
         experts=colouring.colours[load.expert].divisor if load.expert else 1,
         splits=problem.rows.splits,
+        groups=len(load.counts),
+        able=load.framework.able if load.framework is not None else ANYTHING,
     )
     require_whole(problem.rows, max(pins.microbatches or 1, pins.accumulation or 1))
     pins, each = policies_of_groups(problem, pins, load.class_names, load.by_class)
@@ -136,14 +139,20 @@ def build(
     return Space(
         tensor=tensor,
         left_out=left_out,
-        policies=policies_of_space(problem, pins, each),
-        choices=_choices(colouring, tensor, pins, fixed),
+        policies=policies_of_space(problem, pins, each, limits.able),
+        choices=tuple(
+            choice
+            for choice in _choices(colouring, tensor, pins, fixed)
+            if _able(choice, tensor, load.expert, limits.able)
+        ),
         routes=_routes(load, pins, limits, lowered=lowered),
         pins=pins,
         limits=limits,
         lowered=lowered,
         by_class=load.by_class,
-        gathers=_gathers(pins, gathers(load.profile)),
+        gathers=_gathers(
+            pins, tuple(one for one in gathers(load.profile) if one in limits.able.gathers)
+        ),
         each=each,
         strategy=strategy,
     )
@@ -173,6 +182,20 @@ def _choices(
     )
 
 
+def _able(choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abilities) -> bool:
+    """Whether a framework can shard what a choice does over tensor: nothing, or what it shards
+    always, and the width of experts, which has ranks of its own, if the plan says so.
+    """
+    if not choice.tensor or able.free:
+        return True
+    if choice.sequence is None and able.sequence_parallel == "always":
+        return False
+    if choice.sequence is not None and able.sequence_parallel == "never":
+        return False
+    always = {name for name in tensor if name != expert and not name.startswith(expert or name)}
+    return able.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
+
+
 def _routes(load: Workload, pins: Pins, limits: Limits, *, lowered: bool) -> tuple[bool, ...]:
     """Whether tokens of experts may be routed, each in turn.
 
@@ -187,6 +210,7 @@ def _routes(load: Workload, pins: Pins, limits: Limits, *, lowered: bool) -> tup
         if (expert or not flag)
         and not (lowered and flag and pins.experts is None and form not in problem.functions)
         and pins.experts in (None, form if flag else "none")
+        and (limits.able.free or flag or not expert)
     )
     if pins.experts not in (None, "none") and not expert:
         raise PinError(

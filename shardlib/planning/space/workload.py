@@ -15,6 +15,7 @@ from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.terms.frameworks import Framework
 from shardlib.cost.terms.terms import Item
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.graph.graph import ITEMSIZE
@@ -40,6 +41,7 @@ class Workload:
         rest: items of stored parameters.
         model: layers, and bytes of the batch.
         profile: the software.
+        framework: what it is the profile of, and can do; None for programs of shardlib.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Workload:
     rest: list[Item]
     model: Model
     profile: FrameworkProfile = XLA
+    framework: Framework | None = None
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -132,7 +135,9 @@ class Workload:
             problem, profile = under(dtypes, self.problem, self.profile)
             changed = profile if kind == "traced" else replace(profile, attention=kind)
             self._under[dtypes, kind] = (
-                prepare(problem, self.vendor, changed) if dtypes or kind != "traced" else self
+                prepare(problem, self.vendor, changed, self.framework)
+                if dtypes or kind != "traced"
+                else self
             )
         return self._under[dtypes, kind]
 
@@ -172,7 +177,12 @@ def _shared_path(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def prepare(problem: Problem, vendor: str = "nvidia", profile: FrameworkProfile = XLA) -> Workload:
+def prepare(
+    problem: Problem,
+    vendor: str = "nvidia",
+    profile: FrameworkProfile = XLA,
+    framework: Framework | None = None,
+) -> Workload:
     """Colours a problem and splits its cost into items.
 
     Args:
@@ -180,6 +190,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", profile: FrameworkProfile 
         vendor: of the chips, whose compiler makes the kernels.
         profile: the software that runs the step, which may compute and keep other values than the
             traced program (`shardlib.cost.profiles.rewrites`).
+        framework: what the profile is of; None for programs of shardlib.
     """
     colouring = colour(problem)
     frozen = frozenset(stack_dims(problem))
@@ -206,6 +217,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", profile: FrameworkProfile 
         programs=programs,
         rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
         profile=profile,
+        framework=framework,
         model=Model(
             counts=facts.layers.counts,
             batch_bytes=batch_bytes,

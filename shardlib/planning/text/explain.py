@@ -58,7 +58,8 @@ def headline(plan: PlanData) -> str:
     estimate, n = plan.estimate, plan.mesh.devices
     return "\n".join(
         [
-            f"{plan.model} on {plan.topology}: {n} device{'s' if n > 1 else ''}, mesh {plan.mesh}",
+            f"{plan.model} on {plan.topology}{_software(plan)}: {n} device{'s' if n > 1 else ''},"
+            f" mesh {plan.mesh}",
             (
                 f"{seconds_text(estimate.step_seconds)} a step ·"
                 f" {count_text(estimate.tokens_per_second)} tokens/s · MFU"
@@ -66,6 +67,11 @@ def headline(plan: PlanData) -> str:
             ),
         ]
     )
+
+
+def _software(plan: PlanData) -> str:
+    """The framework that runs the plan, where it is not shardlib."""
+    return f" under {plan.framework.name}" if plan.framework is not None else ""
 
 
 TRIAL_HEAD = ("mesh", "step", "compiled", "memory", "compiled", "verdict", "other decisions")

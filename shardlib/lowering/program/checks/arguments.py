@@ -56,6 +56,11 @@ _KINDS: Mapping[str, Kind] = {
     ),
     "lowered": (lambda value: isinstance(value, bool), "boolean", "lowered=True"),
     "name": (lambda value: isinstance(value, str), "string", 'name="model"'),
+    "framework": (
+        lambda value: isinstance(value, str),
+        "name of a framework",
+        'framework="megatron-core"',
+    ),
     "plan": (
         lambda value: isinstance(value, Plan),
         "plan",

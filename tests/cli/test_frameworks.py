@@ -1,0 +1,75 @@
+"""`shardlib plan --framework NAME --emit FILE`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ("--framework", "megatron", "--emit", "flags.txt"),
+            "error: framework 'megatron' is unknown; did you mean 'megatron-core'?",
+        ),
+        (
+            ("--framework", "alpa", "--emit", "alpa.yaml"),
+            "error: no configuration of alpa is written\nTry: one of deepspeed, levanter, maxtext,"
+            " megatron-core, torchtitan\n",
+        ),
+        (
+            ("--emit", "flags.txt"),
+            "error: the plan is made for programs of shardlib, which need no configuration\n"
+            "Try: a framework, one of deepspeed, levanter, maxtext, megatron-core, torchtitan\n",
+        ),
+        (
+            ("--framework", "torchtitan", "--refine", "2"),
+            "error: refine is about programs that shardlib makes, and torchtitan runs its own\n",
+        ),
+    ],
+)
+def test_bad_input(
+    shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    card: Path,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", str(card), "-t", "h100:8", "--batch", "16", "--seq", "64")
+    code, out, err = shell(*words, *more)
+    assert (code, out) == (2, "") and err.startswith(message)
+    assert {file.name for file in tmp_path.iterdir()} == {card.name}
+
+
+def test_framework_on_other_chips(shell, card: Path) -> None:
+    words = ("plan", str(card), "-t", "v5e:2x2", "--batch", "16", "--seq", "64")
+    assert shell(*words, "--framework", "deepspeed") == (
+        2,
+        "",
+        "error: framework 'deepspeed' runs on chips of nvidia, and these are of google\n"
+        "Try: levanter or maxtext\n",
+    )
+
+
+def test_configuration_is_written(shell, card: Path, tmp_path: Path) -> None:
+    emitted, stored = tmp_path / "titan.toml", tmp_path / "plan.json"
+    words = ("plan", str(card), "-t", "h100:8", "--batch", "16", "--seq", "64")
+    code, out, _ = shell(
+        *words, "--framework", "torchtitan", "--emit", str(emitted), "--out", str(stored), "--json"
+    )
+    assert code == 0
+    plan, found = json.loads(out), tomllib.loads(emitted.read_text())
+    assert plan["framework"]["name"] == "torchtitan"
+    sizes = found["parallelism"]
+    assert sizes["data_parallel_shard_degree"] == plan["mesh"].get("fsdp", 1)
+    assert found["training"]["global_batch_size"] == 16 and found["training"]["seq_len"] == 64
+    code, out, err = shell("explain", str(stored), "--why-not", "zero=0")
+    assert code == 0, err
+    code, _, err = shell("explain", str(stored), "--why-not", "zero=1")
+    assert code == 2 and "framework 'torchtitan' cannot do what is pinned: zero=1" in err
