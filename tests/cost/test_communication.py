@@ -110,9 +110,7 @@ def test_tokens_are_gathered_for_experts_whose_width_is_sharded_and_sums_are_sca
 def test_each_use_of_a_table_scatters_its_gradient_and_one_reduction_sums_both():
     """The lookup's is in float32, the head's in 16 bits."""
     table = VOCAB * EMBED
-    scattered = [
-        planned(name, tensor=1)["reduce-scatter", ("fsdp",)] for name in ("tied", "dense")
-    ]
+    scattered = [planned(name, tensor=1)["reduce-scatter", ("fsdp",)] for name in ("tied", "dense")]
     assert scattered[0] == scattered[1]  # that of a head of its own, too
     reduced = [
         planned(name, zero=1, tensor=1)["all-reduce", ("fsdp",)] for name in ("tied", "dense")
