@@ -17,7 +17,8 @@ from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.topology import topology
 from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.bounds.frontier import Entries, Pairs, joined
+from shardlib.planning.bounds.frontier import Entries
+from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.bounds.step_time_that_fits import Fitting, mixed
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.space import meshes, space

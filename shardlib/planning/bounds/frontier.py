@@ -6,86 +6,29 @@ An *entry* is a mesh with microbatches, a *pair* an entry under a choice of colo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint, Footprints
+from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.bounds.step_time import EACH, Bounds
 from shardlib.planning.bounds.step_time_that_fits import Fitting
 from shardlib.planning.bounds.tick import Tick
 from shardlib.planning.bounds.tick import joined as joined_ticks
+from shardlib.planning.bounds.traffic import Moved, Traffic
+from shardlib.planning.bounds.traffic import joined as joined_moves
 from shardlib.planning.space import meshes
 from shardlib.planning.space.table_components import Scope
 
 Array = np.ndarray
 #: Components of the colours that are added up, one after the other, before all of them are.
 FIRST_COMPONENTS = 2
-#: The number of a choice, entries that it fits, and their bounds for a microbatch by policy.
-Bounded = tuple[int, Array, dict[str, Tick]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """Entries under choices, arrays of equal length.
-
-    Attributes:
-        entries: indices of entries.
-        choices: numbers of choices.
-        least: a bound of each.
-    """
-
-    entries: Array
-    choices: Array
-    least: Array
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def take(self, which: Array) -> Pairs:
-        """Some of the pairs."""
-        return Pairs(
-            entries=self.entries[which], choices=self.choices[which], least=self.least[which]
-        )
-
-    def below(self, limit: float) -> Pairs:
-        """Those whose bound is below a limit, the least first."""
-        order = np.argsort(self.least, kind="stable")
-        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
-
-    def first(self, count: int) -> Pairs:
-        """So many of them."""
-        return self.take(np.arange(min(count, len(self))))
-
-    def after(self, count: int) -> Pairs:
-        """All but the first so many."""
-        return self.take(np.arange(min(count, len(self)), len(self)))
-
-    def firsts(self) -> Pairs:
-        """The first pair of every entry."""
-        return self.take(np.sort(np.unique(self.entries, return_index=True)[1]))
-
-
-def joined(parts: Iterable[Pairs]) -> Pairs:
-    """The pairs of several, one after the other."""
-    listed = [
-        Pairs(
-            entries=np.zeros(0, dtype=np.int64),
-            choices=np.zeros(0, dtype=np.int64),
-            least=np.zeros(0),
-        ),
-        *parts,
-    ]
-    return Pairs(
-        **{
-            name: np.concatenate([getattr(part, name) for part in listed])
-            for name in ("entries", "choices", "least")
-        }
-    )
 
 
 class Entries:
@@ -152,6 +95,9 @@ class Entries:
     def _footprints(self, entries: Array) -> Footprints:
         return Footprints(self.scope, self._pricer, self.values, np.unique(self.shape[entries]))
 
+    def _traffic(self, entries: Array) -> Traffic:
+        return Traffic(self.scope, self._pricer, self.values, self.shape[entries], self.at(entries))
+
     def _least(self, entries: Array) -> dict[str, Footprint]:
         """The least that any choice takes, by policy; infinite where no choice fits."""
         found, (_, which) = (
@@ -178,11 +124,13 @@ class Entries:
         """
         if self._apart:
             return self.fastest[entries]
-        return self._fitting.seconds(
-            {policy: tick.take(entries) for policy, tick in self._ticks.items()},
-            self._least(entries),
-            self.at(entries),
-        )
+        with np.errstate(invalid="ignore"):  # what no choice fits is infinite
+            return self._fitting.seconds(
+                {policy: tick.take(entries) for policy, tick in self._ticks.items()},
+                self._least(entries),
+                self._traffic(entries).least(),
+                self.at(entries),
+            )
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
@@ -195,76 +143,120 @@ class Entries:
             limit: seconds, or bytes.
             minimum_memory: the bound is that of bytes, and not of seconds.
         """
-        found: list[Bounded] = []
-        for ways in np.unique(self.sizes["tensor"][entries]):
-            mine = entries[self.sizes["tensor"][entries] == ways]
-            for number in self._fit(int(ways)):
-                found += self._under(number, mine, np.inf if minimum_memory else limit)
-        if not found:
-            return joined([])
-        every = np.concatenate([mine for _, mine, _ in found])
-        choices = np.concatenate([np.full(len(mine), number) for number, mine, _ in found])
+        fitting = self._fit(entries)
+        if not len(fitting):
+            return fitting
+        if minimum_memory:
+            least = (
+                np.zeros(len(fitting))
+                if self._apart
+                else self._fitting.leanest(self._of(fitting, entries, moves=False)[0])
+            )
+            return replace(fitting, least=least).below(limit)
         ticks = {
-            policy: joined_ticks([tick[policy] for _, _, tick in found])
+            policy: joined_ticks(
+                [
+                    self.bounds.tick(policy, self.choices[number], self.shape[mine])
+                    for number, mine in fitting.by_choice()
+                ]
+            )
             for policy in self._policies
         }
-        if self._apart:
-            return Pairs(
-                entries=every,
-                choices=choices,
-                least=(
-                    np.zeros(len(every))
-                    if minimum_memory
-                    else self._fitting.fastest(ticks, self.at(every))
+        fastest = self._fitting.fastest(ticks, self.at(fitting.entries))
+        below = np.flatnonzero(fastest < limit)
+        found = replace(fitting, least=fastest).take(below)
+        if not self._apart and len(found):
+            footprints, moved = self._of(found, entries)
+            found = replace(
+                found,
+                least=self._fitting.seconds(
+                    {policy: tick.take(below) for policy, tick in ticks.items()},
+                    footprints,
+                    moved,
+                    self.at(found.entries),
                 ),
-            ).below(limit)
-        footprints = self._of(found, self.at(every))
-        least = (
-            self._fitting.leanest(footprints)
-            if minimum_memory
-            else self._fitting.seconds(ticks, footprints, self.at(every))
+            )
+        return found.take(np.lexsort((found.choices, self.sizes["tensor"][found.entries]))).below(
+            limit
         )
-        return Pairs(entries=every, choices=choices, least=least).below(limit)
 
-    def _fit(self, ways: int) -> list[int]:
-        """The choices that fit a size of the tensor axis."""
-        colours = self.scope.load.colouring.colours
-        return [
-            number
-            for number, choice in enumerate(self.choices)
-            if bool(choice.tensor or choice.sequence) == (ways > 1)
-            and all(colours[name].divisor % ways == 0 for name in choice.tensor)
-        ]
+    def on_places(self, pairs: Pairs, c: Candidates, at: Array, which: Array) -> Array:
+        """Seconds of a step that no plan beats that fits, on places whose links are known.
 
-    def _under(self, number: int, entries: Array, limit: float) -> list[Bounded]:
-        """The entries that a choice fits, with the bounds of a microbatch by policy, but for those
-        that are not below a limit whatever their memory.
+        Args:
+            pairs: choice by choice.
+            c: entries on places.
+            at: number of the candidate, by row.
+            which: number of the pair, by row, ascending.
         """
-        room, choice = self.scope.room, self.choices[number]
-        entries = entries[meshes.legal(choice, room.limits, self.scope.routes, self.at(entries))]
-        ticks = {
-            policy: self.bounds.tick(policy, choice, self.shape[entries])
-            for policy in self._policies
-        }
-        least = self._fitting.fastest(ticks, self.at(entries))
-        below = np.flatnonzero(least < limit)
-        return (
-            [(number, entries[below], {policy: tick.take(below) for policy, tick in ticks.items()})]
-            if len(below)
-            else []
+        ticks, moved = defaultdict[str, list[Tick]](list), defaultdict[str, list[Moved]](list)
+        traffic = Traffic(
+            self.scope, self._pricer, self.values, c.shape, {**c.sizes, "micro": c.micro}, c.links
+        )
+        begin = 0
+        for number, mine in pairs.by_choice():
+            choice, end = self.choices[number], begin + len(mine)
+            rows = at[np.searchsorted(which, begin) : np.searchsorted(which, end)]
+            moves, begin = traffic.total(choice, rows), end
+            for policy in self._policies:
+                ticks[policy].append(self.bounds.tick(policy, choice, c.shape[rows]))
+                moved[policy].append(moves[policy])
+        footprints, _ = self._of(pairs, np.unique(pairs.entries), moves=False)
+        together = {policy: joined_moves(moved[policy]) for policy in self._policies}
+        return self._fitting.seconds(
+            {
+                policy: joined_ticks(ticks[policy]).waiting(together[policy].blocked)
+                for policy in self._policies
+            },
+            {policy: one.take(which) for policy, one in footprints.items()},
+            together,
+            {**{axis: size[at] for axis, size in c.sizes.items()}, "micro": c.micro[at]},
         )
 
-    def _of(self, found: list[Bounded], sizes: Mapping[str, Array]) -> dict[str, Footprint]:
-        """Footprints by policy."""
-        footprints = self._footprints(np.concatenate([mine for _, mine, _ in found]))
-        rest, points = list[Array](), defaultdict[str, list[Array]](list)
-        for number, mine, _ in found:
+    def _fit(self, entries: Array) -> Pairs:
+        """Some entries under every choice that fits them, choice by choice."""
+        room, sizes, colours = self.scope.room, self.at(entries), self.scope.load.colouring.colours
+        ways, found = sizes["tensor"], list[Pairs]()
+        divides = {
+            name: colours[name].divisor % ways == 0
+            for name in {name for choice in self.choices for name in choice.tensor}
+        }
+        for number, choice in enumerate(self.choices):
+            fits = (ways > 1) == bool(choice.tensor or choice.sequence)
+            for name in choice.tensor:
+                fits &= divides[name]
+            mine = entries[fits & meshes.legal(choice, room.limits, self.scope.routes, sizes)]
+            found.append(
+                Pairs(entries=mine, choices=np.full(len(mine), number), least=np.zeros(len(mine)))
+            )
+        return joined(found)
+
+    def _of(
+        self, pairs: Pairs, entries: Array, *, moves: bool = True
+    ) -> tuple[dict[str, Footprint], dict[str, Moved]]:
+        """Footprints and what moves behind compute, by policy.
+
+        Args:
+            pairs: choice by choice, on some of the entries.
+            entries: indices of entries.
+            moves: whether to say what moves.
+        """
+        footprints = self._footprints(entries)
+        traffic = self._traffic(entries) if moves else None
+        position = np.zeros(len(self), dtype=np.int64)
+        position[entries] = np.arange(len(entries))
+        rest = list[Array]()
+        points, moved = defaultdict[str, list[Array]](list), defaultdict[str, list[Moved]](list)
+        for number, mine in pairs.by_choice():
             one, others = footprints.total(self.choices[number], self.shape[mine])
             rest.append(one)
             for policy in self._policies:
                 points[policy].append(others[policy])
-        together = np.concatenate(rest, axis=1)
+            if traffic is not None:
+                for policy, one in traffic.total(self.choices[number], position[mine]).items():
+                    moved[policy].append(one)
+        together, sizes = np.concatenate(rest, axis=1), self.at(pairs.entries)
         return {
             policy: footprints.of(together, np.concatenate(points[policy], axis=1), sizes)
             for policy in self._policies
-        }
+        }, {policy: joined_moves(parts) for policy, parts in moved.items()}

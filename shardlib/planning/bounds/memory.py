@@ -25,8 +25,17 @@ from shardlib.schedules.schedule import Pipelines, Schedule
 from shardlib.schedules.table import least_in_flight, named, pipelines
 
 Array = np.ndarray
-#: What rests, by quantity.
-RESTING = (Q.PARAMETERS_CUT, Q.STATE_CUT, Q.KEPT_CUT)
+#: What rests, by quantity: with all that ZeRO may shard sharded, and whole.
+RESTING = (
+    Q.PARAMETERS_CUT,
+    Q.STATE_CUT,
+    Q.KEPT_CUT,
+    Q.PARAMETERS,
+    Q.STATE,
+    Q.KEPT,
+)
+#: Frozen parameters rest beside the others.
+_FROZEN = {Q.PARAMETERS_CUT: Q.FROZEN_CUT, Q.PARAMETERS: Q.FROZEN}
 #: What occupies memory at a point, by what divides it: stacks that the forward pass saves for every
 #: microbatch in flight, what else layers have, the ends, and what every stage has; and how many
 #: bytes of stacks there are fewer than at the point that has the most, below zero.
@@ -45,6 +54,7 @@ class Footprint:
         turns: times that the stacks that are there at once are made in a step, at least.
         breadth_first: the same where stages remember all microbatches that are in the pipeline
             together; None where no pipeline does so unless that is pinned.
+        whole: bytes more where parameters, kept gradients, and state are stored replicated.
     """
 
     resting: Array
@@ -52,7 +62,35 @@ class Footprint:
     occupied: Array
     bare: Array
     turns: Array
+    whole: tuple[Array, Array, Array]
     breadth_first: Footprint | None = None
+
+    def under(self, zero: int) -> Footprint:
+        """The footprint under a ZeRO stage; as it is under 3."""
+        parameters, kept, state = self.whole
+        more = sum((parameters, kept)[: 3 - zero], np.zeros(1))
+        return (
+            self
+            if zero == 3
+            else replace(
+                self,
+                resting=self.resting + more,
+                state=self.state + state if zero == 0 else self.state,
+                breadth_first=None,
+            )
+        )
+
+    def take(self, which: Array) -> Footprint:
+        """Some of the candidates."""
+        return Footprint(
+            resting=self.resting[which],
+            state=self.state[which],
+            occupied=self.occupied[which],
+            bare=self.bare[which],
+            turns=self.turns[which],
+            whole=tuple(one[which] for one in self.whole),
+            breadth_first=None if self.breadth_first is None else self.breadth_first.take(which),
+        )
 
     def least(self, offload: tuple[str, ...]) -> Array:
         """Bytes of a device with some parts in host memory ("optimizer", "activations") or on disk
@@ -127,7 +165,7 @@ class Footprints:
 
         Args:
             rest: bytes of `RESTING` on all stages together, in layers and in the ends, by
-                candidate: array [2 x 3, candidates].
+                candidate: array [2 x 6, candidates].
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
         """
@@ -175,7 +213,7 @@ class Footprints:
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread = profile.embedding_and_head == "spread"
         layers, ends = rest.reshape(2, len(RESTING), -1)
-        parameters, state, kept = layers / stages + ends * (
+        parameters, state, kept, *whole = layers / stages + ends * (
             1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
         )
         stacks, others, at_ends, everywhere, lacking = np.moveaxis(
@@ -189,9 +227,15 @@ class Footprints:
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
+        keeps = profile.fragmentation * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
-            resting=profile.fragmentation
-            * (parameters + batch + np.where((micro > 1) | profile.gradient_buffer, kept, 0.0))
+            whole=(
+                profile.fragmentation * (whole[0] - parameters),
+                keeps * (whole[2] - kept),
+                whole[1] - state,
+            ),
+            resting=profile.fragmentation * (parameters + batch)
+            + keeps * kept
             + (profile.fragmentation - 1) * state
             + profile.runtime_bytes,
             state=state,
@@ -214,14 +258,12 @@ class Footprints:
 
 def _resting(segments: int) -> Array:
     """Coefficients that turn a tally of what rests into `RESTING` in layers and in the ends: array
-    [2 x 3, rows].
+    [2 x 6, rows].
     """
     found = np.zeros((2, len(RESTING), segments, ROWS))
     for kind, quantity in enumerate(RESTING):
-        found[0, kind, :-1, quantity] = found[1, kind, -1, quantity] = 1.0
-    found[0, 0, :-1, Q.FROZEN_CUT] = found[1, 0, -1, Q.FROZEN_CUT] = (
-        1.0  # frozen parameters rest beside the others
-    )
+        for one in (quantity, _FROZEN.get(quantity, quantity)):
+            found[0, kind, :-1, one] = found[1, kind, -1, one] = 1.0
     return found.reshape(2 * len(RESTING), -1)
 
 

@@ -43,7 +43,7 @@ class Bounds:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._pricer, self._values = pricer, values
-        self._along = ALONG[scope.room.strategy.decisions.context]
+        self._waiting, self._ring = waited(scope), hidden(scope)
         self._layers, self._put_off = (
             len(scope.load.counts),
             most_put_off(lockstep=pricer.profile.pipeline == "lockstep"),
@@ -137,7 +137,7 @@ class Bounds:
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
         """The rows of a `Tick`, on some of the shapes but for fsdp."""
-        block, ring, stage = role_slots("block"), role_slots(*self._along), role_slots("stage")
+        block, ring, stage = self._waiting, self._ring, role_slots("stage")
         folded = tally.folded(
             ROWS * (self._layers + 2),
             ROWS,
@@ -170,7 +170,8 @@ class Bounds:
                 else np.zeros(len(at))
             )
 
-        busy = rows[Q.COMPUTE] + waiting(block)
+        blocked = waiting(block)
+        busy = rows[Q.COMPUTE] + blocked
         (hop,), (share,) = stage, self._pricer.waits(stage)[:, 0]
         return np.stack(
             [
@@ -179,8 +180,21 @@ class Bounds:
                 busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(ring),
                 share * rows[COUNTS + hop],
                 share * rows[BYTES + hop],
+                blocked,
             ]
         )
+
+
+def waited(scope: Scope) -> list[int]:
+    """Slots of collectives that compute waits for."""
+    along = ALONG[scope.room.strategy.decisions.context]
+    return role_slots("block", *(role for role in along if role != "ring"))
+
+
+def hidden(scope: Scope) -> list[int]:
+    """Slots of what goes around a ring, beside compute."""
+    along = ALONG[scope.room.strategy.decisions.context]
+    return role_slots(*(role for role in along if role == "ring"))
 
 
 def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
@@ -207,6 +221,7 @@ def step_seconds(
     rounds: Array | None,
     groups: int = 1,
     passes: Array | float = 0.0,
+    hiding: Array | float = 0.0,
 ) -> Array:
     """A bound of the step time.
 
@@ -218,6 +233,7 @@ def step_seconds(
             weights fill the time.
         groups: of microbatches that go through the pipeline one after the other.
         passes: seconds of the messages of a microbatch.
+        hiding: seconds of a step of what moves behind compute.
     """
     busy, free, loaded = (
         seconds / stages + passes for seconds in (tick.busy, tick.free, tick.loaded)
@@ -228,7 +244,9 @@ def step_seconds(
         if rounds is None
         else rounds * np.where(known, busy, 0.0)
     )
-    return np.maximum(busy, loaded) * micro + np.where(known, groups * waiting, 0.0)
+    return np.maximum(busy * micro, loaded * micro + hiding) + np.where(
+        known, groups * waiting, 0.0
+    )
 
 
 def breadth_first_seconds(
@@ -238,6 +256,7 @@ def breadth_first_seconds(
     chunks: Array,
     groups: int,
     passes: Array,
+    hiding: Array | float = 0.0,
     *,
     pinned: bool,
 ) -> Array:
@@ -248,6 +267,7 @@ def breadth_first_seconds(
         tick, stages, micro, groups: as `step_seconds` takes them.
         chunks: the most chunks of layers on a stage; infinity is the bound where they are 0.
         passes: seconds of the messages of a microbatch and chunk.
+        hiding: seconds of a step of what moves behind compute.
         pinned: whether it is exactly so many chunks.
     """
     fits = chunks > 0
@@ -260,6 +280,6 @@ def breadth_first_seconds(
     chunks = np.maximum(chunks, 1)
     return np.where(
         fits,
-        step_seconds(tick, stages, micro, (stages - 1) / chunks, groups, passes * chunks),
+        step_seconds(tick, stages, micro, (stages - 1) / chunks, groups, passes * chunks, hiding),
         np.inf,
     )

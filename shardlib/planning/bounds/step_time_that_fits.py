@@ -9,15 +9,18 @@ beside compute, or in place of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardlib.axes import STORED_AXES
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint
 from shardlib.planning.bounds.step_time import breadth_first_seconds, passing, step_seconds
 from shardlib.planning.bounds.tick import Tick
+from shardlib.planning.bounds.traffic import Moved
 from shardlib.planning.space import schedules
 from shardlib.planning.space.space import Space
 from shardlib.schedules.none import NONE
@@ -45,33 +48,40 @@ class Fitting:
     offloads: tuple[tuple[str, ...], ...]
 
     def seconds(
-        self, ticks: Mapping[str, Tick], found: Mapping[str, Footprint], sizes: Mapping[str, Array]
+        self,
+        ticks: Mapping[str, Tick],
+        found: Mapping[str, Footprint],
+        moved: Mapping[str, Moved],
+        sizes: Mapping[str, Array],
     ) -> Array:
         """Seconds of a step that no plan beats that fits; infinite where none fits.
 
         Args:
             ticks: by policy, bounds for a microbatch.
             found: by policy, footprints.
+            moved: by policy, what moves behind compute.
             sizes: of every mesh axis and "micro", by candidate.
         """
-        constants, one = self.pricer.constants, next(iter(found.values()))
-        least = np.full(len(sizes["micro"]), np.inf)
-        for times, kept in self._alternatives(ticks, sizes):
-            for parts in self.offloads:
-                points = [
-                    point
-                    for policy, time in times.items()
-                    for point in self._points(time, kept(found[policy]), parts)
-                ]
-                within = mixed(points, self.capacity * (1 + ROUNDING))
-                least = np.minimum(
-                    least,
-                    (
-                        within + 2 * one.state / self.pricer.topology.chip.host_bytes_per_s
-                        if "optimizer" in parts
-                        else within
-                    ),
-                )
+        constants, least = self.pricer.constants, np.full(len(sizes["micro"]), np.inf)
+        for zero, legal in self._zeros(sizes):
+            under = {policy: one.under(zero) for policy, one in found.items()}
+            state = next(iter(under.values())).state
+            hiding = self._hiding(moved, zero, sizes)
+            for times, breadth_first in self._alternatives(ticks, sizes, hiding, zero):
+                for parts in self.offloads:
+                    points = [
+                        point
+                        for policy, time in times.items()
+                        for point in self._points(
+                            time,
+                            _breadth_first(under[policy]) if breadth_first else under[policy],
+                            parts,
+                        )
+                    ]
+                    within = mixed(points, self.capacity * (1 + ROUNDING))
+                    if "optimizer" in parts:
+                        within = within + 2 * state / self.pricer.topology.chip.host_bytes_per_s
+                    np.minimum(least, np.where(legal, within, np.inf), out=least)
         return (
             least
             + constants.step_s
@@ -79,67 +89,144 @@ class Fitting:
             * (sizes["micro"] + schedules.groups(self.room) * (sizes["stage"] - 1))
         )
 
-    def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
+    def fastest(
+        self,
+        ticks: Mapping[str, Tick],
+        sizes: Mapping[str, Array],
+        moved: Mapping[str, Moved] | None = None,
+    ) -> Array:
         """Seconds of a step that no plan beats, whether it fits or not.
 
         Args:
             ticks: what a microbatch takes, by remat policy.
             sizes: sizes of mesh axes and "micro", arrays [candidates].
+            moved: what moves behind compute, by remat policy; nothing by default.
 
         Returns:
             Array [candidates].
         """
+        if moved is None:
+            return self._quickest(ticks, sizes, {}, 3)
         return np.minimum.reduce(
-            [time for times, _ in self._alternatives(ticks, sizes) for time in times.values()]
+            [
+                np.where(
+                    legal,
+                    self._quickest(ticks, sizes, self._hiding(moved, zero, sizes), zero),
+                    np.inf,
+                )
+                for zero, legal in self._zeros(sizes)
+            ]
         )
 
+    def _quickest(
+        self,
+        ticks: Mapping[str, Tick],
+        sizes: Mapping[str, Array],
+        hiding: Mapping[str, Array],
+        zero: int,
+    ) -> Array:
+        return np.minimum.reduce(
+            [
+                time
+                for times, _ in self._alternatives(ticks, sizes, hiding, zero)
+                for time in times.values()
+            ]
+        )
+
+    def _zeros(self, sizes: Mapping[str, Array]) -> list[tuple[int, Array]]:
+        """ZeRO stages of the space, and which candidates they fit."""
+        return [
+            (
+                zero,
+                (math.prod(sizes[axis] for axis in STORED_AXES) > 1)
+                if zero
+                else sizes["fsdp"] == 1,
+            )
+            for zero in range(4)
+            if self.room.pins.zero in (None, zero)
+        ]
+
+    def _hiding(
+        self, moved: Mapping[str, Moved], zero: int, sizes: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        gathers = ("use", "once") if schedules.breadth_first(self.room) else self.room.gathers
+        return {
+            policy: one.seconds(zero, self.pricer, sizes, gathers) for policy, one in moved.items()
+        }
+
     def _alternatives(
-        self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]
-    ) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
-        """Bounds of the step time by policy, each with the footprint that is meant: policies that a
-        plan may mix, those of schedules with the backward pass in two, which none mixes, and those
-        of breadth first.
+        self,
+        ticks: Mapping[str, Tick],
+        sizes: Mapping[str, Array],
+        hiding: Mapping[str, Array],
+        zero: int,
+    ) -> list[tuple[dict[str, Array], bool]]:
+        """Bounds of the step time by policy, each with whether it is that of breadth first:
+        policies that a plan may mix, those of schedules with the backward pass in two, which none
+        mixes, and those of breadth first.
         """
         stages, micro = sizes["stage"], sizes["micro"]
         room, groups = self.room, schedules.groups(self.room)
+        behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
         if not (stages > 1).any():
             return [
                 (
                     {
                         policy: step_seconds(
-                            tick, stages, micro, self._rounds(policy, stages, micro)
+                            tick,
+                            stages,
+                            micro,
+                            self._rounds(policy, stages, micro),
+                            hiding=behind[policy],
                         )
                         for policy, tick in ticks.items()
                     },
-                    _usual,
+                    False,
                 )
             ]
         passes = {policy: passing(tick, stages, self.pricer) for policy, tick in ticks.items()}
         mixing = {
             policy: step_seconds(
-                tick, stages, micro, self._rounds(policy, stages, micro), groups, passes[policy]
+                tick,
+                stages,
+                micro,
+                self._rounds(policy, stages, micro),
+                groups,
+                passes[policy],
+                behind[policy],
             )
             for policy, tick in ticks.items()
         }
         alone = [
-            {policy: step_seconds(tick, stages, micro, None, groups, passes[policy])}
+            {
+                policy: step_seconds(
+                    tick, stages, micro, None, groups, passes[policy], behind[policy]
+                )
+            }
             for policy, tick in ticks.items()
             if any(one.backward_in_two for one in schedules.of_policy(room, policy))
         ]
-        usual = [(times, _usual) for times in [mixing, *alone]]
+        usual = [(times, False) for times in [mixing, *alone]]
         chunks, pinned = schedules.most_rounds(room, sizes), room.pins.virtual_stages is not None
-        if not chunks.any():
+        if zero < 3 or not chunks.any():
             return usual
         return [
             *usual,
             (
                 {
                     policy: breadth_first_seconds(
-                        tick, stages, micro, chunks, groups, passes[policy], pinned=pinned
+                        tick,
+                        stages,
+                        micro,
+                        chunks,
+                        groups,
+                        passes[policy],
+                        behind[policy],
+                        pinned=pinned,
                     )
                     for policy, tick in ticks.items()
                 },
-                _breadth_first,
+                True,
             ),
         ]
 
@@ -185,10 +272,6 @@ class Fitting:
         return np.minimum.reduce(
             [one.least(parts) for one in found.values() for parts in self.offloads]
         )
-
-
-def _usual(found: Footprint) -> Footprint:
-    return found
 
 
 def _breadth_first(found: Footprint) -> Footprint:

@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray
 #: Rows of a `Tick`.
-QUANTITIES = 5
+QUANTITIES = 6
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Tick:
 
     @property
     def loaded(self) -> Array:
-        """The same seconds with what moves along the sequence, in place of the compute under which
-        that could hide.
+        """The same seconds with what goes around a ring, in place of the compute under which that
+        could hide.
         """
         return self.rows[2]
 
@@ -48,6 +48,16 @@ class Tick:
     def message_bytes(self) -> Array:
         """Bytes of these messages."""
         return self.rows[4]
+
+    @property
+    def blocked(self) -> Array:
+        """Those seconds of `busy` that collectives take."""
+        return self.rows[5]
+
+    def waiting(self, blocked: Array) -> Tick:
+        """The same bounds where collectives that compute waits for take so many seconds."""
+        more = blocked - self.blocked
+        return Tick(np.concatenate([self.rows[:3] + more, self.rows[3:5], blocked[None]]))
 
     def take(self, which: Array) -> Tick:
         """Some of the candidates."""

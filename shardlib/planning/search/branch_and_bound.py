@@ -23,9 +23,10 @@ import numpy as np
 from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import Q
-from shardlib.cost.terms.local_sizes import Shapes
+from shardlib.cost.terms.local_sizes import Shapes, distinct_rows
 from shardlib.hardware.topology import Topology
-from shardlib.planning.bounds.frontier import Entries, Pairs, joined
+from shardlib.planning.bounds.frontier import Entries
+from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.bounds.step_time_that_fits import ROUNDING, Fitting
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place
@@ -50,6 +51,9 @@ NEAREST, MORE = 24, 2
 #: Entries whose quickest choice is priced before all others where every entry has one place, so
 #: that there is a plan to compare with.
 SEEDS = 4
+#: Axes by which entries are told apart of which the first is priced on its usual place before all
+#: others where entries have many, so that there is a good plan to compare with from the start.
+FAMILY: tuple[str, ...] = ("stage", "expert", "context", "tensor")
 
 
 class Explorer:
@@ -228,34 +232,25 @@ class Explorer:
         """Prices entries on the best links first, and those that this does not exclude on every
         place that they can have.
         """
-        self._settle(
-            entries,
-            self._pairs.on_best_links(entries, entries.pairs(order[:FIRST], self.limit).firsts()),
-        )
-        pairs = joined([])
+        families = _first_of_each(entries, order, FAMILY)
+        for some in (families, order[:FIRST]):
+            self._settle(entries, entries.pairs(some, self.limit), usual=True)
         for start, end in _blocks(FIRST, len(order)):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
             for begin, until in _blocks(FEW, len(found)):
-                pairs = joined(
-                    [
-                        pairs,
-                        self._pairs.on_best_links(
-                            entries, found.after(begin).first(until - begin).below(self.limit)
-                        ),
-                    ]
-                ).below(self.limit)
-                self._pairs.price(entries, pairs.first(NEAREST), 1, None)
-                pairs = pairs.after(NEAREST)
-        self._settle(entries, pairs)
+                some = found.after(begin).first(until - begin).below(self.limit)
+                self._settle(entries, some)
 
-    def _settle(self, entries: Entries, pairs: Pairs) -> None:
-        """Prices pairs on every place that they can have, in the order of their bounds, until no
-        other can be faster.
+    def _settle(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> None:
+        """Prices pairs on every place that they can have, or on the usual one, in the order of
+        their bounds there, until no other can be faster.
         """
-        size = SEEDS
-        while len(pairs := pairs.below(self.limit)):
-            self._pairs.price(entries, pairs.first(size), 1, None)
-            pairs, size = pairs.after(size), size * MORE
+        placed, size = self._pairs.bounded(entries, pairs, usual=usual), NEAREST
+        while placed is not None and len(placed := placed.below(self.limit)):
+            self._pairs.price_placed(
+                entries, placed.take(np.arange(min(size, len(placed)))), 1, None
+            )
+            placed, size = placed.take(np.arange(min(size, len(placed)), len(placed))), size * MORE
 
     def minimum_memory(self) -> None:
         """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
@@ -279,6 +274,12 @@ class Explorer:
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
+
+
+def _first_of_each(entries: Entries, order: Array, axes: tuple[str, ...]) -> Array:
+    """The first of some entries with each combination of sizes of some axes."""
+    sizes = entries.at(order)
+    return order[distinct_rows([sizes[axis] for axis in axes])[0]]
 
 
 def _blocks(first: int, count: int) -> Iterator[tuple[int, int]]:

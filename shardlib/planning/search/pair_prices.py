@@ -14,7 +14,8 @@ from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.sums import sums
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
-from shardlib.planning.bounds.frontier import Entries, Pairs
+from shardlib.planning.bounds.frontier import Entries
+from shardlib.planning.bounds.pairs import Pairs
 from shardlib.planning.bounds.step_time import EACH
 from shardlib.planning.bounds.tick import joined
 from shardlib.planning.decisions.candidate import Candidate
@@ -33,6 +34,43 @@ from shardlib.planning.space.space import Space
 Array = np.ndarray
 #: Rows (a candidate under a choice) that are priced at once, about.
 ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Pairs on places, arrays of equal length.
+
+    Attributes:
+        block: the candidates.
+        which: number of the pair.
+        at: number of the candidate.
+        choices: number of the choice.
+        least: a bound of each.
+    """
+
+    block: Block
+    which: Array
+    at: Array
+    choices: Array
+    least: Array
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def take(self, rows: Array) -> Placed:
+        """Some of them."""
+        return Placed(
+            block=self.block,
+            which=self.which[rows],
+            at=self.at[rows],
+            choices=self.choices[rows],
+            least=self.least[rows],
+        )
+
+    def below(self, limit: float) -> Placed:
+        """Those whose bound is below a limit, the least first."""
+        order = np.argsort(self.least, kind="stable")
+        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +109,43 @@ class PairPricer:
         usual: bool = False,
     ) -> None:
         """Prices pairs on every place that their axes can have, or on the usual one."""
+        if (placed := self.placed(entries, pairs, usual=usual)) is not None:
+            self.price_placed(entries, placed, reach, ranking)
+
+    def placed(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
+        """Pairs on every place that their axes can have, or on the usual one; None where they have
+        none.
+        """
         block, where = self._block(entries, pairs, usual)
         if block is None:
-            return
-        seen = Seen(self.best, self.rows, block, self.variants.capacity, reach, ranking)
+            return None
         counts = [len(one) for one in where]
-        self._priced(
-            entries,
-            block,
-            np.array([at for one in where for at in one], dtype=np.int64),
-            np.repeat(pairs.choices, counts),
-            seen,
+        which = np.repeat(np.arange(len(pairs)), counts)
+        return Placed(
+            block=block,
+            which=which,
+            at=np.array([at for one in where for at in one], dtype=np.int64),
+            choices=pairs.choices[which],
+            least=pairs.least[which],
         )
+
+    def bounded(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
+        """The same, with bounds that know the links of each place, the least first, as far as they
+        are below the fastest plan.
+        """
+        pairs = pairs.take(np.argsort(pairs.choices, kind="stable"))
+        placed = self.placed(entries, pairs, usual=usual)
+        if placed is None or self.room.apart:
+            return placed
+        least = entries.on_places(pairs, placed.block.c, placed.at, placed.which)
+        return replace(placed, least=least).below(self.best.seconds)
+
+    def price_placed(
+        self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
+    ) -> None:
+        """Prices pairs on places."""
+        seen = Seen(self.best, self.rows, placed.block, self.variants.capacity, reach, ranking)
+        self._priced(entries, placed.block, placed.at, placed.choices, seen)
         seen.close()
 
     def on_best_links(self, entries: Entries, pairs: Pairs) -> Pairs:

@@ -1,0 +1,251 @@
+"""Seconds of gathers of parameters and reductions of gradients that no place undercuts.
+
+They hide behind compute, but only behind so much of it: a step takes at least as long as they do,
+and what compute cannot hide them (`Tick.loaded`). With every group of axes on the fastest links
+that it could have alone they are a sum over the components of the colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from shardlib.axes import MESH_AXES
+from shardlib.cost.machine.collective_tables import (
+    INDEX,
+    SLOTS,
+    Links,
+    Slot,
+    best_links,
+    role_slots,
+    stored,
+)
+from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
+from shardlib.cost.tables.basis_functions import Values
+from shardlib.cost.tables.coefficients import Tally
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import BYTES, COUNTS, ROWS, Q
+from shardlib.decisions.table import Decisions
+from shardlib.planning.bounds.step_time import waited
+from shardlib.planning.space.table_components import Parts, Scope
+from shardlib.propagation.assignment import Choice
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Seconds on the stage that has the most, at least; arrays [candidates].
+
+    Attributes:
+        gather: of gathers of parameters that are stored sharded, in a microbatch.
+        scatter: of reductions of gradients to shards, in a microbatch.
+        reduce: of reductions of gradients that are stored replicated, in a microbatch.
+        routed: those of `reduce` that are gradients of experts on their devices.
+        blocked: of collectives that compute waits for, in a microbatch and on all stages.
+        updated: of the gather of updated parameters, in a step.
+    """
+
+    gather: Array
+    scatter: Array
+    reduce: Array
+    routed: Array
+    blocked: Array
+    updated: Array
+
+    def seconds(
+        self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gathers: Sequence[str]
+    ) -> Array:
+        """Seconds of a step under a ZeRO stage.
+
+        Args:
+            zero: 0 to 3.
+            pricer: the software.
+            sizes: of every mesh axis and "micro", by candidate.
+            gathers: when stages may gather weights, "use" and "once".
+        """
+        micro, staged, how = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
+        if zero == 3:
+            times = np.where(staged, 0.5, micro) if "once" in gathers else micro
+            return self.gather * times + self.scatter * np.maximum(times, 1)
+        updated = self.updated if zero else 0.0
+        reduced = self.scatter if scatters(pricer.profile, how) else self.reduce
+        if once_a_step(pricer.profile, how):
+            return reduced + updated
+        if zero == 2:
+            return reduced * micro + updated
+        if in_the_last(pricer.profile, how):
+            return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + updated
+        return reduced * np.where(staged, 1, micro) + updated
+
+    def take(self, which: Array) -> Moved:
+        """Some of the candidates."""
+        return Moved(**{one.name: getattr(self, one.name)[which] for one in fields(Moved)})
+
+
+def joined(parts: Sequence[Moved]) -> Moved:
+    """The candidates of several, one after the other."""
+    return Moved(
+        **{
+            one.name: np.concatenate([getattr(part, one.name) for part in parts])
+            for one in fields(Moved)
+        }
+    )
+
+
+class Traffic:
+    """Bounds of what moves, for some candidates.
+
+    Args:
+        scope: the choices.
+        pricer: machine and software.
+        values: measures on all shapes of the space.
+        shape: number of the shape of each candidate.
+        sizes: of every mesh axis and "micro", by candidate.
+        links: costs of collectives by candidate; those that no place undercuts by default.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        pricer: Pricer,
+        values: Values,
+        shape: Array,
+        sizes: Mapping[str, Array],
+        links: Links | None = None,
+    ) -> None:
+        profile, stages, model = pricer.profile, sizes["stage"], scope.load.model
+        self._values, self._shape, self._layers = values, shape, len(model.counts)
+        # what hides where a profile says it itself is no part of `Tick.loaded`
+        known = profile.gather_overlap is None and profile.reduce_overlap is None
+        ends = (
+            np.where(stages > 1, model.largest_end, 1.0)
+            if profile.embedding_and_head == "owners"
+            else 1 / stages
+        )
+        self._shares = np.stack([*[1 / stages] * self._layers, np.ones(len(stages)), ends])
+        if links is None:
+            links = best_links({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
+        waits = waited(scope)
+        slots = sorted({*waits, *(role_slots(*_ROLES) if known else ())})
+        factors = pricer.waits(slots) * np.array(
+            [
+                [model.reduction if SLOTS[slot].role in ("reduce", "scatter") else 1.0]
+                for slot in slots
+            ]
+        )
+        into = np.array(
+            [
+                *([SLOTS[slot].role == role for slot in slots] for role in _ROLES),
+                [SLOTS[slot].role == "reduce" and SLOTS[slot].group.of_experts for slot in slots],
+                [slot in waits for slot in slots],
+            ],
+            dtype=float,
+        )
+        whole = np.array([slot in waits for slot in slots])
+        self._roles = _Weights(
+            rows=np.array([first + slot for first in (COUNTS, BYTES) for slot in slots]),
+            rates=np.concatenate([one[slots] * factors for one in (links.latency, links.per_byte)]),
+            into=np.concatenate([into, into], axis=1),
+            whole=np.concatenate([whole, whole]),
+        )
+        dense, experts = (
+            links.per_byte[INDEX[Slot("gather", stored(experts=flag), "all-gather")]]
+            for flag in (False, True)
+        )
+        if not known:
+            dense, experts = np.zeros_like(dense), np.zeros_like(dense)
+        self._updates = _Weights(
+            rows=np.array([Q.PARAMETERS, Q.EXPERTS]),
+            rates=np.stack([dense, experts - dense]),
+            into=np.ones((1, 2)),
+            whole=np.zeros(2, dtype=bool),
+        )
+        accounts, shapes = scope.accounts, values.shapes.take(shape)
+        self._work = {
+            policy: Parts(
+                scope,
+                accounts.work[policy, scope.routes],
+                shapes,
+                lambda tally, some: self._seconds(tally, some, self._roles),
+                len(into),
+            )
+            for policy in scope.room.policies
+        }
+        self._rest = Parts(
+            scope,
+            accounts.rest,
+            shapes,
+            lambda tally, some: self._seconds(tally, some, self._updates),
+            1,
+        )
+
+    def least(self) -> dict[str, Moved]:
+        """The least of all choices by remat policy; infinite where none fits."""
+        rest = self._rest.least()
+        return {policy: _moved(parts.least(), rest) for policy, parts in self._work.items()}
+
+    def total(self, choice: Choice, at: Array) -> dict[str, Moved]:
+        """What moves under a choice by remat policy.
+
+        Args:
+            choice: what shards colours.
+            at: numbers of candidates.
+        """
+        rest = self._rest.total(choice, at)
+        return {
+            policy: _moved(parts.total(choice, at), rest) for policy, parts in self._work.items()
+        }
+
+    def _seconds(self, tally: Tally, some: Array, weights: _Weights) -> Array:
+        """Seconds of the rows of a tally, by kind."""
+        which = np.searchsorted(weights.rows, tally.rows % ROWS)
+        which = np.minimum(which, len(weights.rows) - 1)
+        mine = np.flatnonzero(weights.rows[which] == tally.rows % ROWS)
+        matrix, which = tally.matrix[mine], which[mine]
+        used = np.flatnonzero(matrix.any(0))
+        if not len(used):
+            return np.zeros((len(weights.into), len(some)))
+        shapes, place = np.unique(self._shape[some], return_inverse=True)
+        found = matrix[:, used] @ self._values.stacked(
+            tuple(tally.measures[i] for i in used), shapes
+        )
+        shares = np.where(
+            weights.whole[which][:, None], 1.0, self._shares[tally.rows[mine] // ROWS][:, some]
+        )
+        return weights.into[:, which] @ (found[:, place] * shares * weights.rates[which][:, some])
+
+
+#: Roles of collectives, in the order of the first fields of `Moved`.
+_ROLES = ("gather", "scatter", "reduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """What some rows of a tally cost.
+
+    Attributes:
+        rows: of a segment, ascending.
+        rates: seconds by row and candidate.
+        into: which kinds of seconds each row is part of, array [kinds, rows].
+        whole: which rows are those of all stages, and not of one.
+    """
+
+    rows: Array
+    rates: Array
+    into: Array
+    whole: Array
+
+
+def _moved(work: Array, rest: Array) -> Moved:
+    gather, scatter, reduce, routed, blocked = work
+    return Moved(
+        gather=gather,
+        scatter=scatter,
+        reduce=reduce,
+        routed=routed,
+        blocked=blocked,
+        updated=rest[0],
+    )
