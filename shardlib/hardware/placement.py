@@ -103,7 +103,10 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     return ((), *(order for order in found if order != axes))
 
 
-def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...], Placement]]:
+@lru_cache(maxsize=1 << 14)
+def placements(
+    mesh: MeshShape, topology: Topology
+) -> tuple[tuple[tuple[str, ...], Placement], ...]:
     """The distinct places of a mesh on a topology, as (order, placement), the usual one first;
     empty where it does not fit.
 
@@ -116,9 +119,9 @@ def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...
     for order in orders(mesh)[:1] if flat else orders(mesh):
         placement = place(mesh, topology, order)
         if placement is None:
-            return []
+            return ()
         found.setdefault(tuple(placement.items()), (order, placement))
-    return list(found.values())
+    return tuple(found.values())
 
 
 def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.machine.best_links import best_links
 from shardlib.cost.machine.collective_tables import (
     SLOTS,
     Slot,
-    best_links,
     links,
     slot_cost,
     stored,

@@ -7,9 +7,8 @@ Collective costs are linear in bytes: latency + bytes x seconds per byte
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +19,6 @@ from shardlib.axes import (
     EXPERT,
     MESH_AXES,
     REPLICA_AXES,
-    STAGE,
     STORED_AXES,
     TENSOR,
     TOKEN_AXES,
@@ -186,115 +184,39 @@ class Links:
 def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
-    numbers: dict[tuple[Span, ...], int] = {(): 0}
-    known: dict[tuple[Group, tuple[int, ...]], list[tuple[int, LinearCost]]] = {}
+    numbers, known = _known_costs(topology)
     for at, placement in enumerate(placements):
         lies = {axis: numbers.setdefault(spans, len(numbers)) for axis, spans in placement.items()}
         for group in GROUPS:
-            key = group, tuple(lies.get(axis, 0) for axis in group.axes)
-            if not any(key[1]):
+            where = tuple([lies.get(axis, 0) for axis in group.axes])
+            if not any(where):
                 continue
+            key = group.axes, group.of_experts, where
             costs = known.get(key)
             if costs is None:
                 costs = known[key] = [
                     (number, slot_cost(SLOTS[number], placement, topology))
-                    for number in _OF_GROUP[group]
+                    for number in OF_GROUP[group]
                 ]
             for number, cost in costs:
                 latency[number, at], per_byte[number, at] = cost.latency_s, cost.seconds_per_byte
     return Links(latency=latency, per_byte=per_byte)
 
 
-_OF_GROUP: dict[Group, list[int]] = {
+@lru_cache(maxsize=16)
+def _known_costs(
+    topology: Topology,
+) -> tuple[
+    dict[tuple[Span, ...], int],
+    dict[tuple[tuple[str, ...], bool, tuple[int, ...]], list[tuple[int, LinearCost]]],
+]:
+    """Numbers of where axes lie, and costs of groups of axes by those: filled as they are asked
+    for, and kept for the next search on the same links.
+    """
+    return {(): 0}, {}
+
+
+#: Numbers of the slots of every group.
+OF_GROUP: dict[Group, list[int]] = {
     group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS
 }
-
-
-def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
-    """Costs of every slot that no place of a mesh undercuts: the least latency and the least time
-    per byte of all ways to lay a group of that size on adjacent devices.
-
-    Devices of other groups in between share the links and only add hops, so adjacent devices are
-    best.
-
-    Args:
-        sizes: size of every mesh axis by candidate.
-        topology: the machine.
-    """
-    count = len(next(iter(sizes.values())))
-    latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))
-    for group in GROUPS:
-        ways, which = np.unique(
-            np.prod([sizes[axis] for axis in group.axes], axis=0), return_inverse=True
-        )
-        for number in _OF_GROUP[group]:
-            found = [_least(number, int(n), topology) for n in ways]
-            latency[number], per_byte[number] = (
-                np.array(values)[which.reshape(-1)] for values in zip(*found, strict=True)
-            )
-    return Links(latency=latency, per_byte=per_byte)
-
-
-def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
-    """Latency and seconds per byte of a message from stage to stage that no place undercuts, by
-    numbers of stages.
-    """
-    number = INDEX[Slot("stage", along(STAGE), "collective-permute")]
-    latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
-    for ways in np.flatnonzero(np.bincount(stages)):
-        latency[ways], per_byte[ways] = _least(number, int(ways), topology)
-    return latency[stages], per_byte[stages]
-
-
-@lru_cache(maxsize=1 << 14)
-def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
-    """The least latency and the least seconds per byte of a slot over a group of some size."""
-    slot = SLOTS[number]
-    axis = slot.group.axes[0]
-    staged = (
-        slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-    )  # steps along the dims, in the order of the axes of the group
-    laid = (
-        order
-        for spans in _adjacent(ways, topology)
-        for order in (itertools.permutations(spans) if staged else (spans,))
-    )
-    costs = [slot_cost(slot, {axis: spans}, topology) for spans in laid] if ways > 1 else []
-    if not costs:
-        return 0.0, 0.0
-    hop = min(tier.latency_s for tier in topology.tiers)
-    latency = (
-        hop * (ways - 1 if slot.role == "ring" else 1)
-        if slot.kind == "collective-permute"
-        else min(cost.latency_s for cost in costs)
-    )  # a ring of every second device closes in two hops
-    return latency, min(cost.seconds_per_byte for cost in costs)
-
-
-@lru_cache(maxsize=1 << 12)
-def _adjacent(ways: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
-    """Every way to lay so many adjacent devices on the tiers."""
-    found: list[tuple[Span, ...]] = []
-
-    def extend(tier: int, left: int, inner: tuple[Span, ...]) -> None:
-        if tier < 0:
-            if left == 1:
-                found.append(inner)
-            return
-        shape = topology.tiers[tier].shape
-        for parts in itertools.product(
-            *([n for n in range(1, min(left, size) + 1) if left % n == 0] for size in shape)
-        ):
-            here = math.prod(parts)
-            if left % here == 0:
-                extend(
-                    tier - 1,
-                    left // here,
-                    (
-                        *(Span(tier, dim, part) for dim, part in enumerate(parts) if part > 1),
-                        *inner,
-                    ),
-                )
-
-    extend(len(topology.tiers) - 1, ways, ())
-    return tuple(found)

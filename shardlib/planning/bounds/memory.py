@@ -62,7 +62,7 @@ class Footprint:
     occupied: Array
     bare: Array
     turns: Array
-    whole: tuple[Array, Array, Array]
+    whole: tuple[Array, ...]
     breadth_first: Footprint | None = None
 
     def under(self, zero: int) -> Footprint:

@@ -16,7 +16,8 @@ from functools import partial
 import numpy as np
 
 from shardlib.axes import MESH_AXES
-from shardlib.cost.machine.collective_tables import ALONG, best_links, least_hops, role_slots
+from shardlib.cost.machine.best_links import best_links, least_hops
+from shardlib.cost.machine.collective_tables import ALONG, role_slots
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import Tally
 from shardlib.cost.tables.pricer import Pricer

@@ -9,7 +9,6 @@ beside compute, or in place of it.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -135,13 +134,12 @@ class Fitting:
 
     def _zeros(self, sizes: Mapping[str, Array]) -> list[tuple[int, Array]]:
         """ZeRO stages of the space, and which candidates they fit."""
+        stored, alone = (
+            np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1,
+            sizes["fsdp"] == 1,
+        )
         return [
-            (
-                zero,
-                (math.prod(sizes[axis] for axis in STORED_AXES) > 1)
-                if zero
-                else sizes["fsdp"] == 1,
-            )
+            (zero, stored if zero else alone)
             for zero in range(4)
             if self.room.pins.zero in (None, zero)
         ]

@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from shardlib.axes import MESH_AXES
+from shardlib.cost.machine.best_links import best_links
 from shardlib.cost.machine.collective_tables import (
     INDEX,
     SLOTS,
     Links,
     Slot,
-    best_links,
     role_slots,
     stored,
 )

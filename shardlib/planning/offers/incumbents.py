@@ -57,7 +57,6 @@ class Seen:
         capacity: usable bytes of a device.
         reach: plans slower than so many times the fastest are of no interest.
         ranking: takes every plan that fits.
-        settles: whether these are prices of plans, and not bounds of them.
     """
 
     def __init__(
@@ -68,19 +67,15 @@ class Seen:
         capacity: float,
         reach: float,
         ranking: Ranking[Candidate] | None,
-        *,
-        settles: bool = True,
     ) -> None:
-        self._best, self._block, self._capacity, self._ranking, self._reach, self._settles = (
+        self._best, self._block, self._capacity, self._ranking, self._reach = (
             best,
             block,
             capacity,
             ranking,
             reach,
-            settles,
         )
         size = len(block.c)
-        self._by_row = np.full((len(block.choices), size), np.inf)
         self._offers: list[Offer] = []
         self._fast, self._minimum_memory, self._peak = Least(size), Least(size), np.zeros(size)
         self._offset = len(rows)
@@ -104,21 +99,6 @@ class Seen:
     def ranks(self) -> bool:
         """Whether every plan that fits is wanted, and not the fastest alone."""
         return self._ranking is not None
-
-    @property
-    def settles(self) -> bool:
-        """Whether prices are those of plans, and not bounds of them."""
-        return self._settles
-
-    def at_least(self, choices: Array, candidates: Array, seconds: Array) -> None:
-        """Takes in bounds of plans that fit, in the place of their prices.
-
-        Args:
-            choices: number of the choice, one per row.
-            candidates: number of the candidate, one per row.
-            seconds: bound of a step, one per row.
-        """
-        np.minimum.at(self._by_row, (choices, candidates), seconds)
 
     def skip(self, count: int) -> None:
         """Counts plans that cannot be, since something does not divide."""
@@ -149,10 +129,7 @@ class Seen:
                 & (self._fast.rows[candidates[at]] == at)
             )
             self._peak[candidates[at[mine]]] = peak[at[mine]]
-            if self._settles:
-                self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
-            else:
-                np.minimum.at(self._by_row, (offer.choices[at], candidates[at]), seconds[at])
+            self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
         every = np.arange(len(peak))
         self._minimum_memory.take_in(number, offer, candidates, peak, every)
 
@@ -190,17 +167,10 @@ class Seen:
                 candidates[at] + self._offset,
             )
 
-    def close(self) -> Array:
-        """Hands over the results; prices that do not settle anything count only where nothing fits.
-
-        Returns:
-            Where prices do not settle anything, seconds of the fastest plan that fits, by choice
-            and candidate.
-        """
+    def close(self) -> None:
+        """Hands over the results."""
         fast, minimum_memory = self._fast, self._minimum_memory
-        noted = np.flatnonzero(
-            (minimum_memory.offers >= 0) & (self._settles | ~np.isfinite(fast.values))
-        )
+        noted = np.flatnonzero(minimum_memory.offers >= 0)
         for row in noted:
             mesh, order, _ = self._block.places[row]
             place = mesh, int(self._block.c.micro[row]), order
@@ -222,7 +192,6 @@ class Seen:
                 float(self._peak[row]),
                 float(minimum_memory.values[row]),
             )
-        return self._by_row
 
     def _note(
         self,

@@ -55,8 +55,6 @@ class GroupBounds:
     def wanted(
         self,
         known: Mapping[str, Sums],
-        choices: Array,
-        candidates: Array,
         c: Candidates,
         knobs: Sequence[Decisions],
         seen: Seen,
@@ -64,8 +62,7 @@ class GroupBounds:
         """Rows of which a mixture may be the best plan, by ZeRO stage.
 
         Where every class is the quickest with nothing recomputed, no mixture is faster than that,
-        so it must be below the limit and not fit; then the bounds of `_floor` decide. Where bounds
-        of the candidates are all that is asked for, they are handed over, and no row is wanted.
+        so it must be below the limit and not fit; then the bounds of `_floor` decide.
         """
         plain = np.logical_and.reduce(
             [
@@ -122,9 +119,7 @@ class GroupBounds:
                 c.take(at),
             )
             wanted[how] = mine[bound < seen.limit]
-            if not seen.settles:
-                seen.at_least(choices[mine], candidates[mine], bound)
-        return wanted if seen.settles else {}
+        return wanted
 
     def _composed(self, corner: Corner, known: Mapping[str, Sums]) -> Sums:
         """The quantities of a corner, but for memory and the gradients of weights: what

@@ -114,7 +114,7 @@ class GroupPricer:
             seen: takes the plans.
         """
         if self.room.pins.remat_layers is None and not self.room.each:
-            wanted = self.bounds.wanted(known, choices, candidates, c, knobs, seen)
+            wanted = self.bounds.wanted(known, c, knobs, seen)
         else:
             wanted = {
                 how: np.flatnonzero(schedules.legal_zero(self.room, how.zero, c)) for how in knobs

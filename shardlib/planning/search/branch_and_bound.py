@@ -9,9 +9,8 @@ the search ends with a proof.
 
 Each bound is asked of fewer candidates than the one before: the kernels of the uncut step, equally
 spread; the fastest plan that could fit (`planning/bounds/step_time_that_fits.py`) with each
-component of the colours cut as is best for it; the same under one choice; and what that would cost
-with every group on the fastest links that it could have alone. Only what none of them excludes is
-priced on each place that the axes can have.
+component of the colours cut as is best for it; the same under one choice; and that on the links of
+each place that the axes can have. Only what none of them excludes is priced.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes, distinct_rows
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries
-from shardlib.planning.bounds.pairs import Pairs, joined
+from shardlib.planning.bounds.pairs import Pairs
 from shardlib.planning.bounds.step_time_that_fits import ROUNDING, Fitting
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place
@@ -229,8 +228,8 @@ class Explorer:
             )
 
     def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
-        """Prices entries on the best links first, and those that this does not exclude on every
-        place that they can have.
+        """Prices a few entries on their usual place first, so that there is a good plan to compare
+        with, and then those that no bound excludes on every place that they can have.
         """
         families = _first_of_each(entries, order, FAMILY)
         for some in (families, order[:FIRST]):

@@ -1,5 +1,5 @@
-"""Prices candidates under choices of colours on the places that their axes can have, and bounds of
-that on the best links.
+"""Prices candidates under choices of colours on the places that their axes can have, and says what
+they take there at least.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.machine.collective_tables import best_links
-from shardlib.cost.pricing.candidates import Candidates, candidates
+from shardlib.cost.pricing.candidates import candidates
 from shardlib.cost.pricing.sums import sums
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
@@ -147,38 +146,6 @@ class PairPricer:
         seen = Seen(self.best, self.rows, placed.block, self.variants.capacity, reach, ranking)
         self._priced(entries, placed.block, placed.at, placed.choices, seen)
         seen.close()
-
-    def on_best_links(self, entries: Entries, pairs: Pairs) -> Pairs:
-        """Pairs with the seconds of the fastest plan that fits, if every group of axes had the
-        fastest links that it could have alone; infinite where none fits.
-
-        Args:
-            entries: meshes with microbatches.
-            pairs: choices on them.
-        """
-        if not len(pairs):
-            return pairs
-        every, which = np.unique(pairs.entries, return_inverse=True)
-        sizes = entries.at(every)
-        c = Candidates(
-            sizes={axis: sizes[axis] for axis in MESH_AXES},
-            micro=sizes["micro"],
-            links=best_links(sizes, self.topology),
-            shapes=entries.values.shapes,
-            shape=entries.shape[every],
-        )
-        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [
-            (MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {})
-            for at in range(len(every))
-        ]
-        block = Block(
-            places=places,
-            c=c,
-            choices=[(choice, entries.scope.routes) for choice in entries.choices],
-        )
-        seen = Seen(self.best, self.rows, block, self.variants.capacity, 1, None, settles=False)
-        self._priced(entries, block, which.reshape(-1), pairs.choices, seen)
-        return replace(pairs, least=seen.close()[pairs.choices, which.reshape(-1)])
 
     def _priced(
         self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen
@@ -319,4 +286,4 @@ class PairPricer:
         if self.room.lowered or usual or not self.room.limits.able.free:
             placement = place(mesh, self.topology)
             return [] if placement is None else [((), placement)]
-        return placements(mesh, self.topology)
+        return list(placements(mesh, self.topology))

@@ -74,6 +74,7 @@ class Parts:
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
+        self._of_choice: dict[Choice, list[Array]] = {}
 
     def total(self, choice: Choice, at: Array) -> Array:
         """The quantities of a choice on some shapes, array [quantities, shapes].
@@ -82,10 +83,14 @@ class Parts:
             choice: what shards colours.
             at: numbers of shapes.
         """
-        return sum(
-            (self._part(part, choice)[:, at] for part in ((), *self._account.parts)),
-            np.zeros((self._count, len(at))),
-        )
+        if choice not in self._of_choice:
+            self._of_choice[choice] = [
+                self._part(part, choice) for part in ((), *self._account.parts)
+            ]
+        found = np.zeros((self._count, len(at)))
+        for part in self._of_choice[choice]:
+            found += part[:, at]
+        return found
 
     def least(self, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where
