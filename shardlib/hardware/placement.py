@@ -103,10 +103,7 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     return ((), *(order for order in found if order != axes))
 
 
-@lru_cache(maxsize=1 << 14)
-def placements(
-    mesh: MeshShape, topology: Topology
-) -> tuple[tuple[tuple[str, ...], Placement], ...]:
+def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...], Placement]]:
     """The distinct places of a mesh on a topology, as (order, placement), the usual one first;
     empty where it does not fit.
 
@@ -119,9 +116,9 @@ def placements(
     for order in orders(mesh)[:1] if flat else orders(mesh):
         placement = place(mesh, topology, order)
         if placement is None:
-            return ()
+            return []
         found.setdefault(tuple(placement.items()), (order, placement))
-    return tuple(found.values())
+    return list(found.values())
 
 
 def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:

@@ -286,4 +286,4 @@ class PairPricer:
         if self.room.lowered or usual or not self.room.limits.able.free:
             placement = place(mesh, self.topology)
             return [] if placement is None else [((), placement)]
-        return list(placements(mesh, self.topology))
+        return placements(mesh, self.topology)
