@@ -111,6 +111,7 @@ class Case:
     window: int = 0
     traced: bool = False
     block: int = 1024
+    heads: tuple[int, int] | None = None  # and groups of keys and values
 
     def __str__(self):
         return "-".join(str(value) for value in vars(self).values())
@@ -136,13 +137,18 @@ CASES = [
     Case(window=5, traced=True, block=3, packed=True),
     Case(form="gathered", window=5, block=3),
     Case(form="exchanged", window=0, traced=True, block=3, packed=True, zigzag=False),
+    # Groups that the devices do not divide.
+    Case(form="exchanged", ways=2, heads=(6, 3)),
+    Case(form="exchanged", heads=(12, 6), packed=True, zigzag=False),
 ]
 HEADS = [(8, 8), (8, 4), (8, 1), (8, 2)]  # of queries, and groups of keys and values
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients_are_those_of_one_device(case):
-    heads, groups = HEADS[(case.ways + case.zigzag + 2 * case.causal + case.packed) % len(HEADS)]
+    heads, groups = (
+        case.heads or HEADS[(case.ways + case.zigzag + 2 * case.causal + case.packed) % len(HEADS)]
+    )
     how = {
         "causal": case.causal,
         "softcap": 5.0 if case.packed else 0.0,

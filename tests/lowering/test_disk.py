@@ -20,7 +20,7 @@ from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.options import BuildOptions
 from shardlib.verification.exported import export_step
 from tests.lowering import small
-from tests.lowering.hand_plan import hand_plan
+from tests.lowering.hand_plan import RULES, hand_plan
 
 AXES = {"batch.tokens": ("batch", "seq"), "batch.weight": ("batch",)}
 CLIPPED = optax.chain(
@@ -109,6 +109,30 @@ def test_state_on_disk_changes_no_number(tmp_path, name, as_written):
         assert float(program.evaluate(first, small.batch())["loss"]) == pytest.approx(
             float(reference.evaluate(reference.init(0), small.batch())["loss"])
         )
+
+
+@pytest.mark.long
+def test_stages_that_are_programs_keep_their_state_on_disk(tmp_path):
+    decisions = {
+        "zero": 3,
+        "rules": [*RULES, ("layers", "stage")],
+        "microbatches": 4,
+        "schedule": "1f1b",
+        "pipeline": "programs",
+    }
+    mesh = {"stage": 2, "fsdp": 2}
+    plain, metrics = stepped(built(mesh, **decisions))
+    program = built(mesh, None, {"disk": tmp_path}, offload=("disk",), **decisions)
+    state, found = stepped(program)
+    assert found == pytest.approx(metrics, rel=1e-6)
+    different = small.differences((state.params, state.opt_state), (plain.params, plain.opt_state))
+    assert max(jax.tree.leaves(different)) < 1e-6
+    first = program.init(0)
+    owned = [leaf for leaf in jax.tree.leaves(first.opt_state) if leaf.ndim]
+    assert len(owned) == 2 * len(small.AXES) and all(isinstance(leaf, DiskArray) for leaf in owned)
+    assert len(program._dispatch.update._step.calls) == 1 + len(small.AXES)
+    program.prepare()
+    assert program.memory()["peak"] > 0
 
 
 def bytes_of(leaves):

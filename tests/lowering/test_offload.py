@@ -54,7 +54,7 @@ def plain():
     return stepped(built({"fsdp": 4, "tensor": 2}, zero=3, remat="full"))
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
     program = built(
         {"fsdp": 4, "tensor": 2}, zero=3, remat=remat, offload=("optimizer", "activations")

@@ -4,8 +4,13 @@ remember less than if none were.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from shardlib.cost.pricing.variants.offload_and_partial_remat import rematerialised_share
+from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
 from tests.lowering.test_pipeline import program, steps_like_the_unsharded_model
 
 #: Mesh, microbatches, schedule, chunks of a stage, policy, layers of the fullest stage; of four.
@@ -52,3 +57,36 @@ def test_what_waits_between_forward_and_backward_is_in_between(pipeline):
         return sum(leaf.size for leaf in saved.results)
 
     assert temporaries("full") < temporaries("full", 1) < temporaries("none")
+
+
+class OfStages:
+    """Candidates of which nothing but their stages is looked at."""
+
+    def __init__(self, *stages):
+        self.stage = np.array(stages)
+
+    def __len__(self):
+        return len(self.stage)
+
+
+@pytest.mark.parametrize("pipeline", ["lockstep", "programs"])
+def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
+    layers, virtual, c = 16, 2, OfStages(1, 2, 4)
+    for number in range(1, 4):
+        share = rematerialised_share(
+            number,
+            SimpleNamespace(virtual=virtual),
+            SimpleNamespace(counts=(layers,)),
+            c,
+            SimpleNamespace(pipeline=pipeline),
+        )
+        for stages, part in zip(c.stage, share, strict=True):
+            chunks = virtual if stages > 1 else 1
+            here = layers // stages
+            own = StageRemat(policy="full", count=number, layers=here, virtual=chunks)
+            done = (
+                own.alike.count * chunks
+                if pipeline == "lockstep"
+                else sum(own.of_chunk(k, here // chunks).count for k in range(chunks))
+            )
+            assert part * here == done

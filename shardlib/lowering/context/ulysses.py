@@ -3,11 +3,13 @@
 Gathered, every device has all keys and values for its own queries. Exchanged (DeepSpeed-Ulysses,
 Jacobs et al., arXiv:2309.14509), every device has the whole sequence for its share of the heads:
 four all-to-alls of a device's part of the activations, whatever the number of devices. Where there
-are fewer groups of keys and values than devices, groups are repeated first.
+are fewer groups of keys and values than devices, or devices do not divide them, groups are repeated
+first.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -153,7 +155,7 @@ class Exchange:
             LayoutError: the neighbours do not divide the heads.
         """
         heads, groups, ways = query.shape[2], key.shape[2], self.group
-        if heads % ways or (groups % ways and ways % groups):
+        if heads % ways:
             where = (
                 f"{self.cut.axis}={ways}"
                 if ways == self.cut.ways
@@ -161,10 +163,11 @@ class Exchange:
             )
             raise LayoutError(
                 f"{heads} heads with {groups} groups of keys and values cannot be exchanged over"
-                f" {where}\nTry: a {self.cut.axis} axis that divides both, or a ring"
+                f" {where}\nTry: a {self.cut.axis} axis that divides the heads, or a ring"
             )
-        if groups % ways:
-            key, value = (jnp.repeat(array, ways // groups, axis=2) for array in (key, value))
+        times = math.lcm(groups, ways) // groups
+        if times > 1:  # as many groups as heads at most, since both numbers divide the heads
+            key, value = (jnp.repeat(array, times, axis=2) for array in (key, value))
         return (
             self._all_to_all(query, 2, 1),
             self._all_to_all(key, 2, 1),

@@ -18,12 +18,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import KeyPath
+from shardlib.lowering.mesh.memories import HOST
 from shardlib.lowering.mesh.owners import owned, shapes_of
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 
-#: Memory of the host that devices read and write by themselves.
-HOST = "pinned_host"
 #: Memory of the device.
 DEVICE = "device"
 

@@ -6,6 +6,9 @@ import jax
 
 from shardlib.jax_types import Value
 
+#: Memory of the host that devices read and write by themselves.
+HOST = "pinned_host"
+
 
 def in_host_memory(value: Value) -> bool:
     """Whether a value is in memory of the host."""
@@ -15,8 +18,3 @@ def in_host_memory(value: Value) -> bool:
 def to_host_memory(value: Value) -> Value:
     """The same value in memory of the host."""
     return jax.device_put(value, jax.memory.Space.Host)
-
-
-def to_device_memory(value: Value) -> Value:
-    """The same value in memory of the device."""
-    return jax.device_put(value, jax.memory.Space.Device)

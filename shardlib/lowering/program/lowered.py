@@ -23,7 +23,7 @@ from shardlib.lowering.host_memory.disk.arrays import Writer
 from shardlib.lowering.host_memory.disk.compiling import Where
 from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.mesh import shardings
-from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
+from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, Made, OneUpdate, Update
 from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.step import (
     StepParts,
@@ -116,10 +116,12 @@ class LoweredProgram:
 
     def prepare(self) -> None:
         """Compiles all that a step runs, if that has not been done."""
-        if self.disk is not None:
+        if self.programs is not None:
+            _ = self._dispatch
+        elif self.disk is not None:
             self._on_disk.prepare()
         else:
-            _ = self._compiled_step if self.programs is None else self._dispatch
+            _ = self._compiled_step
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
@@ -146,10 +148,10 @@ class LoweredProgram:
     def _several(self) -> Dispatch | DiskStep | None:
         """What runs a step that is several programs; None where it is one."""
         return (
-            self._on_disk
-            if self.disk is not None
-            else self._dispatch
+            self._dispatch
             if self.programs is not None
+            else self._on_disk
+            if self.disk is not None
             else None
         )
 
@@ -176,9 +178,28 @@ class LoweredProgram:
         return self.programs.compiled(
             self.state,
             self.batch,
-            step_function(self.parts),
-            shardings.named_sharding(self.mesh, Layout()),
+            self._update,
             f"shardlib_{self.plan.digest}",
+        )
+
+    def _update(self, made: Made) -> Update:
+        """What stages that are programs of their own leave to be done, compiled.
+
+        Args:
+            made: what it is given beside the state, abstract.
+        """
+        if self.disk is not None:
+            step = self._with_disk(made)
+            step.prepare()
+            return step
+        run = named(step_function(self.parts), "update", self.plan.digest)
+        metrics = shardings.named_sharding(self.mesh, Layout())
+        return OneUpdate(
+            call=jax.jit(
+                run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
+            )
+            .lower(self.state, made)
+            .compile()
         )
 
     @property
@@ -191,6 +212,11 @@ class LoweredProgram:
 
     @cached_property
     def _on_disk(self) -> DiskStep:
+        """Where stages are programs of their own, for the first state alone."""
+        return self._with_disk(self.batch)
+
+    def _with_disk(self, batch: Tree) -> DiskStep:
+        """The step with its state on disk, for an abstract batch, or what stages leave of it."""
         assert self.disk is not None and isinstance(self.mesh, Mesh)
         where = Where(
             mesh=self.mesh,
@@ -200,7 +226,7 @@ class LoweredProgram:
         )
         return DiskStep(
             where=where,
-            batch=self.batch,
+            batch=batch,
             function=step_function(self.parts),
             first=self._first,
             writer=self.disk,

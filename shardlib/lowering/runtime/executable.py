@@ -87,6 +87,12 @@ class Draft:
         avals = [self.program.avals[number] for number in self.program.outputs]
         return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
 
+    @property
+    def on_host(self) -> tuple[bool, ...]:
+        """Of all results, whether they are in host memory."""
+        avals = [self.program.avals[number] for number in self.program.outputs]
+        return tuple(aval.memory_space == jax.memory.Space.Host for aval in avals)
+
     def without(self, dropped: Collection[int]) -> Draft:
         """The same function without inputs that it does not read."""
         left = [k for k in range(len(self.inputs)) if k not in dropped]

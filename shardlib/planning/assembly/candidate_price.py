@@ -14,10 +14,10 @@ from shardlib.cost.pricing.totals import Totals, combine
 from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
 from shardlib.cost.pricing.variants.mixed_remat import Corner, Tallies, between, composed
 from shardlib.cost.pricing.variants.offload_and_partial_remat import (
-    fullest,
     fullest_by_class,
     mix,
     offloaded,
+    rematerialised_share,
 )
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import Q
@@ -100,7 +100,7 @@ class OnMachine:
                 for (policy, number), count in zip(groups, layers, strict=True)
             ]
         else:
-            share = one.remat_layers / sum(layers) if one.remat_layers else 1.0
+            share = float(self._share()[0]) if one.remat_layers else 1.0
             shares = [(one.remat, share)] * len(layers)
         parts = {
             policy: np.zeros(len(layers) + 2)
@@ -162,8 +162,13 @@ class OnMachine:
         rematerialised = corner((how.remat,))
         if not how.remat_layers:
             return rematerialised
-        return mix(
-            corner(("none",)), rematerialised, how.remat_layers / fullest(how, load.model, c)
+        return mix(corner(("none",)), rematerialised, self._share())
+
+    def _share(self) -> Array:
+        """Part of the layers that rematerialise, where a number of them does."""
+        how = self.candidate.decisions
+        return rematerialised_share(
+            how.remat_layers, how, self.load.model, self.c, self.pricer.profile
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardlib.cost.estimate import StageSeconds
 from shardlib.cost.pricing.step_time import tick_seconds
 from shardlib.cost.pricing.sums import sums
-from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest
+from shardlib.cost.pricing.variants.offload_and_partial_remat import rematerialised_share
 from shardlib.planning.assembly.candidate_price import OnMachine
 from shardlib.planning.space.programs import Program
 
@@ -28,7 +28,9 @@ def stage_seconds(one: OnMachine) -> StageSeconds | None:
     if not how.remat_layers:
         return rematerialised
     fast = _seconds(one, load.programs["none", candidate.routes])
-    share = how.remat_layers / float(fullest(how, load.model, one.c)[0])
+    share = float(
+        rematerialised_share(how.remat_layers, how, load.model, one.c, one.pricer.profile)[0]
+    )
     return replace(
         rematerialised,
         **{

@@ -10,7 +10,12 @@ import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.totals import Totals
-from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest, mix, offloaded
+from shardlib.cost.pricing.variants.offload_and_partial_remat import (
+    fullest,
+    mix,
+    offloaded,
+    rematerialised_share,
+)
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.abilities import Abilities
 from shardlib.decisions.readers import HOSTED
@@ -140,11 +145,18 @@ class Variants:
             needed = np.ceil(
                 (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
             )
+            needed = np.round(self._share(needed, offer, c) * layers)
         at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(at):
-            share = needed[at] / layers[at]
+            share = self._share(needed, offer, c)[at]
             seen.offer(
                 replace(offer.take(at), layers=needed[at].astype(np.int64)),
                 mix(fast.take(at), rematerialised.take(at), share),
                 rows[at],
             )
+
+    def _share(self, number: Array, offer: Offer, c: Candidates) -> Array:
+        """Part of the layers that rematerialise where so many of the fullest stage are to."""
+        return rematerialised_share(
+            number, offer.decisions, self.load.model, c, self.pricer.profile
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -200,8 +201,9 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     params, path = equation.params, equation.path
     constants, carried = scan_counts(params)
     program = flatten(params["jaxpr"], f"{path}/body/", equation.scope)
-    policy, count = walk.policy(path, params["length"]) if has_matmul(equation.eqn) else ("none", 0)
-    layer = policy != "none"
+    repeated = has_matmul(equation.eqn)
+    policy, count = walk.policy(path, params["length"]) if repeated else ("none", 0)
+    layer, offloaded = policy != "none", walk.offloaded and repeated
     inner = walk.layer() if layer else walk.as_written()
     arrays = {at: array for at, array in walk.arrays.items() if at.startswith(f"{path}/body/")}
 
@@ -212,9 +214,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         carry = (
-            tuple(checkpoint_name(value, LAYER_INPUT) for value in carry)
-            if layer and walk.offloaded
-            else carry
+            tuple(checkpoint_name(value, LAYER_INPUT) for value in carry) if offloaded else carry
         )
         values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced[0])]
         outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1]))
@@ -232,9 +232,8 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
             unroll=params["unroll"],
         )
 
-    def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
-        options = {"in_pieces": bool(walk.together), "offloaded": walk.offloaded}
-        return rematerialised(function, policy, prevent_cse=False, **options)
+    options = {"in_pieces": bool(walk.together), "offloaded": offloaded}
+    kept = partial(rematerialised, remat=policy, prevent_cse=False, **options)
 
     init = tuple(
         strong(value, number)
@@ -246,15 +245,16 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     )
     sliced = tuple(arguments[constants + carried :]), arrays
     if layer and count < params["length"]:
+        rest = partial(kept, remat="none") if offloaded else keeping
         parts = [
-            Part(first=0, count=count, kept=recomputing),
-            Part(first=count, count=params["length"] - count, kept=keeping),
+            Part(first=0, count=count, kept=kept),
+            Part(first=count, count=params["length"] - count, kept=rest),
         ]
         final, stacked = in_parts(
             parts[::-1] if params["reverse"] else parts, body, init, sliced, looped
         )
     else:
-        final, stacked = looped(recomputing(body), init, sliced, params["length"])
+        final, stacked = looped(kept(body), init, sliced, params["length"])
     return [*items("final", final), *items("exit", stacked)]
 
 

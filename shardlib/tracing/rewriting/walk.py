@@ -146,8 +146,8 @@ class Walk:
 
     def layer(self) -> Walk:
         """The walk inside a layer that is rematerialised as a whole."""
-        return replace(self, remat="none", apart={}, inside=True)
+        return replace(self, remat="none", apart={}, offloaded=False, inside=True)
 
     def as_written(self) -> Walk:
         """The walk inside something that is repeated within a layer."""
-        return replace(self, remat="none", apart={}, inside=False)
+        return replace(self, remat="none", apart={}, offloaded=False, inside=False)

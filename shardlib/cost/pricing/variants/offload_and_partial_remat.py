@@ -10,9 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.stage_shares import chunks_of
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.pricing.totals import Totals
 from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
 
 Array = np.ndarray
@@ -99,6 +101,26 @@ def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
     return sum(fullest_by_class(how, model, c), np.zeros(len(c)))
 
 
+def rematerialised_share(
+    number: Array | int, how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Part of the layers of the fullest stage that rematerialise where so many are to: in lockstep
+    all chunks of a stage are one program, so that as many layers of each do.
+
+    Args:
+        number: of layers of the fullest stage.
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+        profile: framework profile, which says whether stages move in lockstep.
+
+    Returns:
+        Array [candidates].
+    """
+    alike = chunks_of(how, c) if profile.pipeline == "lockstep" else np.ones(len(c))
+    return np.ceil(number / alike) * alike / fullest(how, model, c)
+
+
 def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
     """Layers of the stage that has the most, of each class.
 
@@ -110,5 +132,5 @@ def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
     Returns:
         Arrays [candidates], one per layer group.
     """
-    virtual = np.where(c.stage > 1, how.virtual, 1)
+    virtual = chunks_of(how, c)
     return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib.lowering.mesh.memories import HOST
 from shardlib.lowering.pipeline.per_stage.chunk_values import Held
 from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Late, Work, flat
 from shardlib.lowering.pipeline.shared.linearised import is_floating
@@ -107,7 +108,11 @@ def chunk_programs(
     around, given = _around(work, given, mesh, name)
     start = (given.held, given.micro, list(given.entering))
     forward = Draft.of(flat(work.forward, start), jax.tree.leaves(start), mesh)
-    hops, saved = len(work.travelling), forward.results[len(work.travelling) :]
+    hops = len(work.travelling)
+    saved = [
+        _on_host(leaf, mesh) if away else leaf
+        for leaf, away in zip(forward.results[hops:], forward.on_host[hops:], strict=True)
+    ]
     late, remembered = _late(work, given, saved, mesh) if apart else (None, ())
     sent = [leaf.sharding for leaf in given.entering if is_floating(leaf)]
     if at_once:
@@ -144,6 +149,12 @@ def chunk_programs(
             f"{name}_weights",
         ),
     )
+
+
+def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """An abstract array in host memory, of no sharding in particular."""
+    sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _around(work: Work, given: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPrograms, Inputs]:

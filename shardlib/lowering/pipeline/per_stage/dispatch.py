@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -16,10 +16,48 @@ from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
 from shardlib.lowering.pipeline.per_stage.shards import Places
 from shardlib.lowering.pipeline.shared.partition import Arrays, Values
 from shardlib.lowering.runtime.executable import Executable
+from shardlib.lowering.runtime.state import TrainState
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
 
+#: Model state after a step, and what the stages have summed.
+Made = tuple[Arrays, Summed]
 #: (stage, what it does), in an order in which every task comes after what it reads.
 Turns = tuple[tuple[int, Task], ...]
+
+
+class Update(Protocol):
+    """What makes the next state of the gradients, after the last microbatch: one program, or
+    several where some of the state is not on the devices.
+    """
+
+    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
+        """(state, (model state after the step, `Summed`)) -> (state, metrics); the state is
+        donated.
+        """
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the program that needs the most."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OneUpdate:
+    """An update that is one program.
+
+    Attributes:
+        call: it.
+    """
+
+    call: jax.stages.Compiled
+
+    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
+        """The next state, and metrics."""
+        return self.call(state, batch)
+
+    def memory(self) -> dict[str, int]:
+        """Its bytes per device."""
+        return _jax_compat.compiled_memory(self.call)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +106,7 @@ class Dispatch:
         entering, back: of every chunk, shardings of what enters it, and of cotangents of what
             leaves it.
         turns: what is done, one after the other.
-        update: state, (model state after the step, `Summed`) -> state, metrics.
+        update: makes the next state.
     """
 
     places: Places
@@ -82,21 +120,16 @@ class Dispatch:
     entering: tuple[list[Any], ...]
     back: tuple[list[Any], ...]
     turns: Turns
-    update: jax.stages.Compiled
-
-    @property
-    def executables(self) -> tuple[jax.stages.Compiled, ...]:
-        """All programs."""
-        return (
-            self.opening.call,
-            *(program.call for chunk in self.chunks for program in chunk.all),
-            self.update,
-        )
+    update: Update
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the program that needs the most."""
+        calls = (
+            self.opening.call,
+            *(program.call for chunk in self.chunks for program in chunk.all),
+        )
         return max(
-            (_jax_compat.compiled_memory(program) for program in self.executables),
+            (*map(_jax_compat.compiled_memory, calls), self.update.memory()),
             key=lambda sizes: sizes["peak"],
         )
 
@@ -113,7 +146,7 @@ class Dispatch:
         run = _Step(self, opened)
         for stage, task in self.turns:
             run.work[task.kind](task.chunk * len(self.stages) + stage, task.microbatch)
-        return self.update(state, (opened.after, run.summed()))
+        return self.update.step(state, (opened.after, run.summed()))
 
 
 class _Step:

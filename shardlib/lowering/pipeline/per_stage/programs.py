@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.jax_types import Metrics
 from shardlib.lowering.pipeline.per_stage.chunk_work import Late, flat
 from shardlib.lowering.pipeline.per_stage.compiling import (
     ChunkPrograms,
@@ -20,11 +18,17 @@ from shardlib.lowering.pipeline.per_stage.compiling import (
     chunk_programs,
     on_stage,
 )
-from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, First, Stage, Turns
+from shardlib.lowering.pipeline.per_stage.dispatch import (
+    Dispatch,
+    First,
+    Made,
+    Stage,
+    Turns,
+    Update,
+)
 from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
 from shardlib.lowering.pipeline.per_stage.stage_shapes import StageShapes
 from shardlib.lowering.pipeline.shared.linearised import is_floating
-from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.lowering.runtime.executable import Draft
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order
 from shardlib.schedules.simulation import Durations, simulate
@@ -63,16 +67,14 @@ class StagePrograms(StageShapes):
         self,
         state: Tree,
         batch: Tree,
-        update: Callable[[Tree, tuple[Arrays, Summed]], tuple[Tree, Metrics]],
-        metrics: NamedSharding,
+        update: Callable[[Made], Update],
         name: str,
     ) -> Dispatch:
         """Compiles all programs.
 
         Args:
             state, batch: abstract, with shardings.
-            update: (state, (model state after the step, `Summed`)) -> (state, metrics).
-            metrics: sharding of metrics.
+            update: what makes the next state, compiled for what it is given, abstract.
             name: of the programs.
         """
         opening, places = self.opening, self.opening.places
@@ -126,7 +128,7 @@ class StagePrograms(StageShapes):
                 for number, leaves in enumerate(entering[1:])
             ),
             turns=_turns(self.order),
-            update=self._update(state, opened.after, update, metrics, f"{name}_update"),
+            update=update((opened.after, self._summed())),
         )
 
     def _stage(self, stage: int) -> Stage:
@@ -156,17 +158,8 @@ class StagePrograms(StageShapes):
             ),
         )
 
-    def _update(
-        self,
-        state: Tree,
-        after: Arrays,
-        update: Callable[[Tree, tuple[Arrays, Summed]], tuple[Tree, Metrics]],
-        metrics: NamedSharding,
-        name: str,
-    ) -> jax.stages.Compiled:
-        """The program that puts the sums together and does the update; all that it is given is
-        donated, as far as that is of use.
-        """
+    def _summed(self) -> Summed:
+        """What the stages have summed after the last microbatch, abstract."""
         opening, places, ways = self.opening, self.opening.places, len(self.order)
 
         def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -185,22 +178,11 @@ class StagePrograms(StageShapes):
             for number in range(0, len(self.works), ways)
         ]
         ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
-        summed = Summed(
+        return Summed(
             stacks=[[one.weights[k] for one in late] for k in range(len(opening.stacks))],
             shared=[[one.shared[k] for one in late] for k in range(len(late[0].shared))],
             outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
             totals=[whole(leaf) for leaf in ends[1].totals],
-        )
-
-        def run(state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
-            return update(state, pieces)
-
-        run.__name__ = run.__qualname__ = name
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        return (
-            jax.jit(run, donate_argnums=(0,), out_shardings=(shardings, metrics))
-            .lower(state, (after, summed))
-            .compile()
         )
 
 

@@ -25,8 +25,6 @@ def require_lowered(plan: Plan) -> None:
         # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX
         # 0.10.2: "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").
         beyond.append(f"experts={plan.experts!r} with both stages and a context axis, {plan.mesh}")
-    if "disk" in plan.offload and plan.pipeline == "programs" and plan.mesh["stage"] > 1:
-        beyond.append("offload=['disk'] with pipeline='programs'")
     if beyond:
         raise_all(
             PinError,
