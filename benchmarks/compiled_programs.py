@@ -71,7 +71,7 @@ def run(case: dict[str, Any], limits: Limits, known: list[dict[str, Any]]) -> di
     start = time.monotonic()
     try:
         given = inputs(case)
-        plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"), lowered=True)
+        plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
         key = {"case": case, "digest": plan.digest, "source": compiled_source()}
         earlier = next(
             (

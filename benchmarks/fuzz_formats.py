@@ -389,9 +389,7 @@ def _stack(_: Path) -> Room:
 
 def _measured(folder: Path) -> Room:
     path = folder / "cpu.json"
-    valid = json.dumps(
-        {**dict.fromkeys(figure_names(8), 1e9), "cpu": "x", "jax": "0"}
-    ).encode()
+    valid = json.dumps({**dict.fromkeys(figure_names(8), 1e9), "cpu": "x", "jax": "0"}).encode()
     return Room(valids=(valid,), read=_through(path, lambda: read_figures(path, 8)))
 
 

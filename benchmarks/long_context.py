@@ -55,9 +55,7 @@ def main() -> None:
     batch = models.example_batch(config, args.batch, args.seq)
     pins = {word: value(text) for word, _, text in (one.partition("=") for one in args.pin)}
     start = time.perf_counter()
-    plan = shardlib.plan(
-        init, loss, optax.adamw(1e-4), batch, topology=args.topology, pin=pins, lowered=True
-    )
+    plan = shardlib.plan(init, loss, optax.adamw(1e-4), batch, topology=args.topology, pin=pins)
     seconds = time.perf_counter() - start
     print(plan.explain())
     if args.plan_only:

@@ -216,7 +216,6 @@ def candidates(job: Job, devices: int, most: int) -> list[tuple[dict[str, Any], 
                 job.batch,
                 topology=f"cpu:{devices}",
                 pin=pin,
-                lowered=True,
             )
         except (PinError, InfeasibleError):
             continue

@@ -63,7 +63,7 @@ def compiled(
         "batch": models.example_batch(config, 2 * microbatches, 4096),
         "name": config.name,
     }
-    plan = shardlib.plan(**given, topology=topology, pin=pin, lowered=True)
+    plan = shardlib.plan(**given, topology=topology, pin=pin)
     found = shardlib.verify(**given, topology=topology, plan=plan, limits=Limits(seconds=seconds))
     if found.compiled is None:
         return {"failed": str(found.findings[0])[:1000]}

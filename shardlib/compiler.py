@@ -51,7 +51,6 @@ def plan(
     name: str | None = None,
     refine: int | None = None,
     limits: Limits | None = None,
-    lowered: bool = False,
     allow: Mapping[str, Sequence[str]] | None = None,
     rows: str = "prove",
     wrt: Filter = None,
@@ -59,9 +58,8 @@ def plan(
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Some decisions are planned and priced, and no program is made of them yet: rematerialising a
-    part of the layers of pipeline stages, and dtypes of 8 bits other than `matmul_dtype`, which
-    programs have. A plan with one of them has a finding "not-lowered", see `docs/pins.md`.
+    What is searched is what runs: `compile`, `verify` and `train` search the same plans, and a
+    program can be made of each. A pin of what has no lowering is an error, see `docs/pins.md`.
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or
@@ -83,8 +81,6 @@ def plan(
             best is chosen by what the compiler makes of them (`plan.refined`); none if left out.
         limits: seconds and bytes of memory that the compiler may take for each; only used with
             `refine`.
-        lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile`
-            does; implied by `refine`.
         allow: dtypes that the planner may choose beside those of the model, which change its
             numbers: {"moment_dtype": ["bfloat16"], ...}, one or several, see `docs/pins.md`.
         rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say
@@ -123,19 +119,18 @@ def plan(
         pin=pin,
         name=name,
         limits=limits,
-        lowered=lowered,
         allow=allow,
         framework=framework,
     )
     pin = choice.with_allowed(pin, allow)
-    compiled = choice.wanted(refine, framework, lowered=lowered)
+    compiled = choice.wanted(refine, framework)
     machine = machine_of(topology) if compiled else None
     if machine is not None:
         require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         return (
-            choice.searched(traced, topology, pin, lowered=lowered, framework=framework)[1]
+            choice.searched(traced, topology, pin, framework=framework)[1]
             if machine is None
             else choice.refined_by_compiler(traced, machine, pin, compiled, limits)
         )

@@ -77,9 +77,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["segments are (2, 7)", "(2, 5)"],
     ),
     "options of plan": (
-        lambda: plan(lowered="yes", limits=3),
+        lambda: plan(name=7, limits=3),
         ArgumentError,
-        ["lowered is 'yes' and no boolean", "limits is 3"],
+        ["name is 7 and no string", "limits is 3"],
     ),
     "rows in other words": (
         lambda: plan(rows="sum"),

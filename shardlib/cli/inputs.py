@@ -27,7 +27,6 @@ def make_plan(
     pins: JsonObject,
     refine: int = 0,
     *,
-    lowered: bool = False,
     framework: str | None = None,
 ) -> Plan:
     """Plans the model that a command line names; the plan remembers where it came from.
@@ -36,7 +35,6 @@ def make_plan(
         spec: MODEL.
         topology, batch, seq, pins: as the options say.
         refine: how many of the best plans to compile.
-        lowered: whether to leave out what is not lowered yet.
         framework: the training framework that will run the plan; None for programs of shardlib.
 
     Raises:
@@ -61,7 +59,6 @@ def make_plan(
             topology=topology,
             pin=pins,
             refine=refine,
-            lowered=lowered,
             framework=framework,
         )
     origin = {

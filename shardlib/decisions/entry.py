@@ -57,7 +57,6 @@ class Entry:
         late: whether plans of older versions do not have it: it is part of a plan's identity only
             where it is not the default.
         searched: whether the planner decides it; otherwise it is as pinned, or the default.
-        lowered: whether programs are made of it.
         left_open: whether pins may leave it open with the word "any".
         also: further rows of the page of pins: (pin, values, meaning).
     """
@@ -71,7 +70,6 @@ class Entry:
     label: str = ""
     late: bool = False
     searched: bool = True
-    lowered: bool = True
     left_open: bool = False
     also: tuple[tuple[str, str, str], ...] = ()
 
@@ -84,7 +82,6 @@ class _Others(TypedDict, total=False):
     label: str
     late: bool
     searched: bool
-    lowered: bool
     left_open: bool
     also: tuple[tuple[str, str, str], ...]
 

@@ -139,15 +139,12 @@ class Decisions:
     gather: str = decision(
         "use",
         meaning="when a stage gathers sharded weights: for every operation, or once for all"
-        " microbatches of a group. Left out, the planner decides where other pins ask for stages;"
-        ' `"any"` lets it decide, and work breadth first, in the whole space, which takes it up to'
-        " two and a half times as long",
+        " microbatches of a group",
         label="pipeline",
         choices={
             "use": "weights gathered for every operation",
             "once": "weights gathered once for each group of microbatches",
         },
-        left_open=True,
     )
     pipeline: str = decision(
         "lockstep",
@@ -175,7 +172,8 @@ class Decisions:
         "traced",
         meaning="how the core of attention is computed, in models that call `shardlib.attention`:"
         " as the model is written, in blocks by XLA, by splash attention (TPUs), by the kernel of"
-        " cuDNN (NVIDIA GPUs); unpinned, by the kernel of the vendor where it applies",
+        " cuDNN (NVIDIA GPUs); unpinned, as is fastest, which is the kernel of the vendor where it"
+        " applies",
         choices={
             "traced": "as the model is written",
             "blocks": "in blocks, whose scores are not kept",

@@ -15,7 +15,6 @@ from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import prepared_for, ranked, search
 from shardlib.planning.questions.counterfactual import pinned, roomy
@@ -40,23 +39,21 @@ def with_allowed(
     return {**(pin or {}), "allow": allow} if allow else pin
 
 
-def wanted(refine: int | None, framework: str | None, *, lowered: bool) -> int:
+def wanted(refine: int | None, framework: str | None) -> int:
     """How many plans to compile; none of a framework, which runs its own programs.
 
     Args:
         refine: as the user says.
         framework: the training framework; None for programs of shardlib.
-        lowered: whether to leave out what has no lowering.
 
     Raises:
         PlanError: `refine` is no integer of at least 0, or what is asked for is about programs of
             shardlib, and a framework is named.
     """
     count = wanted_plans(refine)
-    asked = [word for word, given in (("refine", count), ("lowered", lowered)) if given]
-    if framework is not None and asked:
+    if framework is not None and count:
         raise PlanError(
-            f"{' and '.join(asked)} is about programs that shardlib makes, and {framework} runs its"
+            f"refine is about programs that shardlib makes, and {framework} runs its"
             " own\nTry: leave out one of the two"
         )
     return count
@@ -67,7 +64,6 @@ def searched(
     topology: str | Topology | None,
     pin: PinMapping | None,
     *,
-    lowered: bool = True,
     framework: str | None = None,
 ) -> tuple[TracedModel, Plan]:
     """The plan, and what it was made for: a loss that is another one for a microbatch of the plan
@@ -77,46 +73,38 @@ def searched(
         model: the traced model.
         topology: the machine; None for the devices of this host.
         pin: decisions fixed by hand.
-        lowered: leave out what has no lowering yet.
         framework: the training framework that runs the plan; None for programs of shardlib.
 
     Returns:
         The model, with what the search taught of its rows, and its plan.
 
     Raises:
-        ShardlibError: topology, pin or nothing fits; `PlanError` where `lowered` and the plan has
-            no lowering.
+        ShardlibError: topology, pin or nothing fits.
     """
     machine = machine_of(topology)
     if framework is not None:
         load = prepared_for(framework, model.traced.problem, machine)
         found = search(load.problem, machine, pin, load=load)
         return model, found.with_findings(*model.model.findings)
-    found = search(model.traced.problem, machine, pin, lowered=lowered)
+    found = search(model.traced.problem, machine, pin)
     rows = model.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
     if rows is not None and not rows.splits:
         problem = replace(model.traced.problem, rows=rows)
         model = replace(model, traced=replace(model.traced, problem=problem))
-        found = search(problem, machine, pin, lowered=lowered)
-    return model, (runnable(found) if lowered else found).with_findings(*model.model.findings)
+        found = search(problem, machine, pin)
+    return model, found.with_findings(*model.model.findings)
 
 
 def runnable(plan: Plan) -> Plan:
     """The plan, if a program can be made of it.
 
     Raises:
-        PlanError: it decides for something that has no lowering yet.
+        PlanError: it is made for another framework.
     """
     if plan.framework is not None:
         raise PlanError(
             f"the plan is made for {plan.framework.name}, which runs it itself\nTry: plan.emit(),"
             " or a plan without framework="
-        )
-    waits = waits_for(plan)
-    if waits:
-        raise PlanError(
-            f"the plan has no lowering yet: it decides for {', '.join(waits)}\nTry:"
-            " shardlib.plan(..., lowered=True), which leaves them out, or other pins"
         )
     return plan
 
@@ -135,7 +123,7 @@ def given_or_searched(
         topology, pin: see `searched`.
 
     Raises:
-        ShardlibError: as `searched`; `PlanError` where the plan has no lowering.
+        ShardlibError: as `searched`; `PlanError` where the plan is another framework's.
     """
     return searched(model, topology, pin) if plan is None else (model, runnable(plan))
 
@@ -188,5 +176,5 @@ def refined_by_compiler(
 
     machine = without_margin(machine)
     return refined(
-        ranked(model.traced.problem, machine, pin, lowered=True), wanted, machine, compiled
+        ranked(model.traced.problem, machine, pin), wanted, machine, compiled
     ).with_findings(*model.model.findings)

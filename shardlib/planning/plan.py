@@ -56,7 +56,6 @@ class Source(Protocol):
 
     Attributes:
         load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
-        lowered: whether only plans that can be run were searched.
     """
 
     @property
@@ -65,8 +64,6 @@ class Source(Protocol):
     def topology(self) -> Topology: ...
     @property
     def pins(self) -> Pins: ...
-    @property
-    def lowered(self) -> bool: ...
 
     def under(self, pins: Pins) -> Source:
         """The same problem under other pins."""

@@ -39,13 +39,11 @@ class Prepared:
         load: the prepared problem.
         topology: the machine of the plan.
         pins: the pins it was made under.
-        lowered: whether only plans that can be run are searched.
     """
 
     load: Workload
     topology: Topology
     pins: Pins
-    lowered: bool = False
     _answered: dict[tuple[Topology, Pins], Plan] = field(
         default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
     )
@@ -68,9 +66,7 @@ class Prepared:
         """
         asked = topology, pins
         if asked not in self._answered:
-            self._answered[asked] = search(
-                self.load.problem, topology, pins, load=self.load, lowered=self.lowered
-            )
+            self._answered[asked] = search(self.load.problem, topology, pins, load=self.load)
         return self._answered[asked]
 
     def ranked(
@@ -89,7 +85,6 @@ class Prepared:
             topology,
             self.pins,
             load=self.load,
-            lowered=self.lowered,
             slack=slack,
             front=front,
         )
@@ -128,15 +123,14 @@ def search(
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
-    lowered: bool = False,
     profile: FrameworkProfile | str | None = None,
 ) -> Plan:
     """The fastest plan that fits, see `shardlib.planning.search.search.search`, with its source."""
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, lowered, profile)
+    source = _source(problem, topology, pin, load, profile)
     preparing = time.perf_counter() - started
     return _sourced(
-        searching.search(problem, source.topology, source.pins, load=source.load, lowered=lowered),
+        searching.search(problem, source.topology, source.pins, load=source.load),
         source,
         preparing,
     )
@@ -169,7 +163,6 @@ def ranked(
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
-    lowered: bool = False,
     slack: float = math.inf,
     profile: FrameworkProfile | str | None = None,
     front: bool = False,
@@ -178,14 +171,13 @@ def ranked(
     with its source.
     """
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, lowered, profile)
+    source = _source(problem, topology, pin, load, profile)
     preparing = time.perf_counter() - started
     found = searching.ranked(
         problem,
         source.topology,
         source.pins,
         load=source.load,
-        lowered=lowered,
         slack=slack,
         front=front,
     )
@@ -208,7 +200,6 @@ def _source(
     topology: str | Topology,
     pin: PinMapping | Pins | None,
     load: Workload | None,
-    lowered: bool,
     profile: FrameworkProfile | str | None,
 ) -> Prepared:
     machine, pins = parse_topology(topology), Pins.parse(pin)
@@ -216,5 +207,4 @@ def _source(
         load=searching.prepared(problem, machine, load, profile, pins),
         topology=machine,
         pins=pins,
-        lowered=lowered,
     )

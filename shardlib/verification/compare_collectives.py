@@ -171,7 +171,7 @@ def _narrower(size: int, due: int, mine: Sequence[Found]) -> bool:
 
 def _slow_axes(plan: Plan, topology: Topology) -> frozenset[str]:
     """Axes that span the outermost of several tiers."""
-    spans = place(plan.mesh, topology)
+    spans = place(plan.mesh, topology, plan.axis_order)
     if spans is None or len(topology.tiers) < 2 or topology.tiers[0].kind != "network":
         return frozenset()
     return frozenset(axis for axis, parts in spans.items() if any(part.tier == 0 for part in parts))

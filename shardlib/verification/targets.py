@@ -102,17 +102,18 @@ TPU_FLOPS_PER_CYCLE: Mapping[str, float] = {
 }
 
 
-def target(topology: Topology, mesh: MeshShape) -> Target:
+def target(topology: Topology, mesh: MeshShape, axes: tuple[str, ...] = ()) -> Target:
     """Says a topology in the words of its compiler.
 
     Args:
         topology: the machine.
         mesh: sizes of the mesh axes.
+        axes: mesh axes from the outermost links to the innermost; empty for the usual order.
 
     Raises:
         TopologyError: the mesh does not fit the topology, or no compiler knows it.
     """
-    order = device_order(mesh, topology)
+    order = device_order(mesh, topology, axes)
     if order is None:
         raise TopologyError(
             f"the mesh {mesh} has {mesh.devices} devices and does not fit {topology.name}, which"

@@ -49,7 +49,7 @@ def verify_program(
         TopologyError: no compiler knows the topology.
         VerificationError: the step does not lower for the platform.
     """
-    where = target(topology, program.plan.mesh)
+    where = target(topology, program.plan.mesh, program.plan.axis_order)
     require_compiler(where.platform)
     step = export_step(program, where.platform)
     return judge(program.plan, topology, where, step, compile_apart(step, where, limits, options))

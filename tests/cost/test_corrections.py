@@ -414,7 +414,7 @@ def test_compute_is_multiplied_and_hides_more():
 def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""
     where = without_margin(topology("h100:2"))
-    roomy = planner.search(workload().problem, where, load=workload(), lowered=True)
+    roomy = planner.search(workload().problem, where, load=workload())
     tight = replace(
         where,
         chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0),
@@ -422,14 +422,11 @@ def test_the_search_is_still_that_of_brute_force():
     corrected = replace(
         tight, corrections=(("temporaries", 4.0), ("activations", 2.0), ("margin", 1.1))
     )
-    assert (
-        planner.search(workload().problem, tight, load=workload(), lowered=True).decisions
-        == roomy.decisions
-    )
-    found = planner.search(workload().problem, corrected, load=workload(), lowered=True)
+    assert planner.search(workload().problem, tight, load=workload()).decisions == roomy.decisions
+    found = planner.search(workload().problem, corrected, load=workload())
     prices = [
         price(workload(), corrected, entry.candidate)
-        for entry in planner.ranked(workload().problem, tight, load=workload(), lowered=True)
+        for entry in planner.ranked(workload().problem, tight, load=workload())
     ]
     fitting = [
         float(p.step_seconds[0])

@@ -91,7 +91,6 @@ def planned(topology, tensor, collective_matmul, others=1):
         topology,
         {**pin, **({"collective_matmul": collective_matmul} if collective_matmul else {})},
         load=prepared(machine(topology).chip.vendor),
-        lowered=True,
     )
 
 

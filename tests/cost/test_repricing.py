@@ -36,7 +36,7 @@ def workload() -> Workload:
 )
 def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str, Any]) -> None:
     plan, place = (
-        planner.search(workload().problem, where, pin, load=workload(), lowered=True),
+        planner.search(workload().problem, where, pin, load=workload()),
         topology(where),
     )
     assert plan.estimate.collectives

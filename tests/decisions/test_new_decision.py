@@ -23,7 +23,6 @@ NEW = """    prefetch: str = decision(
         choices={"one": "one layer ahead", "two": "two layers ahead"},
         late=True,
         searched=False,
-        lowered=False,
     )
 """
 ASKED = """
@@ -56,7 +55,6 @@ print(json.dumps({
     "stored": refused(lambda: Plan.from_json(json.dumps(wrong), changed=True)),
     "explain": pinned.explain(),
     "diff": usual.diff(pinned),
-    "findings": [finding.where for finding in pinned.findings if finding.code == "not-lowered"],
     "page": table_text(),
 }))
 """
@@ -104,5 +102,4 @@ def test_it_is_checked(answers: dict[str, Any]) -> None:
 def test_it_is_told(answers: dict[str, Any]) -> None:
     assert re.search(r"^  prefetch +two layers ahead$", answers["explain"], re.MULTILINE)
     assert "+ prefetch: two layers ahead" in answers["diff"]
-    assert answers["findings"] == ["prefetch two"]
     assert '| `prefetch` | `"one"`, `"two"` | how many layers ahead' in answers["page"]

@@ -249,7 +249,6 @@ def test_a_capacity_is_routed_without_pins():
         optax.sgd(0.1),
         models.example_batch(CONFIGS["capacity"], BATCH, SEQ),
         topology="h100:8",
-        lowered=True,
     )
     assert plan.experts == "capacity"
 

@@ -5,7 +5,6 @@ it on the device.
 from __future__ import annotations
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -14,7 +13,6 @@ from shardlib.errors import PinError
 from shardlib.lowering.host_memory import offload
 from shardlib.lowering.program.build import build_program
 from shardlib.lowering.program.options import BuildOptions
-from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.verification.exported import export_step
 from tests.lowering import models, small
 from tests.lowering.hand_plan import hand_plan
@@ -59,7 +57,7 @@ def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
     program = built(
         {"fsdp": 4, "tensor": 2}, zero=3, remat=remat, offload=("optimizer", "activations")
     )
-    assert kinds(program.init(0).opt_state) == {"pinned_host"} and not waits_for(program.plan)
+    assert kinds(program.init(0).opt_state) == {"pinned_host"}
     state, loss = stepped(program)
     assert kinds(state.opt_state) == {"pinned_host"} and kinds(state.params) == {"device"}
     assert loss == pytest.approx(plain[1], rel=1e-6)
@@ -114,12 +112,3 @@ def test_activations_need_layers_under_a_scan():
             models.mlp_batch(),
             batch_axes={"batch.x": ("batch", None), "batch.y": ("batch", None)},
         )
-
-
-def test_what_has_no_lowering_waits():
-    program = built({"data": 8}, offload=("optimizer",))
-    assert not waits_for(program.plan)
-    assert waits_for(
-        hand_plan(program.model, small.batch(), {"data": 8}, offload=("activations",))
-    )  # nothing is recomputed
-    assert np.ndim(program.state.step) == 0

@@ -11,16 +11,18 @@ from dataclasses import replace
 
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.decisions.lowerings import broken, facts
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.decisions.candidate import Candidate, completed
+from shardlib.planning.space.space import gaps_of
 from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 
-def every_mesh(load: Workload, where: Topology, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+def every_mesh(load: Workload, where: Topology) -> Iterator[tuple[MeshShape, int]]:
     """(mesh, microbatches) on the most devices that any legal plan has, and on every smaller number
     that divides those of the machine.
     """
@@ -29,14 +31,14 @@ def every_mesh(load: Workload, where: Topology, lowered: bool) -> Iterator[tuple
         for n in range(where.devices, 0, -1)
         if any(
             placements(mesh, where) and any(every_choice(load, mesh))
-            for mesh, _ in _meshes(load, n, lowered)
+            for mesh, _ in _meshes(load, n)
         )
     )
     for used in {most, *(n for n in range(1, most) if where.devices % n == 0)}:
-        yield from _meshes(load, used, lowered)
+        yield from _meshes(load, used)
 
 
-def _meshes(load: Workload, used: int, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+def _meshes(load: Workload, used: int) -> Iterator[tuple[MeshShape, int]]:
     """(mesh, microbatches) on so many devices, where the batch divides."""
     (_, shape, _, _), *_ = load.problem.batch
     batch, seq = shape[0], shape[1] if load.colouring.sequence_colour else 1
@@ -50,7 +52,6 @@ def _meshes(load: Workload, used: int, lowered: bool) -> Iterator[tuple[MeshShap
             or stage > max(load.counts, default=1)
             or experts % expert
             or seq % context
-            or (lowered and stage * expert * context > 1)
         ):
             continue
         for micro in range(1, batch + 1):
@@ -141,20 +142,19 @@ def every_schedule(
 
 
 def every_candidate(
-    load: Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False
+    load: Workload, where: Topology, *, groups: int = 1, once: bool = True
 ) -> Iterator[Candidate]:
     """All legal decisions with nothing in host memory and all layers alike; more than one group of
-    microbatches asks for stages, `once` for weights that stages gather once, too.
+    microbatches asks for stages; without `once` stages gather weights for every operation.
     """
     around = load.profile.attention == "fused"  # then that is never worse
-    for mesh, micro in every_mesh(load, where, lowered):
+    for mesh, micro in every_mesh(load, where):
         if groups > 1 and (mesh["stage"] == 1 or micro % groups):
             continue
-        places = [((), None)] if lowered else placements(mesh, where)
         for (order, _), choice, routes in itertools.product(
-            places, every_choice(load, mesh), (False, True)
+            placements(mesh, where), every_choice(load, mesh), (False, True)
         ):
-            if (routes and (load.expert is None or lowered)) or (mesh["expert"] > 1 and not routes):
+            if (routes and load.expert is None) or (mesh["expert"] > 1 and not routes):
                 continue
             for policy, zero in itertools.product(load.problem.steps, range(4)):
                 rest = mesh["fsdp"] * mesh["expert"] * mesh["context"]
@@ -175,11 +175,19 @@ def every_candidate(
                         accumulation=groups,
                         context="ring" if around and mesh["context"] > 1 else "all-gather",
                     )
-                    yield Candidate(
+                    candidate = Candidate(
                         decisions=decisions,
                         choice=replace(choice, expert=load.expert if routes else None),
                         routes=routes,
                     )
+                    if lowered(load, candidate):
+                        yield candidate
+
+
+def lowered(load: Workload, candidate: Candidate) -> bool:
+    """Whether a program can be made of a candidate."""
+    whole = completed(candidate, "dropless", load.class_names)
+    return not broken(facts(whole), gaps_of(load))
 
 
 def variants(
@@ -247,22 +255,22 @@ def fastest(
     load: Workload,
     where: Topology,
     *,
-    lowered: bool = False,
     all_variants: bool = False,
     by_class: bool = False,
     groups: int = 1,
-    once: bool = False,
+    once: bool = True,
     mesh: MeshShape | None = None,
 ) -> tuple[float, int]:
     """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what
     they vary, so they matter where memory binds.
     """
     best, count = float("inf"), 0
-    for decision in every_candidate(load, where, lowered=lowered, groups=groups, once=once):
+    for decision in every_candidate(load, where, groups=groups, once=once):
         if mesh not in (None, decision.mesh):
             continue
         count += 1
-        for one in (decision, *(variants(load, where, decision, by_class) if all_variants else ())):
+        every = variants(load, where, decision, by_class) if all_variants else ()
+        for one in (decision, *(one for one in every if lowered(load, one))):
             totals = price(load, where, one)
             if float(totals.peak_bytes[0]) <= fitting_bytes(where):
                 best = min(best, float(totals.step_seconds[0]))

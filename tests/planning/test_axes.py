@@ -111,7 +111,6 @@ def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
     assert (
         uneven.estimate.seconds.bubble > even.estimate.seconds.bubble * 2 / 3
     )  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
-    assert not any(f.code == "not-lowered" for f in uneven.findings)
 
 
 def test_keys_and_values_go_around_the_context() -> None:
@@ -143,7 +142,8 @@ def test_keys_and_values_go_around_the_context() -> None:
     )  # keys and values of 8 layers, forward and backward
     assert sum(c.count for c in scatters) == 2 * 8
     ring = plan(
-        {"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1}
+        {"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1},
+        load=function(),
     )
     assert (
         ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak
@@ -152,9 +152,7 @@ def test_keys_and_values_go_around_the_context() -> None:
 
 
 @pytest.mark.long
-def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> (
-    None
-):
+def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_best() -> None:
     """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
     load = prepare(
         replace(
@@ -164,13 +162,14 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
         )
     )
     free = planner.search(load.problem, "h100:8", load=load)
-    assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(
-        planner.search(deep().problem, "h100:8", load=deep()).estimate.step_seconds
+    assert (
+        free.estimate.step_seconds
+        <= planner.search(deep().problem, "h100:8", load=deep()).estimate.step_seconds
     )
     asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
     both = {
         way: planner.search(load.problem, "h100:8", {**asked, "context": way}, load=load)
-        for way in ("all-gather", "ring")
+        for way in ("all-gather", "ring", "ulysses")
     }
     assert both["ring"].estimate.device_bytes.peak < both["all-gather"].estimate.device_bytes.peak
     assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(
@@ -196,7 +195,8 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
     )
     with pytest.raises(InfeasibleError):
         planner.search(long, small, tight)
-    assert planner.search(load.problem, small, tight, load=load).context == "ring"
+    found = planner.search(load.problem, small, tight, load=load)
+    assert found.context in ("ring", "ulysses") and found.estimate.device_bytes.peak <= least * 1.1
 
 
 def _gathered(found: Plan) -> list[object]:
@@ -276,9 +276,10 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
         replace(load.problem, attention=AttentionCalls(without=((kind, "heads are odd"),))),
         topology(where).chip.vendor,
     )
+    found = planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without)
     assert (
-        planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without).estimate
-        == traced.estimate
+        found.attention in ("traced", "blocks")
+        and found.estimate.step_seconds <= traced.estimate.step_seconds
     )
 
 
@@ -322,17 +323,6 @@ def test_tokens_go_to_their_experts_and_home() -> None:
     assert found.estimate.device_bytes.parameters < whole.estimate.device_bytes.parameters / 3
 
 
-def test_what_is_not_lowered_is_left_out_on_demand() -> None:
-    found = planner.search(deep().problem, "2*h100:4", load=deep(), lowered=True)
-    assert (
-        not {"stage", "context", "expert"} & set(found.mesh)
-        and not found.offload
-        and not found.axis_order
-        and not found.remat_layers
-    )
-    assert not [f for f in found.findings if f.code == "not-lowered"]
-
-
 def test_chunks_of_stages_are_stages() -> None:
     found = plan({"virtual_stages": 2, "zero": 0})
     assert found.virtual_stages == 2 and found.mesh["stage"] > 1
@@ -349,7 +339,7 @@ def test_a_pin_without_effect_is_said() -> None:
 def test_no_program_has_a_ring_without_a_call_of_attention() -> None:
     load, pin = deep(), {"mesh": {"context": 4}, "context": "ring"}
     with pytest.raises(PinError, match="does not call attention as a function"):
-        planner.search(load.problem, "h100:8", pin, load=load, lowered=True)
+        planner.search(load.problem, "h100:8", pin, load=load)
 
 
 def test_memory_that_is_short_is_found_in_the_host() -> None:

@@ -50,9 +50,7 @@ def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
     variants.
     """
     load, where = _load(world, software), topology(WHERE)
-    some = [
-        one for one in every_candidate(load, where, once=True) if one.mesh.devices == where.devices
-    ]
+    some = [one for one in every_candidate(load, where) if one.mesh.devices == where.devices]
     some = some[:: max(1, len(some) // SAMPLE)]
     every = itertools.chain.from_iterable(
         (one, *itertools.islice(variants(load, where, one), number % 9, number % 9 + 1))
@@ -68,7 +66,7 @@ def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
     strategy = Strategy(decisions=Decisions(context="all-gather"))
-    room = space.build(load, Pins.of(gather="any"), None, strategy, lowered=False)
+    room = space.build(load, Pins(), None, strategy)
     sizes = meshes.sizes(room, load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = Fitting(room=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)

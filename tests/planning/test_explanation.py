@@ -45,13 +45,13 @@ def planned(
     load = workload() if load is None else load
     key = repr((where, pin, load.problem.model, load.problem.tokens))
     if key not in FOUND:
-        FOUND[key] = planner.search(load.problem, where, pin, load=load, lowered=True)
+        FOUND[key] = planner.search(load.problem, where, pin, load=load)
     return FOUND[key]
 
 
 @functools.cache
 def ranked(where: str) -> list[Ranked]:
-    return list(planner.ranked(workload().problem, where, load=workload(), lowered=True))
+    return list(planner.ranked(workload().problem, where, load=workload()))
 
 
 def tight(where: str, share: float, load: Workload | None = None) -> Topology:

@@ -56,7 +56,7 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
         prepare(problem, "nvidia", framework_profile(software)),
         Pricer(topology("2*h100:4"), framework_profile(software)),
     )
-    room = space.build(load, Pins(), None, STRATEGY, lowered=False)
+    room = space.build(load, Pins(), None, STRATEGY)
     shapes, _ = distinct(meshes.sizes(room, load.colouring, 8))
     scope = Scope(
         load=load,
@@ -89,9 +89,9 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
 @pytest.mark.long
 def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
     load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
-    plan = planner.search(load.problem, where, load=load, lowered=True)
+    plan = planner.search(load.problem, where, load=load)
     pricer = Pricer(where)
-    room = space.build(load, Pins(), None, STRATEGY, lowered=True)
+    room = space.build(load, Pins(), None, STRATEGY)
     shapes, _ = distinct(
         {
             axis: np.array([plan.mesh[axis]])

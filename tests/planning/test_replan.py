@@ -39,7 +39,7 @@ def planned(where: str, pin: dict[str, object] | None = None) -> Plan:
     """The best plan, searched for once."""
     key = repr((where, pin))
     if key not in FOUND:
-        FOUND[key] = planner.search(workload().problem, where, pin, load=workload(), lowered=True)
+        FOUND[key] = planner.search(workload().problem, where, pin, load=workload())
     return FOUND[key]
 
 
@@ -321,7 +321,7 @@ def test_json_and_width():
 @pytest.mark.long
 def test_replanning_a_large_machine_is_quick():
     world = worlds.layers(batch=4096)
-    plan = planner.search(world, "256*h100:8", lowered=True)
+    plan = planner.search(world, "256*h100:8")
     start = time.process_time()
     change = plan.replan("255*h100:8")
     assert len(change.moved_bytes_per_device) == 255 * 8

@@ -24,7 +24,7 @@ def workload() -> Workload:
 
 
 def planned(where: Topology) -> Plan:
-    return planner.search(workload().problem, where, load=workload(), lowered=True)
+    return planner.search(workload().problem, where, load=workload())
 
 
 def timed(devices: int, step_seconds: float, tokens: int = 1000) -> Plan:
@@ -119,8 +119,7 @@ def test_machines_that_hold_no_plan_are_points_too():
 
 def test_a_world_that_does_not_fit_says_how_much_is_lacking():
     leanest = min(
-        entry.peak_bytes
-        for entry in planner.ranked(workload().problem, "h100:1", load=workload(), lowered=True)
+        entry.peak_bytes for entry in planner.ranked(workload().problem, "h100:1", load=workload())
     )
     machine = replace(
         topology("h100:1"),

@@ -81,17 +81,13 @@ def with_memory(where: Topology, size: float) -> Topology:
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("world", "where", "lowered"),
-    [
-        *((world, where, True) for world, where in CASES),
-        *((world, where, False) for world, where in JOINT),
-    ],
+    ("world", "where"), [*CASES, *(case for case in JOINT if case not in CASES)]
 )
-def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> None:
+def test_search_equals_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
-    best, count = fastest(load, place, lowered=lowered)
+    best, count = fastest(load, place)
     assert count > 0
-    plan = planner.search(load.problem, place, load=load, lowered=lowered)
+    plan = planner.search(load.problem, place, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
     assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
 
@@ -99,21 +95,17 @@ def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> Non
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("share", (0.9, 0.5, 0.25))
-@pytest.mark.parametrize(
-    ("world", "lowered"), (("mlp", True), ("narrow", True), ("stack", False), ("experts", False))
-)
-def test_search_equals_brute_force_when_memory_binds(
-    world: str, lowered: bool, share: float
-) -> None:
+@pytest.mark.parametrize("world", ("mlp", "narrow", "stack", "experts"))
+def test_search_equals_brute_force_when_memory_binds(world: str, share: float) -> None:
     load, place = load_of(world), topology("h100:2")
-    roomy = planner.search(load.problem, place, load=load, lowered=lowered)
+    roomy = planner.search(load.problem, place, load=load)
     tight = with_memory(place, roomy.estimate.device_bytes.peak * share)
-    best, _ = fastest(load, tight, lowered=lowered, all_variants=not lowered)
+    best, _ = fastest(load, tight, all_variants=True)
     if best == float("inf"):
         with pytest.raises(InfeasibleError, match="more than the"):
-            planner.search(load.problem, tight, load=load, lowered=lowered)
+            planner.search(load.problem, tight, load=load)
         return
-    plan = planner.search(load.problem, tight, load=load, lowered=lowered)
+    plan = planner.search(load.problem, tight, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
     assert plan.estimate.device_bytes.peak <= fitting_bytes(tight)
 
@@ -166,15 +158,13 @@ def test_search_equals_brute_force_where_stages_may_gather_weights_once(
         prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor),
         topology(where),
     )
-    pin = {"mesh": {"stage": 2, "fsdp": 2}, "gather": "any"}
+    pin = {"mesh": {"stage": 2, "fsdp": 2}}
     if share:
         place = with_memory(
             place,
             planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share,
         )
-    best, _ = fastest(
-        load, place, all_variants=share is not None, once=True, mesh=MeshShape(stage=2, fsdp=2)
-    )
+    best, _ = fastest(load, place, all_variants=share is not None, mesh=MeshShape(stage=2, fsdp=2))
     plan = planner.search(load.problem, place, pin, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
@@ -183,8 +173,8 @@ def test_search_equals_brute_force_where_stages_may_gather_weights_once(
 @pytest.mark.matrix
 def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> None:
     load, place = prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
-    best, _ = fastest(load, place, once=True)
-    plan = planner.search(load.problem, place, {"gather": "any"}, load=load)
+    best, _ = fastest(load, place)
+    plan = planner.search(load.problem, place, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
@@ -437,10 +427,9 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
-    found = list(planner.ranked(load.problem, place, load=load, lowered=True))
+    found = list(planner.ranked(load.problem, place, load=load))
     prices = {
-        candidate: price(load, place, candidate)
-        for candidate in every_candidate(load, place, lowered=True)
+        candidate: price(load, place, candidate) for candidate in every_candidate(load, place)
     }
     fitting = sorted(
         float(p.step_seconds[0])
@@ -463,8 +452,8 @@ def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None
 def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
     load = load_for(world, where)
     ranking, best = (
-        planner.ranked(load.problem, where, load=load, lowered=True),
-        planner.search(load.problem, where, load=load, lowered=True),
+        planner.ranked(load.problem, where, load=load),
+        planner.search(load.problem, where, load=load),
     )
     first = next(ranking).make()
     assert (
@@ -487,7 +476,7 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
     tight = with_memory(
         place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9
     )
-    found = list(planner.ranked(load.problem, tight, load=load, lowered=True))
+    found = list(planner.ranked(load.problem, tight, load=load))
     assert found and all(entry.peak_bytes <= fitting_bytes(tight) for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
         planner.ranked(load.problem, with_memory(place, 1e5), load=load)

@@ -70,7 +70,7 @@ def test_the_search_equals_brute_force(
         place = _with_memory(
             place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * share
         )
-    best, count = fastest(load, place, lowered=False, all_variants=share is not None)
+    best, count = fastest(load, place, all_variants=share is not None)
     assert count > 0
     if best == float("inf"):
         with pytest.raises(InfeasibleError, match="does not fit"):

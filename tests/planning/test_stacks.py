@@ -83,7 +83,7 @@ def test_search_equals_brute_force_under_every_stack(name: str, world: str, wher
     problem = {"stack": worlds.stack, "experts": worlds.experts}[world]()
     load, place = prepare(problem, "nvidia", framework_profile(name)), topology(where)
     place = replace(place, chip=replace(place.chip, hbm_bytes=1 << 50, reserved_bytes=0))
-    best, count = fastest(load, place, lowered=False)
+    best, count = fastest(load, place)
     plan = planner.search(problem, place, load=load)
     assert count > 0 and plan.search.gap == 0
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)

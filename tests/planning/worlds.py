@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -216,9 +217,10 @@ def experts(
         "up": ("layers", "expert", "embed", "mlp"),
         "down": ("layers", "expert", "mlp", "embed"),
     }
-    return problem(
+    made = problem(
         loss, params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)}, remat={}
     )
+    return replace(made, functions=frozenset({"dropless"}))
 
 
 def two_stacks(

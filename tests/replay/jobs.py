@@ -66,8 +66,7 @@ class Job:
     """What is planned.
 
     Attributes:
-        model, topology, batch, seq, pins, lowered: as `shardlib.plan` takes them; the model is a
-            preset.
+        model, topology, batch, seq, pins: as `shardlib.plan` takes them; the model is a preset.
     """
 
     model: str
@@ -75,16 +74,12 @@ class Job:
     batch: int
     seq: int
     pins: dict[str, Any]
-    lowered: bool
 
     @property
     def name(self) -> str:
         """One line that tells the job from others."""
         pins = ",".join(f"{name}={value}" for name, value in self.pins.items())
-        return (
-            f"{self.model} {self.topology} {self.batch}x{self.seq}"
-            f" [{pins}]{' lowered' if self.lowered else ''}"
-        )
+        return f"{self.model} {self.topology} {self.batch}x{self.seq} [{pins}]"
 
 
 def jobs() -> tuple[Job, ...]:
@@ -105,7 +100,6 @@ def _drawn(rng: random.Random) -> Job:
         batch=rng.choice(batches),
         seq=rng.choice(lengths),
         pins=dict(rng.choice(PINS)),
-        lowered=rng.random() < 0.5,
     )
 
 

@@ -51,7 +51,7 @@ def rows(chosen: tuple[Job, ...]) -> Iterator[tuple[Job, Row]]:
 def row(traced: Problem, job: Job) -> Row:
     """Plans a job."""
     try:
-        plan = search(traced, topology(job.topology), job.pins, lowered=job.lowered)
+        plan = search(traced, topology(job.topology), job.pins)
     except ShardlibError as error:
         return {"error": type(error).__name__, "says": str(error).splitlines()[0]}
     estimate = plan.estimate

@@ -111,9 +111,9 @@ def test_planning_tries_a_new_schedule_by_itself() -> None:
 @pytest.mark.usefixtures("added")
 def test_a_pinned_schedule_is_no_other_that_works_breadth_first_too() -> None:
     load = prepare(WORLD, "nvidia", XLA)
-    pins = Pins.parse({"mesh": {"stage": 2, "fsdp": 8}, "gather": "any", "schedule": "late"})
-    (usual, *_), _ = strategies(load.problem, pins, XLA, topology("h100:8").chip)
-    room = build(load, pins, None, usual, lowered=False)
+    pins = Pins.parse({"mesh": {"stage": 2, "fsdp": 8}, "schedule": "late"})
+    usual, *_ = strategies(load.problem, pins, XLA, topology("h100:8").chip)
+    room = build(load, pins, None, usual)
     tried = zeros_and_schedules(room, "full", pipelined=True)
     assert {one.schedule for one in tried} == {"late"}
     assert {one.virtual_stages for one in tried} > {1}
@@ -125,7 +125,10 @@ def test_what_a_new_schedule_does_not_allow_is_refused() -> None:
         Pins.parse({"schedule": "eager", "virtual_stages": 2})
     with pytest.raises(PinError, match="'zero-bubble', 'eager', 'instant', 'unlowered', 'late'"):
         Pins.parse({"schedule": "dualpipe"})
-    assert "the schedule unlowered" in str(plan(schedule="unlowered").explain())
+    assert plan(schedule="unlowered").schedule == "unlowered"  # of other software
+    pins = {"mesh": {"stage": 4}, "schedule": "unlowered"}
+    with pytest.raises(PinError, match="has no lowering: a pipeline schedule that no program is"):
+        planner.search(WORLD, "4*h100:1", pins)
 
 
 @pytest.mark.usefixtures("added")

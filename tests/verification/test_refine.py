@@ -263,7 +263,7 @@ class MadeUp:
 
 def refined(compiler: MadeUp, wanted: int, where: Topology = POD) -> Plan:
     return refine(
-        planner.ranked(workload().problem, where, load=workload(), lowered=True),
+        planner.ranked(workload().problem, where, load=workload()),
         wanted,
         where,
         compiler,
@@ -274,7 +274,7 @@ def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
     first = [
         entry.make()
         for entry, _ in zip(
-            planner.ranked(workload().problem, POD, load=workload(), lowered=True),
+            planner.ranked(workload().problem, POD, load=workload()),
             range(4),
             strict=False,
         )
@@ -310,10 +310,7 @@ def test_a_tie_goes_to_the_prediction():
         ),
         1,
     )
-    assert (
-        chosen.decisions
-        == planner.search(workload().problem, POD, load=workload(), lowered=True).decisions
-    )
+    assert chosen.decisions == planner.search(workload().problem, POD, load=workload()).decisions
 
 
 def test_survivors_are_counted_and_refuted_plans_are_not():
@@ -340,7 +337,7 @@ def test_survivors_are_counted_and_refuted_plans_are_not():
 @pytest.mark.long
 def test_the_number_of_compilations_is_bounded():
     usable = POD.chip.usable_bytes
-    best = planner.search(workload().problem, POD, load=workload(), lowered=True)
+    best = planner.search(workload().problem, POD, load=workload())
     compiler = MadeUp(
         failure=lambda plan: None if plan.decisions == best.decisions else "compile-error"
     )
@@ -378,8 +375,7 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     usable = POD.chip.usable_bytes
     lean = (
         sorted(
-            entry.peak_bytes
-            for entry in planner.ranked(workload().problem, POD, load=workload(), lowered=True)
+            entry.peak_bytes for entry in planner.ranked(workload().problem, POD, load=workload())
         )[10]
         + 16
     )  # parts are rounded to bytes
@@ -389,9 +385,7 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
     order = {
         json.dumps(entry.make().decisions): i
-        for i, entry in enumerate(
-            planner.ranked(workload().problem, POD, load=workload(), lowered=True)
-        )
+        for i, entry in enumerate(planner.ranked(workload().problem, POD, load=workload()))
         if entry.peak_bytes <= lean
     }
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
@@ -400,7 +394,7 @@ def test_plans_like_one_out_of_memory_are_passed_over():
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
     chosen = refine(
-        planner.ranked(workload().problem, POD, pin, load=workload(), lowered=True),
+        planner.ranked(workload().problem, POD, pin, load=workload()),
         3,
         POD,
         MadeUp(),

@@ -354,6 +354,26 @@ def test_tpu(where: str):
     }
 
 
+@pytest.mark.compiler("tpu")
+def test_groups_lie_where_another_order_of_axes_says():
+    """Groups are mapped to axes by the devices that the program was compiled for."""
+    usual, other = (
+        verify("2*v6e:2x2", pin={**PINS, "axis_order": order})
+        for order in (["fsdp", "tensor"], ["tensor", "fsdp"])
+    )
+    assert other.ok and other.plan.axis_order == ("tensor", "fsdp")
+    assert other.plan.placement != usual.plan.placement
+    assert usual.compiled is not None and other.compiled is not None
+    over = [
+        {(c.kind, c.axes) for c in one.compiled.collectives if c.bytes > 1 << 12}
+        for one in (usual, other)
+    ]
+    assert over[0] == over[1] and {axis for _, axes in over[1] for axis in axes} == {
+        "fsdp",
+        "tensor",
+    }
+
+
 @pytest.mark.compiler("gpu")
 @pytest.mark.parametrize("where", ["h100:8", "2*a100:4"])
 def test_gpu(where: str):

@@ -53,9 +53,6 @@ class Searching:
             help="Compile the K best plans and choose by what the compiler makes of them.",
         ),
     ] = 0
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")
-    ] = False
     framework: Annotated[
         str | None,
         typer.Option(
@@ -101,7 +98,6 @@ def plan_command(
             sizes.seq,
             pins,
             searching.refine,
-            lowered=searching.lowered,
             framework=searching.framework,
         )
     if emit is not None:

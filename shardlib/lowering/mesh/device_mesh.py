@@ -8,8 +8,9 @@ The user's own code is traced under the mesh of six axes, so that an annotation 
 the same under every plan.
 
 The device order follows the hardware, by `shardlib.hardware.placement.device_order`, in planning,
-verification and here: TPU devices are found by their coordinates, others are taken in JAX's order,
-in which neighbours share the fastest link.
+verification and here: TPU devices are found by their coordinates, others by their numbers
+in JAX's order, in which neighbours share the fastest link. A plan may lay its axes on the links in
+another order than they have in the mesh (`axis_order`).
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def device_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     topology: str | None = None,
+    order: tuple[str, ...] = (),
     parts: Parts | None = None,
 ) -> tuple[Mesh, tuple[Finding, ...]]:
     """Builds the JAX mesh of a plan.
@@ -140,6 +142,7 @@ def device_mesh(
     Args:
         shape: sizes of the mesh axes.
         topology: spelling of the topology that the plan was made for.
+        order: mesh axes from the outermost links to the innermost; empty for the usual order.
         parts: axes to keep as their physical parts.
         devices: exactly the devices to use; by default the first ones that JAX sees.
 
@@ -182,19 +185,46 @@ def device_mesh(
         else ()
     )
     names, sizes = axis_names(shape, parts or {})
-    ordered = _ordered(shape, found[: shape.devices], topology)
+    ordered = _ordered(shape, found, topology, order)
     return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings
 
 
-def _ordered(shape: MeshShape, devices: list[jax.Device], topology: str | None) -> np.ndarray:
-    """The devices in mesh order, by the coordinates that TPU devices carry."""
-    if len(devices) == 1 or getattr(devices[0], "coords", None) is None:
-        return np.array(devices, dtype=object)
+def _ordered(
+    shape: MeshShape, devices: list[jax.Device], topology: str | None, order: tuple[str, ...]
+) -> np.ndarray:
+    """The devices in mesh order: those at the places of a plan, found by the coordinates that TPU
+    devices carry, others by their numbers.
+    """
+    first = np.array(devices[: shape.devices], dtype=object)
+    if len(first) == 1:
+        return first
+    if getattr(devices[0], "coords", None) is None:
+        numbers = _numbers(shape, topology, order)
+        if numbers is None:
+            return first
+        every = np.array(devices, dtype=object)
+        return (
+            every[numbers]
+            if numbers.max() < len(devices)
+            else first[np.argsort(np.argsort(numbers))]  # the devices of these places were given
+        )
     by_place = {tpu_place(device): device for device in devices}
-    places = [] if topology is None else tpu_places(shape, topology)
+    places = [] if topology is None else tpu_places(shape, topology, order)
     if places and all(place in by_place for place in places):
         return np.array([by_place[place] for place in places], dtype=object)
-    return _grid(tuple(shape[axis] for axis in MESH_AXES), devices).reshape(-1)
+    return _grid(tuple(shape[axis] for axis in MESH_AXES), list(first)).reshape(-1)
+
+
+def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> np.ndarray | None:
+    """Numbers of the devices of a mesh, in mesh order; None where the topology is not known
+    here.
+    """
+    try:
+        known = None if topology is None else parse_topology(topology)
+    except ShardlibError:
+        return None
+    numbers = None if known is None else device_order(shape, known, order)
+    return None if numbers is None else numbers.reshape(-1)
 
 
 def tpu_place(device: jax.Device) -> tuple[int, ...]:
@@ -202,13 +232,16 @@ def tpu_place(device: jax.Device) -> tuple[int, ...]:
     return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
 
 
-def tpu_places(shape: MeshShape, topology: str) -> list[tuple[int, ...]]:
+def tpu_places(
+    shape: MeshShape, topology: str, order: tuple[str, ...] = ()
+) -> list[tuple[int, ...]]:
     """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
     is no TPU's.
 
     Args:
         shape: sizes of the mesh axes.
         topology: its spelling.
+        order: mesh axes from the outermost links to the innermost; empty for the usual order.
 
     Returns:
         (slice, coordinates of the chip, core on the chip), one per device.
@@ -217,14 +250,14 @@ def tpu_places(shape: MeshShape, topology: str) -> list[tuple[int, ...]]:
         known = parse_topology(topology)
     except ShardlibError:
         return []
-    order = device_order(shape, known)
+    numbers = device_order(shape, known, order)
     torus = [i for i, tier in enumerate(known.tiers) if tier.kind == "torus"]
-    if order is None or len(torus) != 1:
+    if numbers is None or len(torus) != 1:
         return []
     dims = known.tiers[torus[0]].shape
     slices = math.prod(tier.devices for tier in known.tiers[: torus[0]])
     cores = math.prod(tier.devices for tier in known.tiers[torus[0] + 1 :])
-    found = np.unravel_index(order.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores))
+    found = np.unravel_index(numbers.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores))
     return [tuple(int(i) for i in place) for place in zip(*found, strict=True)]
 
 

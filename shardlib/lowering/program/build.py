@@ -185,6 +185,7 @@ def _mesh(
         plan.mesh,
         options.devices,
         topology=plan.topology,
+        order=plan.axis_order,
         parts=physical_parts(plan) if split else None,
     )
 

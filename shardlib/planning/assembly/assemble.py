@@ -96,7 +96,6 @@ def assemble(
     )
     return plan.with_findings(
         *findings.notes(load, topology, plan, left_out),
-        *(findings.waiting(plan) if plan.framework is None else ()),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *of_replicated(alike, how.mesh, plan.estimate.step_seconds),

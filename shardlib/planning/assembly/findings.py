@@ -11,7 +11,6 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import layouts
 from shardlib.planning.assembly.advice import advise
 from shardlib.planning.assembly.situation import situation_of
-from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.space.microbatching import coupled
 from shardlib.planning.space.workload import Workload
@@ -216,28 +215,6 @@ def without_effect(pins: Pins, plan: PlanData) -> tuple[Finding, ...]:
                 " effect."
             ),
             hint=f"pin the axis, too, e.g. mesh.{pins.axis_order[0]}=2, or leave the pin out",
-        ),
-    )
-
-
-def waiting(plan: PlanData) -> tuple[Finding, ...]:
-    """A finding where a plan decides what no program can be made of yet."""
-    parts = waits_for(plan)
-    if not parts:
-        return ()
-    return (
-        Finding(
-            code="not-lowered",
-            severity="warning",
-            where=", ".join(parts),
-            message=(
-                f"planned and priced, but not lowered yet: {', '.join(parts)}. `shardlib.compile`"
-                " and `shardlib.verify` leave these out"
-            ),
-            hint=(
-                "the fastest plan that can be run today: shardlib.plan(..., lowered=True), or"
-                " --lowered"
-            ),
         ),
     )
 

@@ -225,7 +225,7 @@ class Entries:
             fits = (ways > 1) == bool(choice.tensor or choice.sequence)
             for name in choice.tensor:
                 fits &= divides[name]
-            mine = entries[fits & meshes.legal(choice, room.limits, self.scope.routes, sizes)]
+            mine = entries[fits & meshes.legal(choice, room, self.scope.routes, sizes)]
             found.append(
                 Pairs(entries=mine, choices=np.full(len(mine), number), least=np.zeros(len(mine)))
             )

@@ -14,7 +14,6 @@ from shardlib.axes import MeshShape
 from shardlib.cost.pricing.variants.mixed_remat import Each
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.decisions.table import Decisions
-from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.propagation.assignment import Choice
 from shardlib.schedules.none import NONE
 from shardlib.schedules.table import named
@@ -113,16 +112,11 @@ class Candidate:
         layers = self.decisions.remat_layers
         return f"remat {self.decisions.remat}" + (f" of {layers} layers a stage" if layers else "")
 
-    @property
-    def waits_for(self) -> tuple[str, ...]:
-        """What of it has no lowering yet."""
-        return waits_for(self.decisions, by_group=bool(self.groups))
-
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
         one = self.decisions
         return (
-            len(self.waits_for),
+            bool(one.axis_order),
             one.mesh.devices,
             len(one.mesh),
             one.microbatches,

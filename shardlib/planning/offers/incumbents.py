@@ -113,6 +113,12 @@ class Seen:
             totals: their prices, arrays [rows].
             candidates: one per row.
         """
+        fine = self._block.lowered(offer, candidates)
+        if not fine.all():
+            self.skip(int((~fine).sum()))
+            offer, totals, candidates = offer.take(fine), totals.take(fine), candidates[fine]
+        if not len(candidates):
+            return
         seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._best.counts
         fits = peak <= self._capacity
         counts["priced"] += len(fits)

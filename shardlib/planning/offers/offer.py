@@ -9,6 +9,7 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.variants.mixed_remat import Each
+from shardlib.decisions.lowerings import Gap, along, facts, lowered
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.placement import Placement
 from shardlib.planning.decisions.candidate import Candidate, by_group
@@ -26,11 +27,28 @@ class Block:
         places: (mesh, order, placement) of each.
         c: the candidates.
         choices: the choices that prices speak of, with whether tokens are routed.
+        gaps: what has no lowering, and is no plan whatever it costs.
     """
 
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
     c: Candidates
     choices: list[tuple[Choice, bool]]
+    gaps: tuple[Gap, ...] = ()
+
+    def lowered(self, offer: Offer, candidates: Array) -> Array:
+        """Which rows of an offer have a lowering.
+
+        Args:
+            offer: the decisions of the rows.
+            candidates: position of each row's candidate.
+        """
+        known = facts(offer.decisions)
+        if offer.groups is not None:
+            known = (known | {"layer groups apart"}) - {"nothing rematerialised"}
+        elif offer.layers is not None:
+            known |= {"some layers"}
+        sizes = {axis: self.c.sizes[axis][candidates] for axis in ("stage", "context")}
+        return lowered(known, along(sizes), self.gaps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from shardlib.cost.pricing.variants.offload_and_partial_remat import (
 )
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.abilities import Abilities
+from shardlib.decisions.lowerings import along, facts, lowered
 from shardlib.decisions.readers import HOSTED
 from shardlib.planning.offers.incumbents import Seen
 from shardlib.planning.offers.offer import Offer
@@ -95,11 +96,7 @@ class Variants:
     def offloads(self) -> list[tuple[str, ...]]:
         """What may be put in host memory, beside nothing."""
         pinned = self.room.pins.offload
-        if (
-            self.pricer.topology.chip.host_bytes_per_s <= 0
-            or pinned is not None
-            or self.room.lowered
-        ):
+        if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []
         every = (*((part,) for part in HOSTED), HOSTED)
         return [parts for parts in every if {*parts} <= {*self._able.offload}]
@@ -118,8 +115,7 @@ class Variants:
         if fast is None or wanted == 0 or self.room.apart or "partly" not in self._able.remat:
             return
         legal = fast.step_seconds < seen.limit
-        if self.room.lowered and wanted is None:  # layers of stages recompute alike
-            legal &= c.stage == 1
+        legal &= lowered(facts(offer.decisions) | {"some layers"}, along(c.sizes), self.room.gaps)
         if wanted is None:
             legal &= (fast.peak_bytes > self.capacity) & (
                 fast.step_seconds < rematerialised.step_seconds

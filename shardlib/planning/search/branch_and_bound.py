@@ -203,7 +203,7 @@ class Explorer:
         below = np.flatnonzero(bounds < self.limit * reach)
         some = some[below[np.argsort(bounds[below], kind="stable")]]
         flat = len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
-        if ranking is not None or flat or self.room.lowered:
+        if ranking is not None or flat:
             self._in_order(entries, some, np.sort(bounds[below]), reach, ranking)
         else:
             self._narrowed(entries, some, np.sort(bounds[below]))

@@ -79,8 +79,7 @@ def with_any_loops(
     """
     assert found.best.fastest is not None
     best = with_loops(load, topology, found.best.fastest, pins, found.best.seconds)
-    lowered = found.room.lowered
-    for one in _by_tensor(load, topology, pins, lowered=lowered):
+    for one in _by_tensor(load, topology, pins):
         assert one.best.fastest is not None
         best = min(
             best,
@@ -88,11 +87,9 @@ def with_any_loops(
             key=lambda pair: pair[1],
         )
     hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
-    fastest = priced_space(hidden, topology, pins, lowered=lowered).best.seconds
+    fastest = priced_space(hidden, topology, pins).best.seconds
     ranking, priced = Ranking[Candidate](), 0
-    everywhere = priced_space(
-        hidden, topology, pins, ranking, max(1.0, best[1] / fastest), lowered=lowered
-    )
+    everywhere = priced_space(hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
     for entry in ranking.ordered(everywhere.simplicity):
         if entry.seconds >= best[1] or priced == MOST_LOOPS:
             return *best, min(best[1], entry.seconds)
@@ -109,9 +106,7 @@ def with_any_loops(
     return *best, best[1]
 
 
-def _by_tensor(
-    load: Workload, topology: Topology, pins: Pins, lowered: bool
-) -> Iterator[PricedSpace]:
+def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
     """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where
     pins leave that open.
     """
@@ -121,7 +116,7 @@ def _by_tensor(
     for ways in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
         try:
             axes = tuple(sorted({**fixed, "tensor": ways, "stage": 1}.items()))
-            found = priced_space(load, topology, pins.but(axes=axes), lowered=lowered)
+            found = priced_space(load, topology, pins.but(axes=axes))
         except PinError:
             continue
         if found.best.fastest is not None:

@@ -269,6 +269,7 @@ class PairPricer:
             places=places,
             c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
+            gaps=self.room.gaps,
         )
         return block, [known[int(entry)] for entry in pairs.entries]
 
@@ -283,7 +284,7 @@ class PairPricer:
             )
             placement = place(mesh, self.topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if self.room.lowered or usual or not self.room.limits.able.free:
+        if usual or not self.room.limits.able.free:
             placement = place(mesh, self.topology)
             return [] if placement is None else [((), placement)]
         return placements(mesh, self.topology)

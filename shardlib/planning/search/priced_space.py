@@ -13,13 +13,13 @@ from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.cost.terms.abilities import ANYTHING
 from shardlib.cost.terms.frameworks import Framework
 from shardlib.decisions.dtypes import Dtypes
+from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.dtypes import combinations, effective
-from shardlib.planning.decisions.not_lowered import lowered_dtypes
 from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
@@ -28,7 +28,7 @@ from shardlib.planning.search.why_no_layers import layers_lacking
 from shardlib.planning.space.attention import Strategy, strategies
 from shardlib.planning.space.limits import divisors
 from shardlib.planning.space.meshes import sizes
-from shardlib.planning.space.space import Space, build
+from shardlib.planning.space.space import Space, build, gaps_of
 from shardlib.planning.space.why_empty import explain_empty
 from shardlib.planning.space.workload import Workload
 from shardlib.rules import Rules
@@ -74,7 +74,6 @@ def priced_space(
     ranking: Ranking[Candidate] | None = None,
     slack: float = np.inf,
     *,
-    lowered: bool,
     any_plan: bool = False,
 ) -> PricedSpace:
     """Prices the space of a model under pins.
@@ -86,7 +85,6 @@ def priced_space(
         ranking: takes every plan that fits.
         slack: with a ranking, leave out candidates of which no plan can be faster than so many
             times the fastest.
-        lowered: leave out, unless they are pinned, decisions that no program can be made of yet.
         any_plan: end when a plan fits.
 
     Raises:
@@ -94,6 +92,11 @@ def priced_space(
     """
     able = load.framework.able if load.framework is not None else ANYTHING
     _require_able(load.framework, pins)
+    require(
+        facts_of_pins(pins),
+        "the pins ask for what has no lowering",
+        gaps_of(load),
+    )
     rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
     fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
@@ -101,8 +104,8 @@ def priced_space(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
             f" {topology.devices}"
         )
-    called = "attention" in load.problem.functions
-    if lowered and pins.context in ("ring", "ulysses") and not called:
+    called, ours = "attention" in load.problem.functions, bool(gaps_of(load))
+    if ours and pins.context in ("ring", "ulysses") and not called:
         raise PinError(
             f"context={pins.context!r} is pinned, and {load.problem.model} does not call attention"
             " as a function\nTry: shardlib.attention in the model, or context='all-gather'"
@@ -119,14 +122,14 @@ def priced_space(
     rooms: list[Space] = []
     every = dict.fromkeys(
         effective(one, load.problem, load.profile, pins.dtypes)
-        for one in combinations(pins.dtypes, lowered_dtypes(pins.allow) if lowered else pins.allow)
+        for one in combinations(pins.dtypes, pins.allow)
     )
 
     def explore(dtypes: Dtypes, strategy: Strategy) -> None:
         decisions = replace(strategy.decisions, dtypes=dtypes)
         one = load.under(dtypes, decisions.fused)
         strategy = replace(strategy, decisions=decisions)
-        rooms.append(build(one, pins, fixed, strategy, lowered=lowered))
+        rooms.append(build(one, pins, fixed, strategy))
         counts = list(_counts(rooms[-1], one, topology, wanted))
         machines = {devices: topology.in_use(devices) for devices in counts or [wanted]}
         for machine in dict.fromkeys(machines.values()):
@@ -143,13 +146,10 @@ def priced_space(
                 if machines[devices] == machine:
                     explorer.run(devices, ranking, slack)
 
-    usual, otherwise = strategies(load.problem, pins, load.profile, topology.chip, able)
-    for dtypes, strategy in itertools.product(every, usual):
+    ways = strategies(load.problem, pins, load.profile, topology.chip, able)
+    for dtypes, strategy in itertools.product(every, ways):
         explore(dtypes, strategy)
     explorer = explorers[0]
-    if explorer.best.fastest is None:
-        for dtypes, strategy in itertools.product(every, otherwise):
-            explore(dtypes, strategy)
     if explorer.best.fastest is None and not any_plan:
         for one in explorers:
             one.minimum_memory()

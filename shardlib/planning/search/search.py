@@ -44,7 +44,6 @@ def search(
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
-    lowered: bool = False,
     profile: FrameworkProfile | str | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits.
@@ -54,8 +53,6 @@ def search(
         topology: where it will run.
         pin: decisions fixed by hand.
         load: the problem already prepared, to search it again.
-        lowered: leave out, unless they are pinned, decisions that no program can be made of yet
-            (`Decision.waits_for`).
         profile: framework profile, or its name: the software that will run it; by default that of
             `load`, or one program of JAX ("xla").
 
@@ -69,7 +66,7 @@ def search(
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
     load = prepared(problem, topology, load, profile, pins)
-    space = priced_space(load, topology, pins, lowered=lowered)
+    space = priced_space(load, topology, pins)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
     found = space.best.seconds
@@ -133,7 +130,6 @@ def ranked(
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
-    lowered: bool = False,
     slack: float = np.inf,
     profile: FrameworkProfile | str | None = None,
     front: bool = False,
@@ -141,7 +137,7 @@ def ranked(
     """All plans that fit, the fastest first; none is built before it is asked for.
 
     Args:
-        problem, topology, pin, load, lowered, profile: as `search` takes them; its answer is the
+        problem, topology, pin, load, profile: as `search` takes them; its answer is the
             first.
         slack: leave out candidates of which no plan can be faster than so many times the fastest;
             in a large space, anything else takes long.
@@ -154,7 +150,7 @@ def ranked(
     topology, pins = parse_topology(topology), Pins.parse(pin)
     load = prepared(problem, topology, load, profile, pins)
     ranking = Ranking[Candidate]()
-    space = priced_space(load, topology, pins, ranking, slack, lowered=lowered)
+    space = priced_space(load, topology, pins, ranking, slack)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
     seconds = time.perf_counter() - started
@@ -244,7 +240,7 @@ def _infeasible(
 
     def fits(other: Topology, others: Pins) -> bool:
         try:
-            priced = priced_space(load, other, others, lowered=space.room.lowered, any_plan=True)
+            priced = priced_space(load, other, others, any_plan=True)
         except PinError:
             return False
         return priced.best.fastest is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardlib.cost.terms.abilities import ANYTHING, Abilities
@@ -35,15 +35,13 @@ def strategies(
     profile: FrameworkProfile,
     chip: Chip,
     able: Abilities = ANYTHING,
-) -> tuple[list[Strategy], list[Strategy]]:
-    """How attention may be computed and the context axis used, and what else plans may do where
-    nothing fits.
+) -> list[Strategy]:
+    """How attention may be computed and the context axis used.
 
     A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is
-    computed: by the kernel of the chip's vendor where that applies, which writes no scores. On a
-    context axis keys and values go around; gathering them is never faster in the model, and leaves
-    attention as it is written. A ring is for those who ask for a context axis, and where nothing
-    else fits.
+    computed: by the kernel of the chip's vendor where that applies, which writes no scores; in
+    blocks, or as it is written. On a context axis keys and values are gathered, which leaves
+    attention as it is written, or go around, or devices exchange parts of the sequence for heads.
 
     Args:
         problem: the model.
@@ -52,15 +50,12 @@ def strategies(
         chip: the chips of the machine.
         able: what the framework can do.
 
+    Returns:
+        Strategies, those first of which the fastest plan is likely to be.
+
     Raises:
         PinError: pinned attention that the model or the chips cannot have.
     """
-
-    def strategy(context: str, attention: str, *, contexts: bool | None = None) -> Strategy:
-        made = replace(pins.unsearched, context=context, attention=attention)
-        return Strategy(decisions=made, contexts=contexts)
-
-    calls = "attention" in problem.functions
     why_not = (
         _without(problem, chip, pins.attention) if pins.attention not in (None, "traced") else ""
     )
@@ -68,48 +63,65 @@ def strategies(
         raise PinError(
             f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'"
         )
-    fused, blocks = (
-        profile.attention == "fused",
-        ("blocks" if calls and pins.attention is None else pins.attention or "traced"),
-    )
+    if not able.free and pins.context is None:
+        return _of_framework(pins, able, _kernel(problem, pins, profile, chip))
+    without, wanted = pins.context == "none", pins.context not in (None, "none")
+    return [
+        Strategy(
+            decisions=replace(pins.unsearched, context=context, attention=attention),
+            contexts=False if without else True if wanted else contexts,
+        )
+        for context, attention, contexts in dict.fromkeys(_ways(problem, pins, profile, chip))
+        if not (without and contexts is True)
+        and not (wanted and (contexts is False or context != pins.context))
+    ]
+
+
+def _ways(
+    problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip
+) -> Iterator[tuple[str, str, bool | None]]:
+    """(context, attention, whether with a context axis) of all strategies, whatever context is
+    pinned to.
+    """
+    pinned, calls = pins.attention, "attention" in problem.functions
+    around = pinned or ("blocks" if calls else "traced")
+    if profile.attention == "fused":  # then to gather keys and values is never faster
+        yield "all-gather", pinned or "traced", False
+        others = () if pins.context in (None, "none", "ring") else (pins.context,)
+        for context in ("ring", *others):
+            yield context, "traced" if context == "all-gather" else around, True
+        return
+    kernel = OF_VENDOR.get(chip.vendor, "traced")
+    applies = calls and kernel != "traced" and not _without(problem, chip, kernel)
+    kernels = [kernel] if applies and profile.attention == "traced" else []
+    blocks = ["blocks"] if calls and profile.attention == "traced" else []
+    for attention in (pinned,) if pinned else (*kernels, *blocks, "traced"):
+        yield "all-gather", attention, None if attention == "traced" else False
+    if around in ("blocks", "traced") and calls:
+        yield "ring", around, True
+    for attention in (pinned,) if pinned else (*kernels, *blocks):
+        if calls:
+            yield "ulysses", attention, True
+
+
+def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip) -> str:
+    """How attention is computed where nothing else is said: as pinned, or by the kernel of the
+    vendor where that applies.
+    """
     best = OF_VENDOR.get(chip.vendor, "traced")
-    kernel = pins.attention or (
-        "traced" if profile.attention != "traced" or _without(problem, chip, best) else best
-    )
-    if pins.context is not None:
-        attention = {
-            "none": kernel,
-            "all-gather": "traced",
-            "ring": blocks,
-            "ulysses": kernel if kernel != "traced" else blocks,
-        }[pins.context]
-        gathered = "all-gather" if pins.context == "none" else pins.context
-        return [strategy(gathered, attention, contexts=pins.context != "none")], []
-    if not able.free:
-        return _of_framework(strategy, pins, able, kernel), []
-    around = (
-        [strategy("ring", blocks, contexts=True)]
-        if (calls or fused) and blocks in ("blocks", "traced") and (fused or blocks != "traced")
-        else []
-    )
-    asked = (
-        pins.mesh["context"] if pins.mesh is not None else dict(pins.axes).get("context", 1)
-    ) > 1
-    if not fused and kernel == "traced":
-        traced = strategy("all-gather", "traced")
-        return ([traced, *around], []) if asked else ([traced], around)
-    alone = strategy("all-gather", kernel, contexts=False)
-    if asked and not around:  # a kernel that a ring has no use for
-        return [strategy("ulysses", kernel, contexts=True)], []
-    return ([alone, *around], []) if asked or fused else ([alone], around)
+    other = profile.attention != "traced" or _without(problem, chip, best)
+    return pins.attention or ("traced" if other else best)
 
 
-def _of_framework(
-    strategy: Callable[..., Strategy], pins: Pins, able: Abilities, kernel: str
-) -> list[Strategy]:
+def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
     """The strategies of a framework, whose profile says how attention is computed: without a
     context axis, and with one in each way that the framework has.
     """
+
+    def strategy(context: str, attention: str, *, contexts: bool) -> Strategy:
+        made = replace(pins.unsearched, context=context, attention=attention)
+        return Strategy(decisions=made, contexts=contexts)
+
     blocks = "blocks" if kernel == "traced" else kernel
     attention = {"all-gather": "traced", "ring": "blocks", "ulysses": blocks}
     size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("context", 1)

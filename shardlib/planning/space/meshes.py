@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, TENSOR
+from shardlib.decisions.lowerings import along, facts_of_pins, lowered
 from shardlib.decisions.pins import Pins
 from shardlib.planning.space.limits import MAX_MICROBATCHES, Limits, divisors
 from shardlib.planning.space.space import Space
@@ -55,7 +56,9 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
             if limits.able.free or _able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro)
         ]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
-    return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
+    every = dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
+    fits = lowered(facts_of_pins(pins), along(every), room.gaps)
+    return {name: column[fits] for name, column in every.items()}
 
 
 def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
@@ -66,8 +69,7 @@ def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
         room: the space that is searched.
         devices: number of devices, all of which are used.
     """
-    pins, limits, lowered, contexts = room.pins, room.limits, room.lowered, room.strategy.contexts
-    lowers = ("expert",) if True in room.routes else ()
+    pins, limits, contexts = room.pins, room.limits, room.strategy.contexts
     if pins.mesh is not None:
         if pins.mesh.devices == devices and contexts in (None, pins.mesh["context"] > 1):
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
@@ -86,13 +88,7 @@ def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
                 and (axis != "context" or contexts in (None, fixed[axis] > 1))
                 else []
             )
-        if (
-            lowered
-            and axis in beyond
-            and axis not in lowers
-            and not (axis == "stage" and piped)
-            and not (axis == "context" and contexts)
-        ) or (axis == "stage" and pins.unstaged):
+        if (axis == "stage" and pins.unstaged) or (axis == "expert" and True not in room.routes):
             return [1]
         most = max(1, beyond.get(axis, left))
         wanted = contexts if axis == "context" else None
@@ -144,13 +140,13 @@ def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
     )
 
 
-def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
+def legal(choice: Choice, room: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
     """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
-    sequence divides, and an expert axis has tokens to route.
+    sequence divides, and an expert axis has tokens to route, where that has a lowering.
 
     Args:
         choice: what shards colours.
-        limits: sizes of the model that axes must divide.
+        room: the space that is searched.
         routes: whether tokens can be routed over an expert axis.
         sizes: of mesh axes, arrays [candidates].
 
@@ -158,10 +154,12 @@ def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Arra
         Boolean array [candidates].
     """
     fits = (
-        limits.sequence
+        room.limits.sequence
         % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
         == 0
     )
-    if limits.able.has("experts in sequence") and routes and not choice.sequence:
+    if room.limits.able.has("experts in sequence") and routes and not choice.sequence:
         fits &= sizes["tensor"] == 1
-    return fits if routes else fits & (sizes["expert"] == 1)
+    if routes:
+        return fits & lowered(facts_of_pins(room.pins) | {"routed"}, along(sizes), room.gaps)
+    return fits & (sizes["expert"] == 1)

@@ -18,17 +18,18 @@ The space, where pins do not narrow it:
   (`shardlib.planning.offers.price_by_layer_group`);
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is
   recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
-- sharded weights on stages in lockstep, where pins ask for stages or `gather` is "any": gathered
-  for every operation, or once for all microbatches; then also breadth first (GPipe with chunks),
-  with as many chunks as divide the layers of a stage, but for two, which are whole at a time;
-- attention by the kernel of the chip's vendor where it applies, and as it is written where not;
-  keys and values around a ring where a context axis is asked for, or where nothing else fits.
-  Gathering them is never faster in the model where attention is a kernel, so it must be pinned
-  then;
+- sharded weights on stages in lockstep: gathered for every operation, or once for all
+  microbatches; then also breadth first (GPipe with chunks), with as many chunks as divide the
+  layers of a stage, but for two, which are whole at a time;
+- attention by the kernel of the chip's vendor where it applies, in blocks, or as it is written;
+  along a context axis keys and values gathered or around a ring, or heads exchanged;
 - tokens of experts sorted as the model is written, or routed;
 - optimizer state, activations or both in host memory, where a plan does not fit without;
 - dtypes of the traced model, and others where they are allowed
   (`shardlib.planning.decisions.dtypes`).
+
+A program can be made of every plan of it: combinations that have no lowering
+(`shardlib.decisions.lowerings`) are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ import itertools
 from dataclasses import dataclass
 
 from shardlib.cost.terms.abilities import ANYTHING, Abilities
-from shardlib.cost.terms.framework_profiles import gathers
+from shardlib.cost.terms.framework_profiles import XLA, gathers
+from shardlib.decisions.lowerings import GAPS, Gap
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
 from shardlib.errors import PinError
@@ -69,7 +71,7 @@ class Space:
         routes: whether tokens of experts may be routed, each in turn.
         pins: what the user fixed.
         limits: what the model allows.
-        lowered: whether only plans that can be run are in it.
+        gaps: what has no lowering and is therefore not in it.
         by_class: whether the model's layer groups can follow remat policies of their own.
         gathers: when stages may gather weights that are stored sharded, "use" and "once".
         each: the pinned policy of each class, and how many of its layers follow it (None: all); ()
@@ -85,7 +87,7 @@ class Space:
     routes: tuple[bool, ...]
     pins: Pins
     limits: Limits
-    lowered: bool
+    gaps: tuple[Gap, ...]
     by_class: bool
     gathers: tuple[str, ...]
     each: tuple[tuple[str, int | None], ...]
@@ -107,9 +109,7 @@ class Space:
         )
 
 
-def build(
-    load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy, *, lowered: bool
-) -> Space:
+def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:
     """Lists the space.
 
     Args:
@@ -117,7 +117,6 @@ def build(
         pins: the user's decisions.
         fixed: the choice that pinned rules stand for; None without.
         strategy: one of `shardlib.planning.space.attention.strategies`.
-        lowered: whether only plans that can be run are wanted.
 
     Raises:
         PinError: the pinned remat policy does not exist for this model, or a layer group that
@@ -145,17 +144,26 @@ def build(
             for choice in _choices(colouring, tensor, pins, fixed)
             if _able(choice, tensor, load.expert, limits.able)
         ),
-        routes=_routes(load, pins, limits, lowered=lowered),
+        routes=_routes(load, pins, limits),
         pins=pins,
         limits=limits,
-        lowered=lowered,
+        gaps=gaps_of(load),
         by_class=load.by_class,
-        gathers=_gathers(
-            pins, tuple(one for one in gathers(load.profile) if one in limits.able.gathers)
+        gathers=(
+            (pins.gather,)
+            if pins.gather
+            else tuple(one for one in gathers(load.profile) if one in limits.able.gathers)
         ),
         each=each,
         strategy=strategy,
     )
+
+
+def gaps_of(load: Workload) -> tuple[Gap, ...]:
+    """What has no lowering, where plans are for programs of shardlib; of other software, whose
+    plans are priced and not lowered here, nothing is left out.
+    """
+    return GAPS if load.profile.name == XLA.name and load.framework is None else ()
 
 
 def _choices(
@@ -196,22 +204,28 @@ def _able(choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abi
     return able.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
 
 
-def _routes(load: Workload, pins: Pins, limits: Limits, *, lowered: bool) -> tuple[bool, ...]:
+def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
     """Whether tokens of experts may be routed, each in turn.
 
     Raises:
         PinError: pins of experts, or of their axis, that do not fit the model.
     """
     problem, expert = load.problem, load.expert
-    form = experts_form(problem)
+    form, ours = experts_form(problem), bool(gaps_of(load))
     routes = tuple(
         flag
         for flag in (False, True)
         if (expert or not flag)
-        and not (lowered and flag and pins.experts is None and form not in problem.functions)
+        and not (flag and ours and form not in problem.functions)
         and pins.experts in (None, form if flag else "none")
         and (limits.able.free or flag or not expert)
     )
+    if pins.experts not in (None, "none") and expert and ours and form not in problem.functions:
+        raise PinError(
+            f"experts={pins.experts!r} needs experts that are called as a function, and"
+            f" {problem.model} calls none\nTry: shardlib.functions.experts.visit(x, weights,"
+            " chosen, up, down, gate) in the model, or experts='none'"
+        )
     if pins.experts not in (None, "none") and not expert:
         raise PinError(
             f"experts={pins.experts!r} sends tokens to experts, and {problem.model} has no grouped"
@@ -226,12 +240,3 @@ def _routes(load: Workload, pins: Pins, limits: Limits, *, lowered: bool) -> tup
             f" how many tokens they take is the model's own decision\nTry: experts={form!r}"
         )
     return routes
-
-
-def _gathers(pins: Pins, able: tuple[str, ...]) -> tuple[str, ...]:
-    """When stages may gather weights: as pinned; as the software can, where plans have stages or
-    that is asked for; otherwise at every use, since the whole space would take half as long again.
-    """
-    if pins.gather in ("use", "once"):
-        return (pins.gather,)
-    return able if pins.gather == "any" or pins.staged else ("use",)

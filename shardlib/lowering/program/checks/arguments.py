@@ -54,7 +54,6 @@ _KINDS: Mapping[str, Kind] = {
         "limits of a compiler",
         "limits=shardlib.verification.isolation.Limits(seconds=600.0)",
     ),
-    "lowered": (lambda value: isinstance(value, bool), "boolean", "lowered=True"),
     "name": (lambda value: isinstance(value, str), "string", 'name="model"'),
     "framework": (
         lambda value: isinstance(value, str),

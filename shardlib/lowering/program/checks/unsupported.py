@@ -4,13 +4,13 @@ of it.
 
 from __future__ import annotations
 
-from shardlib.errors import PinError, PlanError, raise_all
+from shardlib.decisions.lowerings import facts, require
+from shardlib.errors import PinError, PlanError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
-from shardlib.lowering.mesh.precision import Precision, require_products
+from shardlib.lowering.mesh.precision import require_products
 from shardlib.lowering.reading.loss import LossReading
 from shardlib.planning.plan import Plan
-from shardlib.schedules.table import lowered
 from shardlib.tracing.program import has_matmul
 
 
@@ -20,18 +20,7 @@ def require_lowered(plan: Plan) -> None:
     Raises:
         PinError: the plan decides something that lowering cannot carry out.
     """
-    beyond = [] if lowered(plan.schedule) else [f"schedule={plan.schedule!r}"]
-    if plan.experts != "none" and plan.mesh["stage"] > 1 and plan.mesh["context"] > 1:
-        # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX
-        # 0.10.2: "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").
-        beyond.append(f"experts={plan.experts!r} with both stages and a context axis, {plan.mesh}")
-    if beyond:
-        raise_all(
-            PinError,
-            "the plan decides what this version does not lower",
-            beyond,
-            hint="another schedule, or a mesh without one of these axes",
-        )
+    require(facts(plan), "the plan decides for what has no lowering")
     require_products(plan)
 
 
@@ -56,11 +45,6 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
         raise PinError(
             f"activations in host memory need layers under a scan, and the loss of {plan.model} has"
             " none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations"
-        )
-    if routed and Precision.of(plan).wire is not None:
-        raise PinError(
-            "gradients of experts on their devices are reduced in their own dtype\nTry: no"
-            " reduction_dtype, or experts='none'"
         )
     if along and not any(isinstance(form, Attention) for form in forms):
         raise PinError(

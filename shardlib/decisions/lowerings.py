@@ -1,0 +1,203 @@
+"""Which decisions have no lowering together: one row for each combination of which no program can
+be made, and nothing else says so.
+
+What a row names is not in the space that is searched: the planner leaves it out, a pin of it is a
+`PinError` with the reason of the row, and lowering refuses a plan that has it. **Who builds the
+lowering of a combination deletes its row**, and from then on all three follow: `plan`, `compile`,
+`verify` and pins search and take it.
+
+>>> [gap.says for gap in broken(frozenset({"routed", "context", "stages"}))]
+['routed experts with both stages and a context axis']
+>>> broken(frozenset({"stages", "some layers"}))
+[]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.axes import MeshShape
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.readers import ANY_GROUP
+from shardlib.decisions.table import Decisions
+from shardlib.errors import PinError, raise_all
+from shardlib.schedules.table import lowered as schedule_lowered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """A combination that has no lowering.
+
+    Attributes:
+        facts: of plans, see `facts`; those that have all of them have no lowering.
+        says: the combination in words.
+        hint: what to pin instead.
+    """
+
+    facts: frozenset[str]
+    says: str
+    hint: str
+
+
+#: Dtypes that programs are lowered to; and those of products beside them.
+LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
+
+#: What has no lowering, a row for each; delete the row of what is built.
+GAPS: tuple[Gap, ...] = (
+    # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX 0.10.2:
+    # "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").
+    Gap(
+        facts=frozenset({"routed", "stages", "context"}),
+        says="routed experts with both stages and a context axis",
+        hint="a mesh without one of these axes, or experts='none'",
+    ),
+    Gap(  # their gradients are reduced where they are made, in the dtype that they have
+        facts=frozenset({"routed", "reduction dtype"}),
+        says="a reduction_dtype of gradients where tokens are routed to experts",
+        hint="no reduction_dtype, or experts='none'",
+    ),
+    Gap(  # 8 bits would need scales that are stored with them, 64 a mode of JAX
+        facts=frozenset({"dtype without lowering"}),
+        says=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of products also"
+        f" {', '.join(LOWERED_PRODUCTS)})",
+        hint="one of these dtypes",
+    ),
+    Gap(
+        facts=frozenset({"schedule without lowering"}),
+        says="a pipeline schedule that no program is made of",
+        hint="another schedule",
+    ),
+)
+
+
+def facts(decisions: Decisions) -> frozenset[str]:
+    """What of a plan the rows speak of."""
+    one = decisions
+    mixed = bool(one.remat_classes)
+    return frozenset(
+        name
+        for name, true in {
+            "stages": one.mesh["stage"] > 1,
+            "context": one.mesh["context"] > 1,
+            "programs": one.pipeline == "programs" and one.mesh["stage"] > 1,
+            "routed": one.experts != "none",
+            "disk": "disk" in one.offload,
+            "activations on host": "activations" in one.offload,
+            "nothing rematerialised": one.remat == "none" and not mixed,
+            "some layers": one.remat_layers > 0 and not mixed,
+            "layer groups apart": mixed,
+            "reduction dtype": "reduction_dtype" in dict(one.dtypes),
+            "dtype without lowering": any(not has_lowering(*pair) for pair in one.dtypes),
+            "schedule without lowering": not schedule_lowered(one.schedule),
+        }.items()
+        if true
+    )
+
+
+def facts_of_pins(pins: Pins) -> frozenset[str]:
+    """What all plans under pins have of what the rows speak of."""
+    sizes = dict(pins.mesh if pins.mesh is not None else pins.axes)
+    apart = bool(pins.remat_classes) and pins.remat_classes != ANY_GROUP
+    return frozenset(
+        name
+        for name, true in {
+            "stages": pins.staged,
+            "context": sizes.get("context", 1) > 1 or pins.context not in (None, "none"),
+            "programs": pins.pipeline == "programs",
+            "routed": pins.experts not in (None, "none") or sizes.get("expert", 1) > 1,
+            "disk": "disk" in (pins.offload or ()),
+            "activations on host": "activations" in (pins.offload or ()),
+            "nothing rematerialised": pins.remat == "none" and not apart,
+            "some layers": (pins.remat_layers or 0) > 0 and not apart,
+            "layer groups apart": apart,
+            "reduction dtype": "reduction_dtype" in dict(pins.dtypes),
+            "dtype without lowering": any(
+                not has_lowering(word, dtype)
+                for word, dtypes in (*((w, (d,)) for w, d in pins.dtypes), *pins.allow)
+                for dtype in dtypes
+            ),
+            "schedule without lowering": pins.schedule is not None
+            and not schedule_lowered(pins.schedule),
+        }.items()
+        if true
+    )
+
+
+def has_lowering(word: str, dtype: str) -> bool:
+    """Whether programs can have something in a dtype.
+
+    Args:
+        word: what has the dtype, such as "moment_dtype".
+        dtype: the dtype.
+    """
+    return dtype in LOWERED_DTYPES or (word == "matmul_dtype" and dtype in LOWERED_PRODUCTS)
+
+
+def broken(found: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
+    """The rows whose facts are all among some.
+
+    Args:
+        found: facts.
+        gaps: rows.
+    """
+    every = frozenset(found)
+    return [gap for gap in gaps if gap.facts <= every]
+
+
+def lowered(
+    known: frozenset[str], varying: Mapping[str, NDArray[np.bool_]], gaps: Sequence[Gap] = GAPS
+) -> NDArray[np.bool_]:
+    """Which candidates have a lowering.
+
+    >>> lowered(frozenset({"routed", "context"}), {"stages": np.array([False, True])})
+    array([ True, False])
+
+    Args:
+        known: facts of all of them.
+        varying: by fact, which of them have it, arrays [candidates]; at least one.
+        gaps: rows.
+    """
+    fine = np.ones(len(next(iter(varying.values()))), dtype=bool)
+    for gap in gaps:
+        others = gap.facts - known
+        if others <= varying.keys():
+            fine &= ~np.logical_and.reduce([np.ones_like(fine), *(varying[o] for o in others)])
+    return fine
+
+
+def along(mesh: Mapping[str, NDArray[np.int64]] | MeshShape) -> dict[str, NDArray[np.bool_]]:
+    """The facts that are sizes of mesh axes, by candidate.
+
+    Args:
+        mesh: sizes of mesh axes, arrays [candidates].
+    """
+    return {
+        "stages": np.atleast_1d(mesh["stage"]) > 1,
+        "context": np.atleast_1d(mesh["context"]) > 1,
+    }
+
+
+def require(found: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:
+    """Raises where something has no lowering.
+
+    Args:
+        found: facts of a plan, or of all plans under pins.
+        what: the beginning of the message, such as "the pins ask for what has no lowering".
+        gaps: rows.
+
+    Raises:
+        PinError: with the reason of every row that is broken.
+    """
+    rows = broken(found, gaps)
+    if rows:
+        raise_all(
+            PinError,
+            what,
+            [gap.says for gap in rows],
+            hint="; ".join(dict.fromkeys(gap.hint for gap in rows)),
+        )
