@@ -246,7 +246,9 @@ class Stages(StageWeights):
         A stage that waits could as well compute, but simulated devices share their cores, and real
         ones their power.
         """
-        if any(size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis):
+        if self.chunk.saved.offloaded or any(
+            size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis
+        ):  # results in host memory have no zeros to stand for them
             return make()
         return jax.lax.cond(
             works,
