@@ -36,11 +36,13 @@ class Gap:
         facts: of plans, see `facts`; those that have all of them have no lowering.
         says: the combination in words.
         hint: what to pin instead.
+        vendor: of the chips that have no program of it; "" for all.
     """
 
     facts: frozenset[str]
     says: str
     hint: str
+    vendor: str = ""
 
 
 #: Dtypes that programs are lowered to; and those of products beside them.
@@ -55,6 +57,14 @@ GAPS: tuple[Gap, ...] = (
         facts=frozenset({"routed", "stages", "context"}),
         says="routed experts with both stages and a context axis",
         hint="a mesh without one of these axes, or experts='none'",
+    ),
+    # libtpu 0.0.42 refuses the slices of what stages keep in host memory: "UNIMPLEMENTED: Async
+    # slice only supports slicing in 1 dimension".
+    Gap(
+        facts=frozenset({"stages", "one program", "activations on host"}),
+        says="activations in host memory beside stages in one program on TPUs",
+        hint="pipeline='programs', or offload without activations",
+        vendor="google",
     ),
     Gap(  # their gradients are reduced where they are made, in the dtype that they have
         facts=frozenset({"routed", "reduction dtype"}),
@@ -85,6 +95,7 @@ def facts(decisions: Decisions) -> frozenset[str]:
             "stages": one.mesh["stage"] > 1,
             "context": one.mesh["context"] > 1,
             "programs": one.pipeline == "programs" and one.mesh["stage"] > 1,
+            "one program": one.pipeline != "programs",
             "routed": one.experts != "none",
             "disk": "disk" in one.offload,
             "activations on host": "activations" in one.offload,
@@ -109,6 +120,7 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
             "stages": pins.staged,
             "context": sizes.get("context", 1) > 1 or pins.context not in (None, "none"),
             "programs": pins.pipeline == "programs",
+            "one program": pins.pipeline not in ("programs", "any"),
             "routed": pins.experts not in (None, "none") or sizes.get("expert", 1) > 1,
             "disk": "disk" in (pins.offload or ()),
             "activations on host": "activations" in (pins.offload or ()),
@@ -136,6 +148,11 @@ def has_lowering(word: str, dtype: str) -> bool:
         dtype: the dtype.
     """
     return dtype in LOWERED_DTYPES or (word == "matmul_dtype" and dtype in LOWERED_PRODUCTS)
+
+
+def on_chips(vendor: str) -> tuple[Gap, ...]:
+    """The rows that count on chips of a vendor."""
+    return tuple(gap for gap in GAPS if gap.vendor in ("", vendor))
 
 
 def broken(found: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:

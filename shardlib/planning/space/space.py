@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from shardlib.cost.terms.abilities import ANYTHING, Abilities
 from shardlib.cost.terms.framework_profiles import XLA, gathers
-from shardlib.decisions.lowerings import GAPS, Gap
+from shardlib.decisions.lowerings import Gap, on_chips
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
 from shardlib.errors import PinError
@@ -163,7 +163,8 @@ def gaps_of(load: Workload) -> tuple[Gap, ...]:
     """What has no lowering, where plans are for programs of shardlib; of other software, whose
     plans are priced and not lowered here, nothing is left out.
     """
-    return GAPS if load.profile.name == XLA.name and load.framework is None else ()
+    ours = load.profile.name == XLA.name and load.framework is None
+    return on_chips(load.vendor) if ours else ()
 
 
 def _choices(

@@ -4,7 +4,7 @@ of it.
 
 from __future__ import annotations
 
-from shardlib.decisions.lowerings import facts, require
+from shardlib.decisions.lowerings import facts, on_chips, require
 from shardlib.errors import PinError, PlanError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
@@ -20,7 +20,8 @@ def require_lowered(plan: Plan) -> None:
     Raises:
         PinError: the plan decides something that lowering cannot carry out.
     """
-    require(facts(plan), "the plan decides for what has no lowering")
+    gaps = on_chips(plan.topology.chip.vendor)
+    require(facts(plan), "the plan decides for what has no lowering", gaps)
     require_products(plan)
 
 
