@@ -118,14 +118,15 @@ class Choice:
             place(self.expert, "expert")
         if any(place(name, "tensor") for name in self.tensor):
             return tuple(result)
+        beside = "context" if self.sequence == self.context else None
         if (
             sequence_at is not None
-            and result[sequence_at] is None
+            and result[sequence_at] in (None, beside)
             and colours[sequence_at] == self.sequence
         ):
-            result[sequence_at] = "tensor"
+            result[sequence_at] = f"{beside}+tensor" if result[sequence_at] else "tensor"
         else:
-            place(self.sequence, "tensor", "context" if self.sequence == self.context else None)
+            place(self.sequence, "tensor", beside)
         return tuple(result)
 
     def restrict(self, colours: frozenset[str]) -> Choice:
