@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardlib.errors import DiskError, PinError, PlanError, StateError
+from shardlib.errors import DiskError, PlanError, StateError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
 from shardlib.lowering.host_memory.disk.files import PREFIX, folder
 from shardlib.lowering.program.build import build_program
@@ -303,11 +303,3 @@ def test_what_is_several_programs_says_so():
     assert {kind for name, kind in zip(step.arguments, step.in_kinds, strict=True) if kind} == {
         "pinned_host"
     }
-    with pytest.raises(PinError, match="with pipeline='programs'"):
-        built(
-            {"stage": 2, "data": 4},
-            pipeline="programs",
-            schedule="1f1b",
-            microbatches=4,
-            offload=("disk",),
-        )

@@ -481,18 +481,18 @@ def test_bad_pins(pin: dict[str, object], message: str) -> None:
     ("chip", "width", "kind"),
     [
         ("h100", 192, "cudnn"),
-        ("a100", 192, "traced"),
+        ("a100", 192, "blocks"),
         ("a100", 128, "cudnn"),
-        ("h100", 264, "traced"),
+        ("h100", 264, "blocks"),
     ],
 )
 def test_heads_that_a_chip_does_not_take_are_left_to_others(
     chip: str, width: int, kind: str
 ) -> None:
     problem = replace(function().problem, attention=AttentionCalls(width=width))
-    (first, *_), _ = strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
+    first, *_ = strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
     assert first.decisions.attention == kind
-    if kind == "traced":
+    if kind == "blocks":
         with pytest.raises(
             PinError, match=rf"heads are {width} wide; the kernel takes \d+ on {chip}"
         ):

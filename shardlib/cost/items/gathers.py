@@ -125,7 +125,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
 
 def _before_casts(facts: Facts, index: int, value: int) -> int:
     """Bytes of a value as it is gathered: for the gradient of a weight in the narrowest dtype that
-    it was cast from.
+    it was cast from. Casts that take a scale, into 8 bits, are none of these.
     """
     graph, size = facts.graph, facts.graph.values[value].bytes
     producers = facts.producers
@@ -133,6 +133,7 @@ def _before_casts(facts: Facts, index: int, value: int) -> int:
         graph.ops[index].results[0] in facts.gradients
         and value in producers
         and graph.ops[producers[value]].kind == "convert_element_type"
+        and len(graph.ops[producers[value]].operands) == 1
     ):
         (value,) = graph.ops[producers[value]].operands
         size = min(size, graph.values[value].bytes)
