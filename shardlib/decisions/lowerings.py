@@ -120,7 +120,7 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
             "stages": pins.staged,
             "context": sizes.get("context", 1) > 1 or pins.context not in (None, "none"),
             "programs": pins.pipeline == "programs",
-            "one program": pins.pipeline not in ("programs", "any"),
+            "one program": pins.pipeline != "programs",
             "routed": pins.experts not in (None, "none") or sizes.get("expert", 1) > 1,
             "disk": "disk" in (pins.offload or ()),
             "activations on host": "activations" in (pins.offload or ()),
