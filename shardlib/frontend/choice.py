@@ -172,7 +172,8 @@ def refined_by_compiler(
     """
 
     def compiled(candidate: Plan) -> Verification:
-        return verify_program(lower(model, candidate, abstract=True), machine, limits)
+        priced = priced_as_compiled(model, candidate, machine)
+        return verify_program(lower(model, priced, abstract=True), machine, limits)
 
     machine = without_margin(machine)
     return refined(

@@ -165,8 +165,16 @@ class _Bench:
     def _measured(
         self, trial: Trial, plan: Plan, found: Verification, compiled: CompiledStep
     ) -> Trial:
-        """The trial of a plan that compiles; one that fits becomes a survivor."""
-        peak, usable = compiled.device_bytes["peak"], self.topology.chip.usable_bytes
+        """The trial of a plan that compiles; one that fits becomes a survivor.
+
+        A stand-in for a kernel, which the compiler was given where there is no GPU, needs more
+        memory than the kernel: that much by the cost model does not count.
+        """
+        stand_in = found.plan.estimate.device_bytes.peak - plan.estimate.device_bytes.peak
+        peak, usable = (
+            compiled.device_bytes["peak"] - stand_in,
+            self.topology.chip.usable_bytes,
+        )
         seconds = reprice(
             plan.estimate.seconds,
             compiled.collectives,
@@ -191,7 +199,7 @@ class _Bench:
                 refined=Refined(
                     wanted=self.wanted,
                     seconds=seconds,
-                    device_bytes=tuple(compiled.device_bytes.items()),
+                    device_bytes=tuple({**compiled.device_bytes, "peak": peak}.items()),
                     collectives=compiled.collectives,
                     kernels="compiler" if compiled.compute_seconds else "model",
                     trials=(),

@@ -391,6 +391,24 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
 
 
+def test_what_a_stand_in_needs_beyond_the_kernel_is_not_held_against_a_plan():
+    """Attention in blocks is compiled where a kernel will run, and needs more memory."""
+    usable, extra = POD.chip.usable_bytes, 1 << 30
+    compiler = MadeUp(peak=lambda plan: usable + extra)
+
+    def priced(chosen: Plan) -> Verification:
+        found = compiler(chosen)
+        memory = chosen.estimate.device_bytes
+        memory = replace(memory, temporaries=memory.temporaries + extra)
+        estimate = replace(chosen.estimate, device_bytes=memory)
+        return replace(found, plan=replace(chosen, estimate=estimate))
+
+    ranking = planner.ranked(workload().problem, POD, load=workload())
+    chosen = refine(ranking, 1, POD, priced)
+    assert chosen.refined is not None and chosen.refined.peak_bytes == usable
+    assert [trial.compiled_bytes for trial in chosen.refined.trials] == [usable]
+
+
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
     chosen = refine(
