@@ -29,7 +29,7 @@ from shardlib.graph import Graph, Op
 from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.colours import colour
-from tests.cost.traced import BATCH, CONFIGS, SEQ, problem
+from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
 from tests.planning import worlds
 
 POLICIES = ("none", "full", "dots")
@@ -77,7 +77,7 @@ def test_a_recomputed_core_is_one_more_forward_kernel(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_know_the_size_of_a_head(name: str) -> None:
-    graph = fused(problem(name).steps["none"]).graph
+    graph = fused(plain(name).steps["none"]).graph
     assert {head_size(op) for op in graph.ops if op.kind in (FORWARD, BACKWARD)} == {
         CONFIGS[name].head_dim
     }
@@ -85,7 +85,9 @@ def test_kernels_know_the_size_of_a_head(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(one, marks=[pytest.mark.matrix] * (one != "none")) for one in POLICIES]
+)
 def test_kernels_know_the_widths_of_queries_and_values(name: str, policy: str) -> None:
     config = CONFIGS[name]
     latent = config.latent
@@ -94,7 +96,7 @@ def test_kernels_know_the_widths_of_queries_and_values(name: str, policy: str) -
         if latent is None
         else (latent.nope_dim + latent.rope_dim, latent.v_dim)
     )
-    graph = fused(problem(name).steps[policy]).graph
+    graph = fused(problem(name, (policy,)).steps[policy]).graph
     assert {head_widths(op) for op in graph.ops if op.kind in (FORWARD, BACKWARD)} == {widths}
     assert {head_widths(op) for op in graph.ops if op.kind not in (FORWARD, BACKWARD)} == {None}
 
@@ -105,9 +107,7 @@ def test_flops_are_those_of_the_papers() -> None:
     """
     config = CONFIGS["llama"]
     tokens, pair = BATCH * SEQ, 2 * config.heads * config.head_dim * SEQ
-    graph = fused(
-        problem("llama").steps["none"], block=SEQ
-    ).graph  # one block: nothing to leave out
+    graph = fused(plain("llama").steps["none"], block=SEQ).graph  # one block: nothing to leave out
     (forward,) = kernels(graph, FORWARD)
     backward = sum(op.flops for op in kernels(graph, BACKWARD))
     assert forward.flops == 2 * pair * tokens
@@ -121,14 +121,14 @@ def test_flops_are_those_of_the_papers() -> None:
 def test_causal_blocks() -> None:
     whole = sum(
         op.flops
-        for op in fused(problem("llama").steps["none"], block=SEQ).graph.ops
+        for op in fused(plain("llama").steps["none"], block=SEQ).graph.ops
         if op.kind in (FORWARD, BACKWARD)
     )
     for block in (16, 64, 128):
         blocks = SEQ // block
         computed = sum(query >= key for query in range(blocks) for key in range(blocks)) / blocks**2
         assert causal_share(SEQ, block) == computed
-        graph = fused(problem("llama").steps["none"], block=block).graph
+        graph = fused(plain("llama").steps["none"], block=block).graph
         assert sum(op.flops for op in graph.ops if op.kind in (FORWARD, BACKWARD)) == pytest.approx(
             whole * computed
         )
@@ -145,6 +145,7 @@ def test_blocks_of_a_window(window: int, block: int) -> None:
     assert causal_share(SEQ, block, window) == len(set(seen)) / (SEQ // block) ** 2
 
 
+@pytest.mark.long
 def test_windows_are_found_where_all_layers_have_one() -> None:
     for name, window in (("local", 64), ("windows", 0), ("llama", 0)):
         assert {
@@ -164,7 +165,7 @@ def test_attention_without_a_mask_computes_all_blocks() -> None:
 
 def test_kernels_read_and_write_no_more_than_queries_keys_values_and_statistics() -> None:
     config = CONFIGS["llama"]
-    graph = fused(problem("llama").steps["none"]).graph
+    graph = fused(plain("llama").steps["none"]).graph
     query, key = (
         BATCH * SEQ * config.heads * config.head_dim,
         BATCH * SEQ * config.kv_heads * config.head_dim,
@@ -187,7 +188,7 @@ def test_kernels_read_and_write_no_more_than_queries_keys_values_and_statistics(
 
 
 def test_dims_of_heads_can_be_cut_and_rows_of_scores_cannot() -> None:
-    graph = fused(problem("llama").steps["none"]).graph
+    graph = fused(plain("llama").steps["none"]).graph
     (forward,) = kernels(graph, FORWARD)
     sizes = [forward.rule.sizes[f] for f in sorted(forward.rule.whole)]
     assert sizes == [CONFIGS["llama"].head_dim, SEQ] and not forward.rule.summed
@@ -201,14 +202,14 @@ def test_dims_of_heads_can_be_cut_and_rows_of_scores_cannot() -> None:
 
 def test_a_softmax_of_logits_or_of_a_router_is_no_attention() -> None:
     for name in ("mixture", "gpt"):
-        assert len(cores(problem(name).steps["none"])) == 1
+        assert len(cores(plain(name).steps["none"])) == 1
     assert cores(worlds.mlp().steps["none"]) == []
     step = worlds.mlp().steps["none"]
     assert fused(step) is step
 
 
 def test_where_something_else_reads_the_scores_they_stay() -> None:
-    step = problem("llama").steps["none"]
+    step = plain("llama").steps["none"]
     (core,) = cores(step)
     (scores,) = step.graph.ops[core.scores[0]].results
     saved = next(
@@ -237,7 +238,7 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
     """
     config = CONFIGS["gpt"]
     wide = config.heads * SEQ / config.embed
-    step, names = problem("gpt").steps["none"], colour(problem("gpt")).steps["none"]
+    step, names = plain("gpt").steps["none"], colour(plain("gpt")).steps["none"]
     statistics = (
         6 * 4 / config.embed + 2 * 4 * config.heads / config.embed
     )  # rows of norms and of the softmax, float32
@@ -258,7 +259,7 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
 def test_values_saved_otherwise_leave_a_sound_graph(
     name: str, how: Callable[..., tuple[StepGraph, tuple[object, ...]]]
 ) -> None:
-    step, names = problem(name).steps["none"], colour(problem(name)).steps["none"]
+    step, names = plain(name).steps["none"], colour(plain(name)).steps["none"]
     changed, new = how(step, names)
     check(changed.graph)
     assert new[: len(names)] == names and len(new) == len(changed.graph.values)
@@ -274,7 +275,7 @@ def test_values_saved_otherwise_leave_a_sound_graph(
 
 
 def test_stacks_decide() -> None:
-    step, names = problem("llama").steps["none"], colour(problem("llama")).steps["none"]
+    step, names = plain("llama").steps["none"], colour(plain("llama")).steps["none"]
     same, same_names = rewritten(step, names, XLA)
     assert same is step and same_names is names
     assert not kernels(rewritten(step, names, framework_profile("megatron-2021"))[0].graph, FORWARD)
@@ -292,7 +293,7 @@ def test_products_of_weights_in_eight_bits(name: str, *, delayed: bool) -> None:
     """Three products for every weight of a layer, forward and two backward, and nothing else, run
     in 8 bits.
     """
-    traced, names = problem(name).steps["none"], colour(problem(name)).steps["none"]
+    traced, names = plain(name).steps["none"], colour(plain(name)).steps["none"]
     step, new = quantised(traced, names, "float8_e4m3fn", delayed=delayed)
     check(step.graph)
     assert len(new) == len(step.graph.values) and new[: len(names)] == names
@@ -324,7 +325,7 @@ def test_products_of_weights_in_eight_bits(name: str, *, delayed: bool) -> None:
 
 
 def test_scales_of_rows_need_a_cast_for_every_product() -> None:
-    traced, names = problem("llama").steps["none"], colour(problem("llama")).steps["none"]
+    traced, names = plain("llama").steps["none"], colour(plain("llama")).steps["none"]
     shared, apart = (
         quantised(traced, names, "float8_e4m3fn", delayed=False, rows=rows)[0].graph
         for rows in (False, True)

@@ -9,11 +9,13 @@ import functools
 import optax
 import pytest
 
-import shardlib
 from shardlib import models
+from shardlib.frontend.traced_model import problem
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
+from shardlib.planning.planner import search
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.verification.report import totals
 
 BATCH, SEQ, EMBED, VOCAB, LAYERS = 16, 256, 128, 512, 2
@@ -57,29 +59,31 @@ ALONG = {"batch": ["data", "fsdp"], "seq": ["tensor"]}
 
 
 @functools.cache
-def planned(name: str, zero: int = 3, tensor: int = 4, rules: str = "seq"):
-    """Bytes of collectives by kind and axes."""
+def workload(name: str) -> Workload:
+    """A traced model for Nvidia's GPUs."""
     config = CONFIGS[name]
     init, loss = models.build(config)
+    batch = models.example_batch(config, BATCH, SEQ)
+    return prepare(problem(init, loss, optax.adamw(1e-3), batch), "nvidia")
+
+
+@functools.cache
+def planned(name: str, zero: int = 3, tensor: int = 4, rules: str = "seq"):
+    """Bytes of collectives by kind and axes."""
     named = {**ALONG, **({"expert_mlp": ["tensor"]} if rules == "experts" else {})}
-    plan = shardlib.plan(
-        init,
-        loss,
-        optax.adamw(1e-3),
-        models.example_batch(config, BATCH, SEQ),
-        topology="h100:8",
-        pin={
-            "mesh": {"fsdp": 8 // tensor, "tensor": tensor},
-            "microbatches": 1,
-            "zero": zero,
-            "remat": "full",
-            "attention": "traced" if name == "t5" else "blocks",
-            **({"rules": named} if tensor > 1 else {}),
-        },
-    )
-    return totals(plan.estimate.collectives)
+    pins = {
+        "mesh": {"fsdp": 8 // tensor, "tensor": tensor},
+        "microbatches": 1,
+        "zero": zero,
+        "remat": "full",
+        "attention": "traced" if name == "t5" else "blocks",
+        **({"rules": named} if tensor > 1 else {}),
+    }
+    load = workload(name)
+    return totals(search(load.problem, "h100:8", pins, load=load).estimate.collectives)
 
 
+@pytest.mark.long
 def test_attention_that_is_written_out_gathers_keys_and_values_and_exchanges_no_scores():
     found, attentions = planned("t5"), 3 * LAYERS  # of the decoder two in a layer
     assert not [kind for kind, _ in found if kind == "all-to-all"]
@@ -94,6 +98,7 @@ def test_gradients_of_scales_are_summed_over_all_axes_at_once():
     assert found["all-reduce", ("fsdp",)] < scales
 
 
+@pytest.mark.long
 def test_tokens_are_gathered_for_experts_whose_width_is_sharded_and_sums_are_scattered():
     """Forward, again, and of results backward; results of a token are added up before they are
     scattered, forward, and so are gradients.

@@ -11,7 +11,7 @@ from shardlib.cost.profiles.half_precision import in_halves
 from shardlib.graph import Graph
 from shardlib.graph.check import check
 from shardlib.propagation.colours import colour
-from tests.cost.traced import CONFIGS, problem
+from tests.cost.traced import CONFIGS, plain
 
 
 def products(graph: Graph) -> Counter[frozenset[str]]:
@@ -25,7 +25,7 @@ def products(graph: Graph) -> Counter[frozenset[str]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_product_mixes_half_and_single_precision(name: str) -> None:
-    step, names = problem(name).steps["none"], colour(problem(name)).steps["none"]
+    step, names = plain(name).steps["none"], colour(plain(name)).steps["none"]
     changed, new = in_halves(step, names)
     check(changed.graph)
     assert new[: len(names)] == names and [len(one) for one in new] == [
@@ -47,7 +47,7 @@ def test_no_product_mixes_half_and_single_precision(name: str) -> None:
 
 
 def test_a_step_without_mixed_products_is_left_alone() -> None:
-    step, names = in_halves(problem("llama").steps["none"], colour(problem("llama")).steps["none"])
+    step, names = in_halves(plain("llama").steps["none"], colour(plain("llama")).steps["none"])
     again, same = in_halves(step, names)
     assert again is step and same is names
     eight, _ = quantised(step, names, "float8_e4m3fn", delayed=True)

@@ -26,7 +26,7 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.colours import colour
-from tests.cost.traced import BATCH, CONFIGS, SEQ, problem
+from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
 
 TOKENS = SEQ * BATCH
 HAND = FrameworkProfile(
@@ -41,8 +41,8 @@ HAND = FrameworkProfile(
 def kept_bytes(name: str, *kept: str, **changes: object) -> float:
     """Bytes a token and layer that a stack saves."""
     step, _ = rewritten(
-        problem(name).steps["none"],
-        colour(problem(name)).steps["none"],
+        plain(name).steps["none"],
+        colour(plain(name)).steps["none"],
         replace(HAND, kept=kept, **changes),
     )  # type: ignore[arg-type]
     return saved_bytes(step) / CONFIGS[name].layers / TOKENS
@@ -66,7 +66,7 @@ def planned(
 
 
 def test_results_of_a_layer_have_names() -> None:
-    config, step = CONFIGS["llama"], fused(problem("llama").steps["none"])
+    config, step = CONFIGS["llama"], fused(plain("llama").steps["none"])
     region = next(op.region for op in step.graph.ops if op.kind == FORWARD)
     found = roles(step.graph, region, weights_of(step))
     assert tuple(found) == RESULTS
@@ -90,7 +90,7 @@ def test_results_of_a_layer_have_names() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "latent", "mixture", "windows"])
 def test_no_result_has_two_names(name: str) -> None:
-    step = fused(problem(name).steps["none"])
+    step = fused(plain(name).steps["none"])
     for region in {op.region for op in step.graph.ops if op.kind == FORWARD}:
         found = roles(step.graph, region, weights_of(step))
         named = [value for values in found.values() for value in values]
@@ -114,7 +114,7 @@ def test_what_is_named_is_saved_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_keeping_less_leaves_a_sound_graph_and_computes_more(name: str) -> None:
-    step, names = fused(problem(name).steps["none"]), colour(problem(name)).steps["none"]
+    step, names = fused(plain(name).steps["none"]), colour(plain(name)).steps["none"]
     changed, new = keep_named(step, names, ("query", "context"))
     check(changed.graph)
     assert len(new) == len(changed.graph.values) and new[: len(names)] == names
@@ -128,7 +128,7 @@ def test_keeping_less_leaves_a_sound_graph_and_computes_more(name: str) -> None:
 def test_eager_layers_keep_the_activated_gate() -> None:
     assert kept_bytes("llama", saves="eager") - kept_bytes("llama") == 2 * CONFIGS["llama"].mlp
     assert kept_bytes("gpt", saves="eager") == kept_bytes("gpt")
-    step, names = fused(problem("llama").steps["none"]), colour(problem("llama")).steps["none"]
+    step, names = fused(plain("llama").steps["none"]), colour(plain("llama")).steps["none"]
     check(keep_operands(step, names, eager=True)[0].graph)
 
 
@@ -174,7 +174,7 @@ def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
 
 
 def test_the_loss_takes_so_many_bytes_a_logit() -> None:
-    facts, step = loaded(HAND).programs["none", False].facts, problem("llama").steps["none"]
+    facts, step = loaded(HAND).programs["none", False].facts, plain("llama").steps["none"]
     profile = replace(HAND, logit_bytes=10.0)
     found, before = (
         Keeping(facts, profile).lives(lives(facts, step, profile)),
@@ -289,9 +289,9 @@ def test_routed_experts_keep_rows_and_the_products_that_activations_read() -> No
     """As the lowered region does: of a gated activation the sigmoid, the slope, the activated gate
     and the product are made again.
     """
-    config, step = CONFIGS["mixture"], problem("mixture").steps["none"]
+    config, step = CONFIGS["mixture"], plain("mixture").steps["none"]
     assert config.experts is not None
-    before, names = localised(step, colour(problem("mixture")).steps["none"], "batch")
+    before, names = localised(step, colour(plain("mixture")).steps["none"], "batch")
     after, _ = keep_rows(before, names)
     check(after.graph)
     freed = (saved_bytes(before) - saved_bytes(after)) / config.layers / TOKENS

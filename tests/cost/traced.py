@@ -68,10 +68,14 @@ CONFIGS = {config.name: config for config in (LLAMA, GPT, LATENT, WINDOWS, LOCAL
 
 
 @lru_cache(maxsize=16)
-def problem(name: str) -> Problem:
-    """The training step of a small transformer."""
+def problem(name: str, policies: tuple[str, ...] = ("none", "full", "dots")) -> Problem:
+    """The training step of a small transformer, under the remat policies that a test looks at."""
     config = CONFIGS[name]
     init, loss = models.build(config)
-    return trace(
-        read(init), loss, models.example_batch(config, BATCH, SEQ), optimizer=optax.adamw(1e-4)
-    ).problem
+    batch = models.example_batch(config, BATCH, SEQ)
+    return trace(read(init), loss, batch, optimizer=optax.adamw(1e-4), policies=policies).problem
+
+
+def plain(name: str) -> Problem:
+    """`problem` without rematerialisation alone, which takes a third of the tracing."""
+    return problem(name, ("none",))

@@ -103,17 +103,18 @@ def test_a_framework_is_no_faster_with_less_freedom(name: str) -> None:
 
 
 def test_plans_are_those_of_the_profile() -> None:
-    made = plan("maxtext", TPUS)
+    fixed: dict[str, Any] = {"mesh": {"fsdp": 16}, "zero": 3, "remat": "full"}
+    made = plan("maxtext", TPUS, **fixed)
     assert made.framework is not None
     assert (made.framework.name, made.framework.profile) == ("maxtext", "maxtext-tpu")
-    assert plan("maxtext").framework.profile == "maxtext-gpu"  # type: ignore[union-attr]
+    assert plan("maxtext", **fixed).framework.profile == "maxtext-gpu"  # type: ignore[union-attr]
     assert "under maxtext" in made.explain()
-    stored = {one.dtype for one in plan("megatron-core").parameters}
+    stored = {one.dtype for one in plan("megatron-core", mesh={"fsdp": 16}, zero=1).parameters}
     assert stored == {"bfloat16"}, "Megatron stores half precision, masters among its state"
 
 
 def test_plans_of_frameworks_are_stored() -> None:
-    made = plan("torchtitan")
+    made = plan("torchtitan", mesh={"fsdp": 16}, zero=3)
     again = Plan.from_json(made.to_json())
     assert again == made and again.emit() == made.emit()
     other = replace(made, framework=None)
@@ -251,7 +252,9 @@ def test_releases_can_do_what_their_framework_can() -> None:
 
 def test_what_cannot_be_written_is_said() -> None:
     with pytest.raises(PlanError, match="made for programs of shardlib, which need no"):
-        search(problem("llama3-8b"), GPUS, {"mesh": {"fsdp": 16}}).emit()
+        search(
+            problem("llama3-8b"), GPUS, {"mesh": {"fsdp": 16}, "zero": 3, "remat": "full"}
+        ).emit()
     with pytest.raises(PlanError, match="no configuration of alpa is written\nTry: one of deep"):
         plan("alpa", mesh={"fsdp": 16}).emit()
     made = plan("deepspeed", mesh={"fsdp": 16}, zero=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -87,26 +88,30 @@ def test_plans_and_pins_have_the_same_facts(gap: Gap) -> None:
         assert gap not in broken(found - {fact})
 
 
+@functools.cache
+def roomy() -> tuple[Workload, int]:
+    """A stack of layers, and bytes of its fastest plan that rematerialises nothing."""
+    one = prepare(worlds.stack(depth=6, batch=8, seq=64), "nvidia")
+    plan = planner.search(one.problem, "h100:4", {"remat": "none"}, load=one)
+    return one, plan.estimate.device_bytes.peak
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", (1.0, 0.8, 0.6, 0.4, 0.2))
 @pytest.mark.parametrize("pin", ({}, {"mesh.stage": 2}, {"offload": ["activations"]}), ids=str)
 def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: float) -> None:
-    problem = worlds.stack(depth=6, batch=8, seq=64)
+    one, peak = roomy()
     place = topology("h100:4")
-    roomy = planner.search(problem, place, {"remat": "none"}).estimate.device_bytes.peak
     tight = replace(
         place,
-        chip=replace(place.chip, hbm_bytes=int(roomy * share), reserved_bytes=0),
+        chip=replace(place.chip, hbm_bytes=int(peak * share), reserved_bytes=0),
         name="tight",
     )
     try:
-        ranking = planner.ranked(problem, tight, pin, slack=1.5)
+        ranking = planner.ranked(one.problem, tight, pin, load=one, slack=1.5)
     except InfeasibleError:
         return
-    for entry in ranking:
-        assert not broken(facts(entry.make()), on_chips("nvidia"))
-        break
-    found = planner.search(problem, tight, pin)
-    assert (
-        not broken(facts(found), on_chips("nvidia"))
-        and found.estimate.device_bytes.peak <= roomy * share
-    )
+    plans = [entry.make() for entry in itertools.islice(ranking, 20)]
+    assert plans and plans[0].estimate.device_bytes.peak <= peak * share
+    for plan in plans:
+        assert not broken(facts(plan), on_chips("nvidia"))
