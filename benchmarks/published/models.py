@@ -31,7 +31,8 @@ def configuration(name: str, spec: Entry, row: Entry, param_dtype: str) -> Trans
     """Describes a model as the row runs it.
 
     Models with experts in every second layer become as many dense layers followed by as many layers
-    with experts: the work of a step is the same.
+    with experts, and models of which some layers have a window become one whose layers all have the
+    window with as many scores: the work of a step is the same.
 
     Args:
         name: the model's name.
@@ -61,8 +62,7 @@ def configuration(name: str, spec: Entry, row: Entry, param_dtype: str) -> Trans
         qkv_bias=classic and not spec.get("moe"),
         out_bias=classic,
         mlp_bias=classic and not spec.get("moe"),
-        sliding_window=_window(spec, row["seq_len"]),
-        global_every=_global_every(spec),
+        sliding_window=_alike(_window(spec, row["seq_len"]), _global_every(spec), row["seq_len"]),
         experts=_experts(spec),
         latent=_latent(spec),
         param_dtype=param_dtype,
@@ -92,6 +92,21 @@ def _global_every(spec: Entry) -> int:
     return int(
         spec.get("full_attn_every") or (4 if str(spec["attention"]).startswith("chunked") else 0)
     )
+
+
+def _alike(window: int, every: int, seq: int) -> int:
+    """The window with which a layer has the mean scores of a model's layers.
+
+    The kernels that such models were published with leave out what a layer's own window hides;
+    in one loop over all layers it is known only while it runs.
+
+    >>> _alike(1024, 6, 32768), _alike(1024, 0, 32768)
+    (3790, 1024)
+    """
+    if not window or not every:
+        return window
+    mean = seq**2 / 2 / every + (1 - 1 / every) * (seq * window - window**2 / 2)
+    return round(seq - math.sqrt(seq**2 - 2 * mean))
 
 
 def _experts(spec: Entry) -> Experts | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.environment import RESULTS
 from benchmarks.published.machines import PRODUCTS
 from shardlib.cost.machine.efficiency import Efficiency, efficiency
 from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, evidence_of, linked
@@ -22,11 +24,7 @@ def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     product = CATALOG[
         PRODUCTS.get(chip, chip)
     ]  # variants of a product have runs, and curves, of their own
-    assert (
-        (chip in CATALOG or stack)
-        and (not stack or stack in framework_profiles())
-        and stack != "xla"
-    )
+    assert (chip in CATALOG or stack) and (not stack or stack in framework_profiles())
     text = " ".join(curve.sources)
     shared = {"attention_backward": "attention", "eight_bit": "float8"}
     for name, _ in curve.values:
@@ -35,11 +33,22 @@ def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     assert Efficiency.from_json(found.to_json()) == found != efficiency(product.chip.vendor)
 
 
-def test_the_default_stack_has_the_constants_of_the_vendor() -> None:
+def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_compiler() -> None:
+    stored = [
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for name in ("matmul_cycles.json", "default_profile.json")
+    ]
+    shares = {chip: found["share"] for chip, found in stored[0]["chips"].items()}
+    assert shares == stored[1]["compiler_shares"] and 0.7 < stored[1]["factor"] < 1
     for product in CATALOG.values():
-        assert efficiency_of(product.chip.name, product.chip.vendor, "xla") == efficiency(
-            product.chip.vendor
-        )
+        chip = product.chip
+        found, vendor = efficiency_of(chip.name, chip.vendor, "xla"), efficiency(chip.vendor)
+        if chip.vendor != "google":
+            assert found == vendor
+            continue
+        share = round(shares[chip.name] * stored[1]["factor"], 4)
+        assert found == replace(vendor, matmul=share) and share < vendor.matmul
+        assert curves()[chip.name, "xla"].well_founded
     assert efficiency_of("unknown", "nvidia", "megatron-core") == efficiency("nvidia")
 
 
@@ -87,7 +96,7 @@ def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
 
 def test_the_docs_say_how_many_runs_every_profile_rests_on() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text(encoding="utf-8")
-    for name in set(framework_profiles()) - {"xla"}:
+    for name in framework_profiles():
         cell = ", ".join(
             f"{one.chip} {one.rows} / {len(one.fitted)}{'' if one.well_founded else ' (few)'}"
             for one in evidence_of(name)
