@@ -1,8 +1,8 @@
 """Efficiencies: how much of the data sheet a chip reaches.
 
 `Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
-and nearly all that the framework profile "xla" uses. Beside them there are *curves*: for a chip, and for a
-chip under a framework profile, files `framework_profiles/curves/CHIP.json` and
+and nearly all that the framework profile "xla" uses. Beside them there are *curves*: for a chip,
+and for a chip under a framework profile, files `framework_profiles/curves/CHIP.json` and
 `CHIP.FRAMEWORK.json` say what differs, with sources or with the measurements that they were fitted
 to. A user's own measurements come last.
 
