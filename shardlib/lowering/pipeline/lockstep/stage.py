@@ -23,6 +23,7 @@ from shardlib.lowering.pipeline.lockstep.stage_values import (
     Backward,
     Held,
     Hop,
+    added_layer_by_layer,
     added_to_chunk,
     only_if,
     slot_of,
@@ -261,15 +262,12 @@ class Stages(StageWeights):
     def _summed(self, sums: Gradients, more: Gradients, chunk: Value, works: Value) -> Gradients:
         """The sums of gradients, with those of one unit."""
 
-        def added(totals: Arrays, gradients: Arrays, slot: Value) -> Arrays:
-            return [
-                added_to_chunk(total[0], gradient, slot, works)[None]
-                for total, gradient in zip(totals, gradients, strict=True)
-            ]
-
         return Gradients(
-            weights=added(sums.weights, more.weights, chunk),
-            sums=added(sums.sums, more.sums, chunk % self.window),
+            weights=[
+                added_to_chunk(total[0], gradient, chunk, works)[None]
+                for total, gradient in zip(sums.weights, more.weights, strict=True)
+            ],
+            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.window, works),
             shared=[
                 total + jnp.where(works, gradient, 0).astype(total.dtype)[None]
                 for total, gradient in zip(sums.shared, more.shared, strict=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.partition import Arrays
+from shardlib.lowering.pipeline.shared.slots import layer_of, with_layer
 
 
 @jax.tree_util.register_dataclass
@@ -113,3 +114,29 @@ def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) ->
     return jax.lax.dynamic_update_index_in_dim(
         total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0
     )
+
+
+def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: Value) -> Arrays:
+    """Adds gradients of a chunk's layers to their sums, one layer after the other: at once, XLA
+    would copy what all of the layers have had so far.
+
+    Args:
+        totals: arrays [its stage, slots, layers, ...].
+        gradients: arrays [layers, ...].
+        slot: number of the slot, int32 scalar.
+        works: whether there is work, boolean scalar; otherwise nothing is added.
+    """
+    if not totals:
+        return []
+
+    def layer(at: Index, totals: Arrays) -> Arrays:
+        found: Arrays = []
+        for total, gradient in zip(totals, gradients, strict=True):
+            more = jax.lax.dynamic_index_in_dim(gradient, at, 0, keepdims=False)
+            before = layer_of(total, slot, at)
+            after = before + jnp.where(works, more, 0).astype(total.dtype)
+            found.append(with_layer(total, after, slot, at))
+        return found
+
+    added = jax.lax.fori_loop(0, gradients[0].shape[0], layer, [total[0] for total in totals])
+    return [total[None] for total in added]

@@ -41,34 +41,51 @@ class StageWeights(StageLayouts):
         known = self.chunk.known
         return bool(self.table.rounds and known and known.operands)
 
-    def gather(self, held: Held, chunk: Index | None = None) -> Arrays:
-        """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all
-        [stages, chunks, layers, ...].
+    def gather(self, held: Held) -> Arrays:
+        """The operands that are gathered beforehand, [stages, chunks, layers, ...].
 
         Args:
             held: what each stage has for the whole step.
-            chunk: number of the chunk, int32 scalar; None for all.
         """
-        known = self.chunk.known
-        if known is None:
+        if self.chunk.known is None:
             return []
-        return self._manual(self._gather, (self._held(), PartitionSpec()), OWN)(held, chunk)
+        return self._manual(self._gather, (self._held(),), OWN)(held)
 
-    def reduce(self, held: Held, sums: Arrays, slot: Index | None = None) -> Arrays:
-        """Gradients of weights for the partial sums of what is gathered beforehand, in one slot
-        [stages, layers, ...] or in all [stages, chunks, layers, ...].
+    def gather_over(self, held: Held, ready: Arrays, chunk: Index) -> Arrays:
+        """The operands that are gathered beforehand [stages, window, layers, ...], with those of
+        one chunk in its slot.
+
+        Args:
+            held: what each stage has for the whole step.
+            ready: those of other chunks.
+            chunk: number of the chunk, int32 scalar.
+        """
+        every = PartitionSpec()
+        return self._manual(self._gather_over, (self._held(), OWN, every), OWN)(held, ready, chunk)
+
+    def reduce(self, held: Held, sums: Arrays) -> Arrays:
+        """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
+        chunks, layers, ...].
 
         Args:
             held: what each stage has for the whole step.
             sums: partial sums, in the order of what is gathered.
-            slot: number of the slot, int32 scalar; None for all.
         """
-        known = self.chunk.known
-        if known is None:
+        if self.chunk.known is None:
             return []
-        return self._manual(self._reduce, (self._held(), OWN, PartitionSpec()), OWN)(
-            held, sums, slot
-        )
+        return self._manual(self._reduce, (self._held(), OWN), OWN)(held, sums)
+
+    def reduce_out(self, held: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        """(gradients of weights [stages, layers, ...] for the partial sums in one slot, the sums
+        with zeros there).
+
+        Args:
+            held: what each stage has for the whole step.
+            sums: partial sums [stages, window, layers, ...], in the order of what is gathered.
+            slot: number of the slot, int32 scalar.
+        """
+        run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
+        return run(held, sums, slot)
 
     def no_sums(self) -> Arrays:
         """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
@@ -80,46 +97,43 @@ class StageWeights(StageLayouts):
 
         return self._manual(zeros, (), OWN)()
 
-    def _gather(self, held: Held, chunk: Index | None) -> Arrays:
+    def _gather(self, held: Held) -> Arrays:
         known = self.chunk.known
         assert known is not None
-        weights = [
-            held.weights[self.chunk.cut.roles.weights.index(position)][0]
-            for position in known.sources
-        ]
-        if chunk is not None:
-            return [
-                leaf[None]
-                for leaf in known.gather(
-                    [
-                        jax.lax.dynamic_index_in_dim(leaf, chunk, 0, keepdims=False)
-                        for leaf in weights
-                    ]
-                )
-            ]
+        weights = [leaf[0] for leaf in self._sources(held)]
         found = known.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
 
-    def _reduce(self, held: Held, sums: Arrays, slot: Index | None) -> Arrays:
+    def _gather_over(self, held: Held, ready: Arrays, chunk: Index) -> Arrays:
         known = self.chunk.known
         assert known is not None
         weights = [
-            held.weights[self.chunk.cut.roles.weights.index(position)][0, 0]
-            for position in known.sources
+            jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
+            for leaf in self._sources(held)
         ]
-        if slot is not None:
-            return [
-                leaf[None]
-                for leaf in known.reduce(
-                    weights,
-                    [
-                        jax.lax.dynamic_index_in_dim(leaf[0], slot, 0, keepdims=False)
-                        for leaf in sums
-                    ],
-                )
-            ]
+        found = known.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
+        return [leaf[None] for leaf in found]
+
+    def _reduce(self, held: Held, sums: Arrays) -> Arrays:
+        known = self.chunk.known
+        assert known is not None
+        weights = [leaf[0, 0] for leaf in self._sources(held)]
         found = known.reduce(weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+
+    def _reduce_out(self, held: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        known = self.chunk.known
+        assert known is not None
+        weights = [leaf[0, 0] for leaf in self._sources(held)]
+        found, emptied = known.reduce_out(weights, [leaf[0] for leaf in sums], slot)
+        return [leaf[None] for leaf in found], [leaf[None] for leaf in emptied]
+
+    def _sources(self, held: Held) -> Arrays:
+        """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
+        known = self.chunk.known
+        assert known is not None
+        places = self.chunk.cut.roles.weights
+        return [held.weights[places.index(position)] for position in known.sources]
 
     def _held(self) -> Held:
         """Specs of what stages hold, in the place of the arrays."""

@@ -113,16 +113,13 @@ class Ticks(AroundLayers):
                     carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot
                 )
             )
-            fresh = self.stages.gather(
+            ready = self.stages.gather_over(
                 self.held,
+                carry["ready"],
                 _not_before(
                     chunk, carry["totals"] if going else (carry["left"], carry["back"].next)
                 ),
             )
-            ready = [
-                jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 1)
-                for kept, leaf in zip(carry["ready"], fresh, strict=True)
-            ]
             return run(
                 {**carry, "ready": ready},
                 start + number * self.table.microbatches,
@@ -151,7 +148,7 @@ class Ticks(AroundLayers):
     def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
         """Adds what one slot has of partial sums to the gradients of a chunk, and empties it."""
         sums: Gradients = carry["sums"]
-        found = self.stages.reduce(self.held, sums.sums, slot)
+        found, empty = self.stages.reduce_out(self.held, sums.sums, slot)
         done = [
             jax.lax.dynamic_update_index_in_dim(
                 total,
@@ -161,22 +158,16 @@ class Ticks(AroundLayers):
             )
             for total, more in zip(carry["done"], found, strict=True)
         ]
-        empty = [
-            jax.lax.dynamic_update_index_in_dim(
-                leaf, jnp.zeros((leaf.shape[0], *leaf.shape[2:]), leaf.dtype), slot, 1
-            )
-            for leaf in sums.sums
-        ]
         return {**carry, "done": done, "sums": replace(sums, sums=empty)}
 
     def _unready(self) -> Arrays:
         """Room for the operands that a round gathers, [stages, chunks, layers, ...]."""
         if not self.rounds:
             return []
-        shapes = jax.eval_shape(lambda: self.stages.gather(self.held, jnp.int32(0)))
+        shapes = jax.eval_shape(lambda: self.stages.gather(self.held))
         return [
             self.stages.over_stages(
-                jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[1:]), leaf.dtype)
+                jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[2:]), leaf.dtype)
             )
             for leaf in shapes
         ]

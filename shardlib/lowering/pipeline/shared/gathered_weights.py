@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import scan_counts
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
+from shardlib.lowering.pipeline.shared.slots import layer_of, with_layer
 from shardlib.lowering.reading.use import as_dtype
 from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.lowering.weights.reduction_plan import DEFERRED
@@ -82,35 +83,80 @@ class Gathered:
         """The gathered operands, for stacks of weights [layers, ...]."""
         if not self.operands:
             return []
+        return jax.lax.scan(
+            lambda _, weights: (None, self._layer_gathered(weights)), None, list(weights)
+        )[1]
+
+    def gather_over(self, weights: Sequence[Value], room: Arrays, slot: Index) -> Arrays:
+        """The gathered operands over what was in one slot of arrays, each layer's in its place:
+        zeros, with which a loop stacks up results, would be there from the first to the last loop.
+
+        Args:
+            weights: stacks [layers, ...], in the order of `sources`.
+            room: arrays [slots, layers, ...], in the order of `operands`.
+            slot: number of the slot, int32 scalar.
+        """
+
+        def layer(at: Index, room: Arrays) -> Arrays:
+            fresh = self._layer_gathered(
+                [jax.lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False) for leaf in weights]
+            )
+            return [
+                with_layer(kept, leaf, slot, at) for kept, leaf in zip(room, fresh, strict=True)
+            ]
+
+        return jax.lax.fori_loop(0, weights[0].shape[0], layer, list(room))
+
+    def _layer_gathered(self, weights: Sequence[Value]) -> Arrays:
+        """The gathered operands of one layer, in the order of `operands`."""
         ways = {operand(use): use.gather for use in self.uses.values()}
-
-        def layer(_: None, weights: Arrays) -> tuple[None, Arrays]:
-            pieces = dict(zip(self.made, self.pieces(weights), strict=True))
-            return None, [ways[number](pieces[number]) for number in self.operands]
-
-        return jax.lax.scan(layer, None, list(weights))[1]
+        pieces = dict(zip(self.made, self.pieces(weights), strict=True))
+        return [ways[number](pieces[number]) for number in self.operands]
 
     def reduce(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers,
         ...] in the order of `uses`.
         """
+        return jax.lax.scan(
+            lambda _, sums: (None, self._layer_reduced(weights, sums)), None, list(sums)
+        )[1]
+
+    def reduce_out(
+        self, weights: Sequence[Value], sums: Arrays, slot: Index
+    ) -> tuple[Arrays, Arrays]:
+        """(gradients of weights [layers, ...] for the partial sums in one slot, sums with zeros
+        there); emptied layer by layer after it has been read, lest all slots are copied.
+
+        Args:
+            weights: stacks [layers, ...], in the order of `sources`.
+            sums: arrays [slots, layers, ...], in the order of `uses`.
+            slot: number of the slot, int32 scalar.
+        """
+
+        def layer(sums: Arrays, at: Value) -> tuple[Arrays, Arrays]:
+            sent = [
+                layer_of(leaf, slot, at).astype(use.sums.dtype)
+                for use, leaf in zip(self.uses.values(), sums, strict=True)
+            ]
+            own, sums = jax.lax.optimization_barrier((sent, sums))
+            emptied = [
+                with_layer(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), slot, at) for leaf in sums
+            ]
+            return emptied, self._layer_reduced(weights, own)
+
+        emptied, found = jax.lax.scan(layer, list(sums), jnp.arange(weights[0].shape[0]))
+        return found, emptied
+
+    def _layer_reduced(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
+        """Gradients of the weights of one layer, in the order of `sources`."""
         shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
-
-        def layer(_: None, sums: Arrays) -> tuple[None, Arrays]:
-            found = dict[int, Any]()
-            for use, own in zip(self.uses.values(), sums, strict=True):
-                gradient = use.reduce(own.astype(use.sums.dtype))
-                found[operand(use)] = (
-                    found[operand(use)] + gradient if operand(use) in found else gradient
-                )
-            return (
-                None,
-                jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[
-                    0
-                ],
+        found = dict[int, Any]()
+        for use, own in zip(self.uses.values(), sums, strict=True):
+            gradient = use.reduce(own.astype(use.sums.dtype))
+            found[operand(use)] = (
+                found[operand(use)] + gradient if operand(use) in found else gradient
             )
-
-        return jax.lax.scan(layer, None, list(sums))[1]
+        return jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[0]
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
         """Where partial sums go, [*lead, ...], each device's at the device."""
