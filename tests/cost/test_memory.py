@@ -9,11 +9,18 @@ import pytest
 import worlds
 
 from shardlib.axes import MeshShape
+from shardlib.cost.pricing.candidates import Candidates, candidates
+from shardlib.cost.pricing.device_memory import PIPELINE_ON_GPUS, heap_share
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.variants.offload_and_partial_remat import offloaded
 from shardlib.cost.step.fusion import fuse
 from shardlib.cost.step.liveness import intervals, levels, points
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.decisions.table import Decisions
 from shardlib.graph import FactorRule, Graph, Op, Value
+from shardlib.hardware.placement import place
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.assembly.candidate_price import price
@@ -236,3 +243,43 @@ def test_gaps_between_kernels_add_up() -> None:
     assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"
     kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
     assert kernels == pytest.approx(round(kernels)) and kernels > 100
+
+
+def placed(stage: int, where: str) -> Candidates:
+    """A mesh of four devices with stages, and a microbatch for each."""
+    mesh = MeshShape(stage=stage, fsdp=4 // stage)
+    found = place(mesh, topology(where))
+    assert found is not None
+    return candidates([(mesh, found)], [stage], topology(where))
+
+
+@pytest.mark.parametrize(
+    ("where", "stage", "software", "share"),
+    [
+        ("h100:4", 2, "xla", PIPELINE_ON_GPUS),
+        ("h100:4", 1, "xla", 1.0),
+        ("v5e:2x2", 2, "xla", 1.0),
+        ("h100:4", 2, "megatron-core", 1.0),
+    ],
+)
+def test_pipelines_of_one_program_have_a_larger_heap_on_gpus(where, stage, software, share):
+    pricer = Pricer(topology(where), framework_profile(software))
+    assert heap_share(pricer, np.array([stage])) == share
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage: int):
+    """With zeros, once, before they compute; without stages nothing is filled."""
+    pricer, c = Pricer(topology("h100:4")), placed(stage, "h100:4")
+    heap, stacks = heap_share(pricer, c.stage), np.array([8e9])
+    before = Totals(
+        seconds={"compute": np.zeros(1), "exposed": np.zeros(1)},
+        device_bytes={"activations": np.array([10e9]) * heap},
+        flops=np.ones(1),
+        stacks=stacks * heap,
+        held=np.array([stage]),
+    )
+    after = offloaded(before, ("activations",), pricer, c)
+    assert after.device_bytes["activations"] == pytest.approx(2e9 * heap)
+    transfer = stacks / pricer.topology.chip.host_bytes_per_s
+    assert after.seconds["exposed"] == pytest.approx((3 if stage > 1 else 2) * transfer)

@@ -16,11 +16,19 @@ from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.by_candidate import Point
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.schedules.table import named
 
 Array = np.ndarray
+
+#: Heap of a pipeline in one program over what is alive in it at once, on GPUs: XLA copies stacks of
+#: saved activations and sums of gradients between the loops of a step, and what is of many sizes
+#: does not fit in each other's place. Of Llama 3 405B with 2 stages 1.11 (126 layers, one to a
+#: chunk), 1.25 (24 layers) and 1.40 (126 layers, three to a chunk), by the compiler's own live
+#: ranges (JAX 0.10.2).
+PIPELINE_ON_GPUS = 1.25
 
 
 def stored_bytes(
@@ -240,3 +248,21 @@ def _stages(
         _Stage(once=without, in_flight=first, stored=without),
         _Stage(once=with_head, in_flight=last, stored=with_head),
     ]
+
+
+def heap_share(pricer: Pricer, stages: Array) -> Array:
+    """Heap over live buffers, of what a step makes.
+
+    Args:
+        pricer: the machine and the framework profile.
+        stages: stages of the pipeline, by candidate.
+
+    Returns:
+        Array [candidates], at least 1.
+    """
+    copied = (
+        pricer.profile.name == XLA.name
+        and pricer.profile.pipeline == "lockstep"
+        and pricer.topology.chip.vendor == "nvidia"
+    )
+    return np.where((stages > 1) & copied, PIPELINE_ON_GPUS, 1.0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardlib.axes import TOKEN_AXES
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.device_memory import bytes_by_part, stored_bytes
+from shardlib.cost.pricing.device_memory import bytes_by_part, heap_share, stored_bytes
 from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
 from shardlib.cost.pricing.step_time import seconds_by_part
 from shardlib.cost.pricing.sums import Model, Sums
@@ -38,8 +38,8 @@ class Totals:
         seconds: parts of the step time per candidate.
         device_bytes: parts of the memory per candidate.
         flops: executed per device and step, on the average of all stages.
-        stacks: bytes that the forward pass saves of layers, less two layers: what offloading can
-            move.
+        stacks: bytes of the heap that hold what the forward pass saves of layers, less two layers:
+            what offloading can move.
         held: microbatches whose activations are there at once.
     """
 
@@ -85,7 +85,9 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     held = named(how.schedule).in_flight(pipelines_of(how, c, profile))
     parameters, frozen, gradients, state = stored_bytes(s, resting, how, model, profile, c)
     seconds, flops = seconds_by_part(s, scale, how, model, pricer, c)
-    memory, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, profile)
+    made, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, profile)
+    heap = heap_share(pricer, c.stage)
+    memory, stacks = {name: size * heap for name, size in made.items()}, stacks * heap
     memory |= {
         "parameters": parameters,
         "frozen": frozen,

@@ -235,8 +235,8 @@ def memory_tight(at: Situation) -> Finding | None:
 
 def pipeline_on_gpus(at: Situation) -> Finding | None:
     """XLA for GPUs copies the stacks of saved activations between the loops of a pipeline in one
-    program where it wants them in another order of dims, which is not priced (docs/verification.md:
-    36.1 GiB predicted, 52.3 and 42.1 compiled).
+    program where it wants them in another order of dims, in some programs more of them than are
+    priced (docs/verification.md).
     """
     one_program = at.plan.mesh["stage"] > 1 and at.plan.pipeline == "lockstep"
     own = at.plan.framework is None  # others make no such program
@@ -248,7 +248,7 @@ def pipeline_on_gpus(at: Situation) -> Finding | None:
         where=f"stage={at.plan.mesh['stage']}",
         message=(
             "XLA for GPUs may copy what a pipeline in one program saves of its layers; programs"
-            " may need up to half as much memory again as predicted"
+            " may need a fifth more memory than predicted"
         ),
         hint="`shardlib verify`, or --refine, which ask the real compiler; or pipeline=programs",
     )

@@ -137,7 +137,7 @@ class OnMachine:
         def priced(work: Array, points: Sequence[Array]) -> Totals:
             quantities = sums(work, self.tally(load.rest), points, load.model, self.pricer, c)
             totals = combine(quantities, how, load.model, self.pricer, c)
-            return offloaded(totals, how.offload, self.pricer, c.micro) if how.offload else totals
+            return offloaded(totals, how.offload, self.pricer, c) if how.offload else totals
 
         def corner(policies: Corner) -> Totals:
             programs = {policy: load.programs[policy, one.routes] for policy in policies}

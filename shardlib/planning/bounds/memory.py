@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.axes import TOKEN_AXES
+from shardlib.cost.pricing.device_memory import heap_share
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import ROWS, Q
@@ -114,13 +115,8 @@ class Footprints:
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values, at: Array) -> None:
-        self._model, self._profile, self._room, self._at, accounts = (
-            scope.load.model,
-            pricer.profile,
-            scope.room,
-            at,
-            scope.accounts,
-        )
+        self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
+        self._room, self._at, accounts = scope.room, at, scope.accounts
         shapes = values.shapes.take(at)
 
         def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
@@ -227,7 +223,8 @@ class Footprints:
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
-        keeps = profile.fragmentation * ((micro > 1) | profile.gradient_buffer)
+        heap = profile.fragmentation * heap_share(self._pricer, stages)
+        keeps = heap * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
             whole=(
                 profile.fragmentation * (whole[0] - parameters),
@@ -239,8 +236,8 @@ class Footprints:
             + (profile.fragmentation - 1) * state
             + profile.runtime_bytes,
             state=state,
-            occupied=profile.fragmentation * (stacks * flying + others).max(0),
-            bare=profile.fragmentation * (lacking * most * self._fullest(stages) + others).max(0),
+            occupied=heap * (stacks * flying + others).max(0),
+            bare=heap * (lacking * most * self._fullest(stages) + others).max(0),
             turns=micro / most,
         )
 

@@ -63,7 +63,7 @@ class _Priced:
     def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
         """The rows with some parts in host memory."""
         moved = {
-            corner: offloaded(totals, parts, pricer, self.c.micro)
+            corner: offloaded(totals, parts, pricer, self.c)
             for corner, totals in self.corners.items()
         }
         return replace(

@@ -58,8 +58,8 @@ class Variants:
         pins, wanted = self.room.pins, self.room.pins.remat_layers
         pinned = pins.offload or ()
         if pinned:
-            totals = offloaded(totals, pinned, self.pricer, c.micro)
-            fast = fast and offloaded(fast, pinned, self.pricer, c.micro)
+            totals = offloaded(totals, pinned, self.pricer, c)
+            fast = fast and offloaded(fast, pinned, self.pricer, c)
             offer = offer.but(offload=pinned)
         if not wanted:
             seen.offer(offer, totals, rows)
@@ -76,7 +76,7 @@ class Variants:
             return
         part, c = offer.take(short), c.take(short)
         for parts in self.offloads():
-            less = offloaded(totals.take(short), parts, self.pricer, c.micro)
+            less = offloaded(totals.take(short), parts, self.pricer, c)
             moved = part.but(offload=parts)
             seen.offer(moved, less, rows[short])
             if fast is not None:
@@ -84,7 +84,7 @@ class Variants:
                     moved,
                     rows[short],
                     less,
-                    offloaded(fast.take(short), parts, self.pricer, c.micro),
+                    offloaded(fast.take(short), parts, self.pricer, c),
                     c,
                     seen,
                 )

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.device_memory import heap_share
 from shardlib.cost.pricing.stage_shares import chunks_of
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.pricing.totals import Totals
@@ -20,9 +21,12 @@ from shardlib.cost.terms.knobs import Knobs
 Array = np.ndarray
 
 
-def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array) -> Totals:
+def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates) -> Totals:
     """The price with something in host memory or on disk: state is read and written beside the
     update, activations go out and come back behind compute.
+
+    Stages of one program first fill the room for what they remember with zeros, in host memory as
+    well, and compute has not begun then.
 
     Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them
     takes no time here.
@@ -31,7 +35,7 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
         totals: the price without.
         what: "optimizer" or "disk", "activations", or two of them.
         pricer: of a chip that can reach host memory, where that is asked for.
-        micro: microbatches per candidate.
+        c: the candidates.
     """
     rate = pricer.topology.chip.host_bytes_per_s
     seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
@@ -45,10 +49,13 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
         )
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in what:
-        moved = 2 * stacks / totals.held * micro / rate
+        outwards = stacks / heap_share(pricer, c.stage) / rate
+        moved = 2 * outwards / totals.held * c.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
             0.0, moved - pricer.constants.overlap * seconds["compute"]
         )
+        if pricer.profile.pipeline == "lockstep":
+            seconds["exposed"] = seconds["exposed"] + np.where(c.stage > 1, outwards, 0.0)
         memory["activations"] = memory["activations"] - stacks
         stacks = np.zeros_like(stacks)
     return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
