@@ -104,6 +104,24 @@ PLANS = [
         "experts",
         {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2},
     ),
+    *(
+        (
+            "experts",
+            {
+                "mesh": {"expert": 2, "stage": 2, "context": 2},
+                "experts": "dropless",
+                "context": context,
+                "remat": remat,
+                "microbatches": 2,
+                "schedule": schedule,
+                "pipeline": "lockstep",
+            },
+        )
+        for context, remat, schedule in (
+            ("ring", "none", "gpipe"),
+            ("ulysses", "full", "1f1b"),
+        )
+    ),
     ("groups", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless", "zero": 1}),
     (
         "capacity",
@@ -394,15 +412,6 @@ def test_all_tokens_at_one_expert():
     ("name", "pin", "message"),
     [
         ("experts", {"mesh": {"expert": 3}}, "expert=3"),
-        (
-            "experts",
-            {
-                "mesh": {"stage": 2, "expert": 2, "context": 2},
-                "experts": "dropless",
-                "context": "ring",
-            },
-            "both stages and a context axis",
-        ),
         ("few", {"mesh": {"expert": 8}}, "has 4 of them, which 8 parts do not divide"),
         (
             "few capped",
