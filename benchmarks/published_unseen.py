@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +31,22 @@ from benchmarks.environment import RESULTS, write
 from benchmarks.published.summary import Result, summary
 from benchmarks.published.unseen.levels import (
     MOST,
-    MOST_OF_PAIR,
     SOURCED,
     Fit,
+    by_level,
     figures_of,
     fitted,
     spread,
 )
 from benchmarks.published.unseen.runs import Run, runs_of
+from shardlib.cost.machine.efficiency_curves import curves
 
 #: How constants are fitted: level by level, or for each pair of chip and framework alone.
 METHODS: tuple[str, ...] = ("levels", "pairs")
 
 
-def levels(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
-    """The fit of every wanted pair of chip and framework, by name, to the runs that have a time."""
-    timed = [run for run in runs if run.sample.measured_s]
-    above: dict[str, Fit] = {}
-    found: dict[str, Fit] = {}
-    for name in sorted(wanted):
-        stack = name.split(".", 1)[1]
-        vendor = "google" if stack == "maxtext-tpu" else "nvidia"
-        if vendor not in above:
-            every = spread([run for run in timed if run.vendor == vendor], 999, MOST_OF_PAIR)
-            above[vendor] = fitted(every, SOURCED)
-        if stack not in above:
-            same = spread([run for run in timed if run.stack == stack], 2 * MOST, MOST // 2)
-            above[stack] = fitted(same, above[vendor].level)
-        pair = spread([run for run in timed if run.group == name], MOST)
-        found[name] = fitted(pair, above[stack].level)
-    return found
-
-
 def pairs(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
-    """The fit of every wanted pair to its own runs alone, from the chip's sourced figures, as
-    `benchmarks/fit_stacks.py` makes those that come with shardlib.
-    """
+    """The fit of every wanted pair to its own runs alone, from the chip's sourced figures."""
     timed = [run for run in runs if run.sample.measured_s]
     return {
         name: fitted(spread([run for run in timed if run.group == name], MOST), SOURCED)
@@ -76,7 +57,10 @@ def pairs(runs: list[Run], wanted: set[str]) -> dict[str, Fit]:
 def priced(runs: list[Run], others: list[Run], method: str) -> list[Result]:
     """Some runs priced with figures that are fitted to others."""
     wanted = {run.group for run in runs}
-    fits = (levels if method == "levels" else pairs)(others, wanted)
+    if method == "levels":
+        fits = {name: steps[-1] for name, steps in by_level(others, wanted).items()}
+    else:
+        fits = pairs(others, wanted)
     return [run.beside(figures_of(fits[run.group].level, run)) for run in runs]
 
 
@@ -103,7 +87,11 @@ def shipped(runs: list[Run]) -> dict[str, list[Result]]:
     """All rows by source under the figures that come with shardlib."""
     found: dict[str, list[Result]] = {}
     for run in runs:
-        found.setdefault(run.sample.source, []).append(run.result)
+        one = curves().get((run.chip, run.stack))
+        values = {**run.start, **run.fixed, **(dict(one.values) if one else {})}
+        (seconds,) = run.priced.many([values])
+        result = replace(run.result, predicted_s=float(seconds))
+        found.setdefault(run.sample.source, []).append(result)
     return found
 
 

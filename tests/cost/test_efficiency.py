@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.environment import RESULTS
 from benchmarks.published.machines import PRODUCTS
+from benchmarks.published.unseen.levels import RANGES
 from shardlib.cost.machine.efficiency import Efficiency, efficiency
 from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, evidence_of, linked
 from shardlib.cost.terms.framework_profiles import framework_profiles
@@ -31,6 +32,24 @@ def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
         assert shared.get(name, name) in text, name
     found = efficiency_of(chip, product.chip.vendor, stack or "megatron-2021")
     assert Efficiency.from_json(found.to_json()) == found != efficiency(product.chip.vendor)
+
+
+@pytest.mark.parametrize("key", [key for key, one in sorted(curves().items()) if one.fitted])
+def test_a_fitted_figure_rests_on_three_runs(key: tuple[str, str]) -> None:
+    curve = curves()[key]
+    assert curve.well_founded and not set(curve.fitted) & set(curve.pooled)
+    told = json.loads(curve.evidence)
+    assert all(3 * len(one["figures"]) <= one["rows"] for one in told.get("levels", ()))
+    assert {"median_error_fitted", "median_error_after"} & set(told)
+    assert "median_error_unseen" in told, "how well it predicts what it was not fitted to"
+
+
+def test_figures_of_frameworks_are_in_physical_ranges() -> None:
+    for one in curves().values():
+        for name, value in one.values:
+            if name in (*one.fitted, *one.pooled):
+                low, high = RANGES[name]
+                assert low <= value <= max(high, 1.0), (one.chip, one.stack, name)
 
 
 def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_compiler() -> None:
@@ -108,4 +127,4 @@ def test_the_docs_say_how_many_runs_every_profile_rests_on() -> None:
 
 
 #: What the docs say of a profile without runs.
-NO_RUNS = "none: the chip's own figures"
+NO_RUNS = "none: pooled figures, or the chip's own"

@@ -121,20 +121,21 @@ def spread(runs: Sequence[Run], most: int, each: int | None = None) -> list[Run]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A level, and how many rows and figures it rests on."""
+    """A level, how many rows it rests on, the figures that may have moved, and the rows' names."""
 
     level: Level
     rows: int
     fitted: tuple[str, ...]
+    ids: tuple[str, ...] = ()
 
 
 def fitted(runs: Sequence[Run], above: Level) -> Fit:
     """The level of some runs below another: figures are moved one after the other, each to the best
     of some values around it, in rounds until a round gains next to nothing.
     """
-    names = names_for(runs)
+    names, ids = names_for(runs), tuple(run.sample.id for run in runs)
     if not names:
-        return Fit(level=above, rows=len(runs), fitted=())
+        return Fit(level=above, rows=len(runs), fitted=(), ids=ids)
     level = dict(above)
     best = losses(runs, [level], above, names)[0]
     for _ in range(ROUNDS):
@@ -147,7 +148,7 @@ def fitted(runs: Sequence[Run], above: Level) -> Fit:
                 level, best = tried[least], costs[least]
         if before - best < GAIN:
             break
-    return Fit(level=level, rows=len(runs), fitted=tuple(names))
+    return Fit(level=level, rows=len(runs), fitted=tuple(names), ids=ids)
 
 
 def around(name: str, value: float) -> list[float]:
@@ -191,3 +192,24 @@ def losses(
 
 #: Keeps logarithms of figures that start at 0 finite.
 FLOOR = 1e-5
+
+
+def by_level(runs: Sequence[Run], wanted: set[str]) -> dict[str, tuple[Fit, Fit, Fit]]:
+    """For every wanted pair of chip and framework, by name, the fits of its vendor, its framework
+    and of the pair itself, to the runs that have a time.
+    """
+    timed = [run for run in runs if run.sample.measured_s]
+    above: dict[str, Fit] = {}
+    found: dict[str, tuple[Fit, Fit, Fit]] = {}
+    for name in sorted(wanted):
+        stack = name.split(".", 1)[1]
+        vendor = "google" if stack == "maxtext-tpu" else "nvidia"
+        if vendor not in above:
+            every = spread([run for run in timed if run.vendor == vendor], 999, MOST_OF_PAIR)
+            above[vendor] = fitted(every, SOURCED)
+        if stack not in above:
+            same = spread([run for run in timed if run.stack == stack], 2 * MOST, MOST // 2)
+            above[stack] = fitted(same, above[vendor].level)
+        pair = spread([run for run in timed if run.group == name], MOST)
+        found[name] = above[vendor], above[stack], fitted(pair, above[stack].level)
+    return found

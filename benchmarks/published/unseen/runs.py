@@ -123,9 +123,15 @@ def runs_of(files: Sequence[Path], keep: Path) -> tuple[list[Run], dict[str, str
                 own = [row for row in document.rows if row["source"] == source]
                 path.write_bytes(pickle.dumps(_read(document, own)))
             some, refused = pickle.loads(path.read_bytes())
-            runs += some
+            runs += [_current(run) for run in some]
             left_out |= refused
     return runs, left_out
+
+
+def _current(run: Run) -> Run:
+    """The run with the figures of chips that are sourced now."""
+    start, fixed = sourced(run.chip, run.vendor)
+    return replace(run, start=start, fixed=fixed)
 
 
 def _read(document: Document, rows: Sequence[Entry]) -> tuple[list[Run], dict[str, str]]:

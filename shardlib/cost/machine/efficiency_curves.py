@@ -76,6 +76,15 @@ class Curve:
         )
 
     @property
+    def pooled(self) -> tuple[str, ...]:
+        """Names of the figures that were fitted to runs of other chips or frameworks, too."""
+        return tuple(
+            name
+            for name, _ in self.values
+            if any(source.startswith(f"{name}: pooled") for source in self.sources)
+        )
+
+    @property
     def well_founded(self) -> bool:
         """Whether the curve rests on at least `ROWS_A_FIGURE` runs for every fitted figure."""
         return self.rows >= ROWS_A_FIGURE * len(self.fitted)
@@ -109,7 +118,7 @@ def evidence_of(stack: str) -> tuple[Curve, ...]:
     """The curves of a framework profile that were fitted to published runs, by chip.
 
     >>> [(one.chip, one.rows, len(one.fitted)) for one in evidence_of("nanotron")]
-    [('h100', 12, 10)]
+    [('h100', 12, 1)]
     """
     return tuple(one for one in curves().values() if one.stack == stack and one.rows)
 
