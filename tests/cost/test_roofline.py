@@ -139,7 +139,7 @@ def test_the_default_is_padding_and_three_shares(
 def test_waves() -> None:
     """132 blocks are one wave of an H100, one more block is a second wave."""
     curve = replace(
-        efficiency_of("h100", "nvidia", "megatron-core"), tiles=((128, 128, 1.0),), depth=0.0
+        efficiency_of("h100", "nvidia", ""), tiles=((128, 128, 1.0),), depth=0.0
     )
     one, two = (
         seconds(matmul(128 * blocks, 128, 4096), curve) - H100.launch_s for blocks in (132, 133)
@@ -150,7 +150,7 @@ def test_waves() -> None:
 
 
 def test_small_and_shallow_matmuls_reach_less() -> None:
-    curve = efficiency_of("h100", "nvidia", "megatron-core")
+    curve = efficiency_of("h100", "nvidia", "")
 
     def share(rows: int, columns: int, depth: int) -> float:
         return (
@@ -167,7 +167,7 @@ def test_small_and_shallow_matmuls_reach_less() -> None:
 
 
 def test_classes_of_kernels() -> None:
-    curve = efficiency_of("h100", "nvidia", "megatron-core")
+    curve = efficiency_of("h100", "nvidia", "")
     peak, bandwidth = H100.peak("bfloat16"), H100.hbm_bytes_per_s
     work = Compute(flops=whole(1e15), dtype="bfloat16", traffic=(whole(1e9),), trips=1)
     for kind, category, share in (
@@ -255,7 +255,7 @@ def test_alignment_is_that_of_whole_numbers() -> None:
 
 
 def test_all_wait_for_the_busiest_device_of_experts() -> None:
-    curve = replace(efficiency_of("h100", "nvidia", "megatron-core"), skew=0.25)
+    curve = replace(efficiency_of("h100", "nvidia", ""), skew=0.25)
     routed = Routed(rows=whole(4096.0), experts=cut(64.0))
     term = Compute(
         flops=whole(1e15),
