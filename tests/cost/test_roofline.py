@@ -138,9 +138,7 @@ def test_the_default_is_padding_and_three_shares(
 
 def test_waves() -> None:
     """132 blocks are one wave of an H100, one more block is a second wave."""
-    curve = replace(
-        efficiency_of("h100", "nvidia", ""), tiles=((128, 128, 1.0),), depth=0.0
-    )
+    curve = replace(efficiency_of("h100", "nvidia", ""), tiles=((128, 128, 1.0),), depth=0.0)
     one, two = (
         seconds(matmul(128 * blocks, 128, 4096), curve) - H100.launch_s for blocks in (132, 133)
     )
