@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies
 import shardlib
 from benchmarks.random_programs import case
 from benchmarks.random_programs import errors as random_errors
+from shardlib.lowering.reading.parameter_roles import looked_up
+from shardlib.tracing.program import flatten
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 AXES = {"w1": ("in", "h1"), "w2": ("h1", "h2"), "w3": ("h2", "out")}
@@ -127,3 +129,17 @@ def test_random_programs_compute_what_one_device_computes(data):
     chosen = case(lambda options: data.draw(strategies.sampled_from(list(options))))
     found = random_errors(chosen)
     assert max(found.values()) < 1e-5, (chosen, found)
+
+
+def test_tables_are_parameters_that_lookups_and_slices_alone_read():
+    """Learned positions are a slice of rows: gathered before, as what is looked up is."""
+
+    def loss(words, positions, fused, kernel, tokens):
+        x = words[tokens] + positions[: tokens.shape[1]]
+        return jnp.mean(x @ fused[:, :8] + x @ kernel[:16] + kernel.sum())
+
+    shapes = [(64, 16), (32, 16), (16, 32), (32, 8)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+    program = flatten(jax.make_jaxpr(loss)(*arrays, tokens))
+    assert looked_up(program, len(arrays)) == {0, 1}

@@ -155,3 +155,17 @@ def test_models_that_nothing_was_tuned_to_communicate_as_planned(family):
     row = compared(found, shardlib.topology("2*h100:8"))
     assert row["planned"] > 0.99 and row["missing"] < 0.1, row["by_key"]
     assert row["slow"] < 0.001 * row["compiled_bytes"], row["by_key"]
+
+
+@pytest.mark.parametrize("where", [pytest.param("2*h100:8", marks=GPU)])
+def test_a_slice_of_learned_positions_moves_no_rows_between_devices(where):
+    """Of a table whose shards are rows, the partitioner made permutes that GPUs refuse."""
+    found = verified(
+        where,
+        {"mesh": {"fsdp": 4, "tensor": 4}, "zero": 3, "rules": RULES["features"]},
+        learned_positions=True,
+        max_seq=1024,
+    )
+    planned, compiled = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
+    moved = ("collective-permute", ("fsdp", "tensor"))
+    assert compiled.get(moved, 0) <= planned.get(moved, 0)

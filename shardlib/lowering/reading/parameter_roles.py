@@ -3,7 +3,7 @@
 Each of the three is found by what reads it:
 
     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
-    table[tokens], and nothing else           a table: read by lookups alone
+    table[tokens], table[:length]             a table: read by lookups and slices alone
     conv(x, kernel)                           a kernel, known by its shape
 """
 
@@ -17,6 +17,7 @@ from shardlib._jax_compat import scan_counts
 from shardlib.jax_types import Eqn
 from shardlib.tracing.program import (
     REMAT,
+    Equation,
     Program,
     callee,
     flatten,
@@ -24,8 +25,11 @@ from shardlib.tracing.program import (
 
 
 def looked_up(program: Program, parameters: int) -> frozenset[int]:
-    """Which parameters are tables, read by lookups and nothing else? Their gathered form is not
-    needed for the backward pass.
+    """Which parameters are tables, read by lookups or slices of rows and nothing else? Their
+    gathered form is not needed for the backward pass.
+
+    A slice of rows of which devices have shards makes XLA's partitioner permute rows between
+    devices, with pairs of devices that GPUs refuse (JAX 0.10.2).
 
     Args:
         program: of the loss.
@@ -37,12 +41,20 @@ def looked_up(program: Program, parameters: int) -> frozenset[int]:
     tables: set[int] = set()
     others: set[int] = set(program.outputs)
     for equation in program.equations:
-        lookup = equation.name == "gather"
+        lookup = equation.name == "gather" or _of_rows(program, equation)
         tables.update(equation.inputs[:1] if lookup else ())
         others.update(equation.inputs[1:] if lookup else equation.inputs)
     return frozenset(
         i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others
     )
+
+
+def _of_rows(program: Program, equation: Equation) -> bool:
+    """Whether an equation takes some rows of an array, and all that these have."""
+    if equation.name not in ("slice", "dynamic_slice"):
+        return False
+    before, after = (program.avals[n].shape for n in (equation.inputs[0], equation.outputs[0]))
+    return before[1:] == after[1:]
 
 
 def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
