@@ -93,9 +93,13 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
         return np.zeros_like(chunks, dtype=float)
     if len(counts) == 1:
         return np.ceil(counts[0] / chunks) * seconds[0]
-    total = sum(n * t for n, t in zip(counts, seconds, strict=True))
-    if np.all(chunks == 1):
-        return np.asarray(total, dtype=float)
+    total = np.asarray(sum(n * t for n, t in zip(counts, seconds, strict=True)), dtype=float)
+    some = np.flatnonzero(chunks > 1)
+    if len(some) < len(chunks):
+        cut = bottleneck([t[some] for t in seconds], counts, chunks[some]) if len(some) else ()
+        found = total.copy()
+        found[some] = cut
+        return found
     longest = np.maximum.reduce([np.asarray(t, dtype=float) for t in seconds])
     low, high = np.maximum(total / chunks, longest), np.asarray(total, dtype=float)
     for _ in range(_HALVINGS):

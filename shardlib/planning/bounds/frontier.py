@@ -5,7 +5,6 @@ An *entry* is a mesh with microbatches, a *pair* an entry under a choice of colo
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -20,11 +19,9 @@ from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.bounds.step_time import EACH, Bounds
 from shardlib.planning.bounds.step_time_that_fits import Fitting
 from shardlib.planning.bounds.tick import Tick
-from shardlib.planning.bounds.tick import joined as joined_ticks
 from shardlib.planning.bounds.traffic import Moved, Traffic
-from shardlib.planning.bounds.traffic import joined as joined_moves
 from shardlib.planning.space import meshes
-from shardlib.planning.space.table_components import Scope
+from shardlib.planning.space.table_components import Scope, Under
 
 Array = np.ndarray
 #: Components of the colours that are added up, one after the other, before all of them are.
@@ -153,15 +150,8 @@ class Entries:
                 else self._fitting.leanest(self._of(fitting, entries, moves=False)[0])
             )
             return replace(fitting, least=least).below(limit)
-        ticks = {
-            policy: joined_ticks(
-                [
-                    self.bounds.tick(policy, self.choices[number], self.shape[mine])
-                    for number, mine in fitting.by_choice()
-                ]
-            )
-            for policy in self._policies
-        }
+        under, shapes = Under(self.choices, fitting.choices), self.shape[fitting.entries]
+        ticks = {policy: self.bounds.ticks(policy, under, shapes) for policy in self._policies}
         fastest = self._fitting.fastest(ticks, self.at(fitting.entries))
         below = np.flatnonzero(fastest < limit)
         found = replace(fitting, least=fastest).take(below)
@@ -184,32 +174,24 @@ class Entries:
         """Seconds of a step that no plan beats that fits, on places whose links are known.
 
         Args:
-            pairs: choice by choice.
+            pairs: entries, each under a choice.
             c: entries on places.
             at: number of the candidate, by row.
-            which: number of the pair, by row, ascending.
+            which: number of the pair, by row.
         """
-        ticks, moved = defaultdict[str, list[Tick]](list), defaultdict[str, list[Moved]](list)
         traffic = Traffic(
             self.scope, self._pricer, self.values, c.shape, {**c.sizes, "micro": c.micro}, c.links
         )
-        begin = 0
-        for number, mine in pairs.by_choice():
-            choice, end = self.choices[number], begin + len(mine)
-            rows = at[np.searchsorted(which, begin) : np.searchsorted(which, end)]
-            moves, begin = traffic.total(choice, rows), end
-            for policy in self._policies:
-                ticks[policy].append(self.bounds.tick(policy, choice, c.shape[rows]))
-                moved[policy].append(moves[policy])
+        under = Under(self.choices, pairs.choices[which])
+        moved = traffic.total(under, at)
         footprints, _ = self._of(pairs, np.unique(pairs.entries), moves=False)
-        together = {policy: joined_moves(moved[policy]) for policy in self._policies}
         return self._fitting.seconds(
             {
-                policy: joined_ticks(ticks[policy]).waiting(together[policy].blocked)
+                policy: self.bounds.ticks(policy, under, c.shape[at]).waiting(moved[policy].blocked)
                 for policy in self._policies
             },
             {policy: one.take(which) for policy, one in footprints.items()},
-            together,
+            moved,
             {**{axis: size[at] for axis, size in c.sizes.items()}, "micro": c.micro[at]},
         )
 
@@ -237,7 +219,7 @@ class Entries:
         """Footprints and what moves behind compute, by policy.
 
         Args:
-            pairs: choice by choice, on some of the entries.
+            pairs: on some of the entries, each under a choice.
             entries: indices of entries.
             moves: whether to say what moves.
         """
@@ -245,18 +227,8 @@ class Entries:
         traffic = self._traffic(entries) if moves else None
         position = np.zeros(len(self), dtype=np.int64)
         position[entries] = np.arange(len(entries))
-        rest = list[Array]()
-        points, moved = defaultdict[str, list[Array]](list), defaultdict[str, list[Moved]](list)
-        for number, mine in pairs.by_choice():
-            one, others = footprints.total(self.choices[number], self.shape[mine])
-            rest.append(one)
-            for policy in self._policies:
-                points[policy].append(others[policy])
-            if traffic is not None:
-                for policy, one in traffic.total(self.choices[number], position[mine]).items():
-                    moved[policy].append(one)
-        together, sizes = np.concatenate(rest, axis=1), self.at(pairs.entries)
+        under, sizes = Under(self.choices, pairs.choices), self.at(pairs.entries)
+        rest, points = footprints.total(under, self.shape[pairs.entries])
         return {
-            policy: footprints.of(together, np.concatenate(points[policy], axis=1), sizes)
-            for policy in self._policies
-        }, {policy: joined_moves(parts) for policy, parts in moved.items()}
+            policy: footprints.of(rest, points[policy], sizes) for policy in self._policies
+        }, {} if traffic is None else traffic.total(under, position[pairs.entries])

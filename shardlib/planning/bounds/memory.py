@@ -20,8 +20,7 @@ from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import ROWS, Q
 from shardlib.planning.space import schedules
 from shardlib.planning.space.cost_tables import Account
-from shardlib.planning.space.table_components import Parts, Scope
-from shardlib.propagation.assignment import Choice
+from shardlib.planning.space.table_components import Parts, Scope, Under
 from shardlib.schedules.schedule import Pipelines, Schedule
 from shardlib.schedules.table import least_in_flight, named, pipelines
 
@@ -141,19 +140,19 @@ class Footprints:
         """
         return self._rest.least(), {policy: parts.least() for policy, parts in self._points.items()}
 
-    def total(self, choice: Choice, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """What a choice takes on some of the shapes, by number; see `of`.
+    def total(self, under: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
+        """What choices take on some of the shapes, by number; see `of`.
 
         Args:
-            choice: what shards colours.
+            under: the choice of each shape.
             shapes: numbers of shapes.
 
         Returns:
             Bytes of all moments of the step, and by remat policy.
         """
         where = np.searchsorted(self._at, shapes)
-        return self._rest.total(choice, where), {
-            policy: parts.total(choice, where) for policy, parts in self._points.items()
+        return self._rest.total(under, where), {
+            policy: parts.total(under, where) for policy, parts in self._points.items()
         }
 
     def of(self, rest: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:

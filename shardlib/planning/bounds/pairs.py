@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,12 +45,6 @@ class Pairs:
     def after(self, count: int) -> Pairs:
         """All but the first so many."""
         return self.take(np.arange(min(count, len(self)), len(self)))
-
-    def by_choice(self) -> Iterator[tuple[int, Array]]:
-        """The number of each choice with its entries, where equal choices follow each other."""
-        starts = np.flatnonzero(np.diff(self.choices, prepend=-1))
-        for start, end in itertools.pairwise((*starts.tolist(), len(self))):
-            yield int(self.choices[start]), self.entries[start:end]
 
     def firsts(self) -> Pairs:
         """The first pair of every entry."""

@@ -24,7 +24,7 @@ from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, ROWS, Q
 from shardlib.planning.bounds.tick import QUANTITIES, Tick
 from shardlib.planning.space import schedules
-from shardlib.planning.space.table_components import Parts, Scope
+from shardlib.planning.space.table_components import Parts, Scope, Under, alone
 from shardlib.propagation.assignment import Choice
 from shardlib.schedules.table import most_put_off
 
@@ -87,20 +87,24 @@ class Bounds:
         )
 
     def tick(self, policy: str, choice: Choice, at: Array) -> Tick:
-        """What a microbatch takes under a choice, on some shapes by number.
+        """What a microbatch takes under a choice, on some shapes by number."""
+        return self.ticks(policy, alone(choice, len(at)), at)
+
+    def ticks(self, policy: str, under: Under, at: Array) -> Tick:
+        """What a microbatch takes under choices, on some shapes by number.
 
         Args:
             policy: remat policy.
-            choice: what shards colours.
+            under: the choice of each shape.
             at: numbers of shapes.
         """
         if policy != EACH:
-            return Tick(self._parts[policy].total(choice, self._values.which[at]))
+            return Tick(self._parts[policy].total(under, self._values.which[at]))
         return Tick(
             sum(
                 (
                     np.minimum.reduce(
-                        [parts.total(choice, self._values.which[at]) for parts in segment]
+                        [parts.total(under, self._values.which[at]) for parts in segment]
                     )
                     for segment in self._by_class
                 ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +61,3 @@ class Tick:
     def take(self, which: Array) -> Tick:
         """Some of the candidates."""
         return Tick(self.rows[:, which])
-
-
-def joined(ticks: Sequence[Tick]) -> Tick:
-    """The candidates of several, one after the other."""
-    return Tick(np.concatenate([tick.rows for tick in ticks], axis=1))

@@ -29,8 +29,7 @@ from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, ROWS, Q
 from shardlib.decisions.table import Decisions
 from shardlib.planning.bounds.step_time import waited
-from shardlib.planning.space.table_components import Parts, Scope
-from shardlib.propagation.assignment import Choice
+from shardlib.planning.space.table_components import Parts, Scope, Under
 
 Array = np.ndarray
 
@@ -83,16 +82,6 @@ class Moved:
     def take(self, which: Array) -> Moved:
         """Some of the candidates."""
         return Moved(**{one.name: getattr(self, one.name)[which] for one in fields(Moved)})
-
-
-def joined(parts: Sequence[Moved]) -> Moved:
-    """The candidates of several, one after the other."""
-    return Moved(
-        **{
-            one.name: np.concatenate([getattr(part, one.name) for part in parts])
-            for one in fields(Moved)
-        }
-    )
 
 
 class Traffic:
@@ -187,16 +176,16 @@ class Traffic:
         rest = self._rest.least()
         return {policy: _moved(parts.least(), rest) for policy, parts in self._work.items()}
 
-    def total(self, choice: Choice, at: Array) -> dict[str, Moved]:
-        """What moves under a choice by remat policy.
+    def total(self, under: Under, at: Array) -> dict[str, Moved]:
+        """What moves under choices by remat policy.
 
         Args:
-            choice: what shards colours.
+            under: the choice of each candidate.
             at: numbers of candidates.
         """
-        rest = self._rest.total(choice, at)
+        rest = self._rest.total(under, at)
         return {
-            policy: _moved(parts.total(choice, at), rest) for policy, parts in self._work.items()
+            policy: _moved(parts.total(under, at), rest) for policy, parts in self._work.items()
         }
 
     def _seconds(self, tally: Tally, some: Array, weights: _Weights) -> Array:

@@ -136,14 +136,11 @@ class Explorer:
             return
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes)
-        along = self.load.colouring.sequence_colour if (sizes["context"] > 1).any() else None
         for routes in sorted(
             self.room.routes, reverse=True
         ):  # routed experts are hardly ever slower
             self._explored.append(
-                Entries(
-                    self._scope(along, routes), self.pricer, self._fitting, sizes, values, shape
-                )
+                Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
             )
             self._explore(self._explored[-1], reach, ranking)
 
@@ -158,8 +155,7 @@ class Explorer:
                 Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one),
             )
             scopes = [
-                self._scope(self.load.colouring.sequence_colour, routes)
-                for routes in self.room.routes
+                self._scope(routes) for routes in self.room.routes
             ]  # over one device nothing is sharded
             totals = [
                 scope.accounts.work[policy, scope.routes]
@@ -172,7 +168,8 @@ class Explorer:
             self._uncut = float(seconds.min(0).sum() if self.room.apart else seconds.sum(1).min())
         return self._uncut
 
-    def _scope(self, along: str | None, routes: bool) -> Scope:
+    def _scope(self, routes: bool) -> Scope:
+        along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
         return Scope(
             load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes
         )

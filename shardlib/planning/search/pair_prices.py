@@ -16,7 +16,6 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries
 from shardlib.planning.bounds.pairs import Pairs
 from shardlib.planning.bounds.step_time import EACH
-from shardlib.planning.bounds.tick import joined
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place, Seen
 from shardlib.planning.offers.layer_group_bounds import GroupBounds
@@ -29,6 +28,7 @@ from shardlib.planning.offers.rows import Rows
 from shardlib.planning.offers.variants import Variants
 from shardlib.planning.space.cost_tables import Account
 from shardlib.planning.space.space import Space
+from shardlib.planning.space.table_components import Under
 
 Array = np.ndarray
 #: Rows (a candidate under a choice) that are priced at once, about.
@@ -132,7 +132,6 @@ class PairPricer:
         """The same, with bounds that know the links of each place, the least first, as far as they
         are below the fastest plan.
         """
-        pairs = pairs.take(np.argsort(pairs.choices, kind="stable"))
         placed = self.placed(entries, pairs, usual=usual)
         if placed is None or self.room.apart:
             return placed
@@ -200,15 +199,16 @@ class PairPricer:
             (entries.choices[int(number)], keys[1, keys[0] == number])
             for number in np.unique(keys[0])
         ]
-        ticks = [
-            {policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in bounds}
-            for choice, some in wanted
-        ]
 
         def columns(account: Account) -> Array:
             return account.on(entries.values, shapes).columns(wanted)
 
         local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
+        under = Under(entries.choices, keys[0])
+        ticks = {
+            policy: entries.bounds.ticks(policy, under, shapes[keys[1]]).take(local.shape)
+            for policy in bounds
+        }
         saved = (
             {
                 policy: columns(
@@ -236,10 +236,7 @@ class PairPricer:
             choices=choices,
             c=c,
             sums=known,
-            ticks={
-                policy: joined([tick[policy] for tick in ticks]).take(local.shape)
-                for policy in bounds
-            },
+            ticks=ticks,
         )
 
     def _block(

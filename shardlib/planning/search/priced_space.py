@@ -12,7 +12,6 @@ from shardlib.axes import MeshShape
 from shardlib.cost.machine.corrections import fitting_bytes
 from shardlib.cost.terms.abilities import ANYTHING
 from shardlib.cost.terms.frameworks import Framework
-from shardlib.decisions.dtypes import Dtypes
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
@@ -25,7 +24,7 @@ from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.search.branch_and_bound import Explorer
 from shardlib.planning.search.why_no_layers import layers_lacking
-from shardlib.planning.space.attention import Strategy, strategies
+from shardlib.planning.space.attention import strategies
 from shardlib.planning.space.limits import divisors
 from shardlib.planning.space.meshes import sizes
 from shardlib.planning.space.space import Space, build, gaps_of
@@ -118,40 +117,37 @@ def priced_space(
             "Try: host_bytes_per_s in the chip of a topology file"
         )
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
-    explorers: list[Explorer] = []
-    rooms: list[Space] = []
     every = dict.fromkeys(
         effective(one, load.problem, load.profile, pins.dtypes)
         for one in combinations(pins.dtypes, pins.allow)
     )
-
-    def explore(dtypes: Dtypes, strategy: Strategy) -> None:
+    ways = strategies(load.problem, pins, load.profile, topology.chip, able)
+    rooms: list[Space] = []
+    runs: list[tuple[int, Explorer]] = []
+    for dtypes, strategy in itertools.product(every, ways):
         decisions = replace(strategy.decisions, dtypes=dtypes)
         one = load.under(dtypes, decisions.fused)
-        strategy = replace(strategy, decisions=decisions)
-        rooms.append(build(one, pins, fixed, strategy))
+        rooms.append(build(one, pins, fixed, replace(strategy, decisions=decisions)))
         counts = list(_counts(rooms[-1], one, topology, wanted))
-        machines = {devices: topology.in_use(devices) for devices in counts or [wanted]}
-        for machine in dict.fromkeys(machines.values()):
-            explorer = Explorer(
-                one,
-                rooms[-1],
-                machine,
-                fitting_bytes(topology),
-                explorers[0] if explorers else None,
-                any_plan=any_plan,
-            )
-            explorers.append(explorer)
-            for devices in counts:
-                if machines[devices] == machine:
-                    explorer.run(devices, ranking, slack)
-
-    ways = strategies(load.problem, pins, load.profile, topology.chip, able)
-    for dtypes, strategy in itertools.product(every, ways):
-        explore(dtypes, strategy)
-    explorer = explorers[0]
+        explorers: dict[Topology, Explorer] = {}
+        for devices in counts or [wanted]:
+            machine = topology.in_use(devices)
+            if machine not in explorers:
+                explorers[machine] = Explorer(
+                    one,
+                    rooms[-1],
+                    machine,
+                    fitting_bytes(topology),
+                    runs[0][1] if runs else None,
+                    any_plan=any_plan,
+                )
+            runs.append((devices if counts else 0, explorers[machine]))
+    for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
+        if devices:
+            explorer.run(devices, ranking, slack)
+    explorer = runs[0][1]
     if explorer.best.fastest is None and not any_plan:
-        for one in explorers:
+        for one in dict.fromkeys(explorer for _, explorer in runs):
             one.minimum_memory()
     if explorer.best.minimum_memory is None and not any_plan:
         lacking = layers_lacking(load.problem.model, load.class_names, load.counts, pins)

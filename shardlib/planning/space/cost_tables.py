@@ -236,7 +236,7 @@ class Ledger:
         classes: of layers.
         profile: the software.
         fixed: colours beside those of a choice's tensor axis that items may depend on.
-        book: takes the measures; a new one by default.
+        beside: shares its measures, and the tallies of lists of items that are in both.
     """
 
     def __init__(
@@ -247,11 +247,14 @@ class Ledger:
         classes: int,
         profile: FrameworkProfile,
         fixed: frozenset[str],
-        book: Book | None = None,
+        beside: Ledger | None = None,
     ) -> None:
         self._work, self._points, self._rest = work, points, rest
         self._segments, self._profile, self._fixed = classes + 2, profile, fixed
-        self.book = Book() if book is None else book
+        self.book = Book() if beside is None else beside.book
+        self._groups: dict[tuple[frozenset[str], tuple[int, ...]], tuple[Group, ...]] = (
+            {} if beside is None else beside._groups
+        )
         self._known: dict[tuple[str, ...], Accounts] = {}
 
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
@@ -263,7 +266,7 @@ class Ledger:
                 *([items] for items in self._work.values()),
                 *self._points.values(),
             ]
-            groups = [grouped(some, relevant, self._segments) for some in lists]
+            groups = [self._grouped(some, relevant) for some in lists]
             parts = components((group.colours for some in groups for group in some), cuttable)
             rest, *others = [
                 Account(
@@ -282,3 +285,10 @@ class Ledger:
                 points=dict(zip(self._points, others[len(self._work) :], strict=True)),
             )
         return self._known[cuttable]
+
+    def _grouped(self, lists: Sequence[list[Item]], relevant: frozenset[str]) -> tuple[Group, ...]:
+        """See `grouped`; the same lists are grouped once."""
+        key = relevant, tuple(map(id, lists))
+        if key not in self._groups:
+            self._groups[key] = grouped(lists, relevant, self._segments)
+        return self._groups[key]

@@ -17,7 +17,7 @@ from shardlib.cost.step.step_facts import Exchange, Facts
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import Item
 from shardlib.graph.forward import forward_pass
-from shardlib.graph.problem import Problem
+from shardlib.graph.problem import Problem, StepGraph
 from shardlib.planning.space.limits import batch_size, sequence_size, tensor_colours
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
@@ -32,6 +32,8 @@ class Program:
 
     Attributes:
         facts: of its step graph.
+        step: that graph, as the software runs it.
+        guesses: choices under which memory may peak.
         work: work items.
         points: memory items by the point where memory may peak.
         moments: memory by moment of the step, where layer groups can follow policies of their
@@ -39,6 +41,8 @@ class Program:
     """
 
     facts: Facts
+    step: StepGraph
+    guesses: tuple[Choice, ...]
     work: list[Item]
     points: tuple[list[Item], ...]
     moments: tuple[Moment, ...] = ()
@@ -47,6 +51,11 @@ class Program:
     def forward(self) -> list[Item]:
         """Work items of the forward pass alone."""
         return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
+
+    def keeping(self, profile: FrameworkProfile) -> Program:
+        """The program with the memory of another profile whose kernels are the same."""
+        found = peaks(self.facts, self.step, self.guesses, profile, moments=bool(self.moments))
+        return replace(self, points=found.points, moments=found.moments)
 
 
 def program_of(
@@ -89,15 +98,12 @@ def program_of(
         and len(problem.steps) > 1
         and "none" in problem.steps
     )
-    found = peaks(
-        facts,
-        step,
-        _guesses(colouring, expert_colour(facts.graph, names) if routes else None),
-        profile,
-        moments=apart,
-    )
+    guesses = tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None))
+    found = peaks(facts, step, guesses, profile, moments=apart)
     return Program(
         facts=facts,
+        step=step,
+        guesses=guesses,
         work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
         points=found.points,
         moments=found.moments,

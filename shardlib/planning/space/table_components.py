@@ -8,7 +8,7 @@ least of every component. What the quantities are says who asks: seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,38 @@ class Scope:
         return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
 
 
+class Under:
+    """The choice of each of some rows.
+
+    Args:
+        choices: the choices.
+        numbers: by row.
+
+    Attributes:
+        choices: the choices.
+        used: numbers of those that some row has.
+    """
+
+    def __init__(self, choices: Sequence[Choice], numbers: Array) -> None:
+        self.choices, self._numbers = choices, numbers
+        self.used: list[int] = np.flatnonzero(np.bincount(numbers, minlength=len(choices))).tolist()
+        self._where: dict[tuple[int, ...], Array] = {}
+
+    def where(self, numbers: Sequence[int]) -> Array:
+        """The rows that have one of some choices."""
+        key = tuple(numbers)
+        if key not in self._where:
+            wanted = np.zeros(len(self.choices), dtype=bool)
+            wanted[numbers] = True
+            self._where[key] = np.flatnonzero(wanted[self._numbers])
+        return self._where[key]
+
+
+def alone(choice: Choice, count: int) -> Under:
+    """The same choice for so many rows."""
+    return Under([choice], np.zeros(count, dtype=np.int64))
+
+
 class Parts:
     """Quantities of one account by component, on some shapes.
 
@@ -76,21 +108,36 @@ class Parts:
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
         self._of_choice: dict[Choice, list[Array]] = {}
 
-    def total(self, choice: Choice, at: Array) -> Array:
-        """The quantities of a choice on some shapes, array [quantities, shapes].
+    def total(self, under: Under, at: Array) -> Array:
+        """The quantities of choices on some shapes, array [quantities, shapes].
+
+        Choices that shard a component alike are added up together.
 
         Args:
-            choice: what shards colours.
+            under: the choice of each shape.
             at: numbers of shapes.
         """
+        found = np.zeros((self._count, len(at)))
+        for number in range(1 + len(self._account.parts)):
+            alike: dict[int, tuple[Array, list[int]]] = {}
+            for choice in under.used:
+                part = self._parts_of(under.choices[choice])[number]
+                alike.setdefault(id(part), (part, []))[1].append(choice)
+            for part, numbers in alike.values():
+                if len(alike) == 1:
+                    found += part[:, at]
+                    continue
+                where = under.where(numbers)
+                found[:, where] += part[:, at[where]]
+        return found
+
+    def _parts_of(self, choice: Choice) -> list[Array]:
+        """The quantities of every component under a choice, after those that depend on none."""
         if choice not in self._of_choice:
             self._of_choice[choice] = [
                 self._part(part, choice) for part in ((), *self._account.parts)
             ]
-        found = np.zeros((self._count, len(at)))
-        for part in self._of_choice[choice]:
-            found += part[:, at]
-        return found
+        return self._of_choice[choice]
 
     def least(self, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where

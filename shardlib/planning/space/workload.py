@@ -58,12 +58,16 @@ class Workload:
     @cached_property
     def ledger(self) -> Ledger:
         """The tallies of all programs, made as they are asked for and shared by all searches."""
+        return self.tallies(None)
+
+    def tallies(self, beside: Ledger | None) -> Ledger:
+        """The tallies of all programs, those of the same items as in another ledger shared."""
         fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
         work, points = (
             {key: getattr(program, name) for key, program in self.programs.items()}
             for name in ("work", "points")
         )
-        return Ledger(work, points, self.rest, len(self.counts), self.profile, fixed)
+        return Ledger(work, points, self.rest, len(self.counts), self.profile, fixed, beside=beside)
 
     @cached_property
     def moments(self) -> Ledger:
@@ -90,7 +94,7 @@ class Workload:
 
     def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
         fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
-        return Ledger({}, points, [], len(self.counts), self.profile, fixed, book=self.ledger.book)
+        return Ledger({}, points, [], len(self.counts), self.profile, fixed, beside=self.ledger)
 
     @cached_property
     def by_class(self) -> bool:
@@ -134,12 +138,31 @@ class Workload:
         if (dtypes, kind) not in self._under:
             problem, profile = under(dtypes, self.problem, self.profile)
             changed = profile if kind == "traced" else replace(profile, attention=kind)
+            other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
             self._under[dtypes, kind] = (
-                prepare(problem, self.vendor, changed, self.framework)
+                other.attending(kind)
+                if kind != "traced" and other is not None
+                else prepare(problem, self.vendor, changed, self.framework)
                 if dtypes or kind != "traced"
                 else self
             )
         return self._under[dtypes, kind]
+
+    def attending(self, kind: str) -> Workload:
+        """The same model whose attention is computed by another kernel, in whose memory alone it
+        differs; it has the same tallies of work.
+
+        Args:
+            kind: "fused" or "blocks", as the profile of both is.
+        """
+        profile = replace(self.profile, attention=kind)
+        found = replace(
+            self,
+            profile=profile,
+            programs={key: one.keeping(profile) for key, one in self.programs.items()},
+        )
+        found.__dict__["ledger"] = found.tallies(self.ledger)
+        return found
 
     @cached_property
     def _under(self) -> dict[tuple[Dtypes, str], Workload]:
