@@ -7,6 +7,7 @@ all-gathered; where the matmul takes another dim sharded, an all-to-all.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import replace
 
 from shardlib.cost.step.attention_kernels import (
@@ -44,6 +45,56 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
             transfer for transfer, _ in _gathers(facts, value, readers, choice)
         ),
         segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers),
+        made_of=_made_of(facts, value, readers),
+    )
+
+
+def _made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
+    """What the gathers of a value follow from; None where kernels of attention read it."""
+    ops = [facts.graph.ops[i] for i in readers]
+    if not facts.plain(readers, (value,)) or any(op.kind in KERNELS for op in ops):
+        return None
+    regions = list(dict.fromkeys(op.region for op in ops))
+    rematerialised = _rematerialised(facts, readers)
+    return (
+        "gathers",
+        facts.names[value],
+        facts.graph.values[value].bytes,
+        value in facts.weights,
+        *(
+            (
+                op.rule,
+                op.operands.index(value),
+                facts.factors[index],
+                facts.rows[index],
+                facts.trips[op.region],
+                regions.index(op.region),
+                _apart(facts, index, rematerialised),
+                _before_casts(facts, index, value),
+            )
+            for index, op in zip(readers, ops, strict=True)
+        ),
+    )
+
+
+def _rematerialised(facts: Facts, readers: list[int]) -> set[int]:
+    """Regions in which the backward pass rematerialises a value for some of its readers."""
+    return {
+        facts.graph.ops[i].region
+        for i in readers
+        if "rematted_computation" in facts.graph.ops[i].scope
+    }
+
+
+def _apart(facts: Facts, index: int, rematerialised: set[int]) -> bool:
+    """Whether a reader gets a gather of its own: what the backward pass rematerialises is gathered
+    for that by the compiler, and for the gradient of a weight by the manual region.
+    """
+    op = facts.graph.ops[index]
+    return (
+        op.results[0] in facts.gradients
+        and not facts.traits.shares_gathers
+        and op.region in rematerialised
     )
 
 
@@ -61,13 +112,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
     if value in facts.weights:
         return []
     size = facts.graph.values[value].bytes
-    # What the backward pass rematerialises is gathered for that by the compiler, and for the
-    # gradient of a weight by the manual region.
-    rematerialised = {
-        facts.graph.ops[i].region
-        for i in readers
-        if "rematted_computation" in facts.graph.ops[i].scope
-    }
+    rematerialised = _rematerialised(facts, readers)
     found: dict[tuple[str, str, int, bool], Transfer] = {}
     needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
 
@@ -98,11 +143,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     index,
                 )
             if kind:
-                apart = (
-                    op.results[0] in facts.gradients
-                    and not facts.traits.shares_gathers
-                    and op.region in rematerialised
-                )
+                apart = _apart(facts, index, rematerialised)
                 moved = (
                     amount(size, where)
                     if kind == "all-to-all"

@@ -111,7 +111,17 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         )
         return _by_heads(facts, kernel.op, found) if shares(choice) else (found,)
 
-    return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
+    segment = facts.layers.segment(op.region)
+    alike = op.kind not in GROUPED and facts.plain((kernel.op,), (*values, *touched))
+    made_of = (
+        (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.rows[kernel.op]),
+        (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
+        *(
+            tuple((facts.names[value], size) for value, size in work)
+            for work in (bytes_moved, simple_work, transcendental_work)
+        ),
+    )
+    return Item(colours=colours, terms=terms, segment=segment, made_of=made_of if alike else None)
 
 
 def _by_heads(facts: Facts, index: int, found: Compute) -> tuple[Term, ...]:

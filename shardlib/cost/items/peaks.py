@@ -126,8 +126,12 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
             ),
         )
 
+    where = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE
+    names, size = facts.names[life.value], value.bytes * life.share
+    alike = facts.plain((), (life.value,)) and keeping.plain(life.value)
     return Item(
-        colours=named(facts.names[life.value]),
+        colours=named(names),
         terms=terms,
-        segment=segment if stacked or segment == OUTSIDE_LAYERS else INSIDE,
+        segment=where,
+        made_of=(life.part, stacked, names, value.shape, size, where) if alike else None,
     )

@@ -94,6 +94,10 @@ class Keeping:
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
 
+    def plain(self, value: int) -> bool:
+        """Whether a value is kept as it is sharded, and takes no more than its bytes."""
+        return value not in self._gathered and value not in self._arrived
+
     def room(self, value: int, choice: Choice) -> float:
         """Memory of a value over its bytes: rows that were dispatched to their experts lie where
         messages have room for them.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.step.capacity_experts import is_capped, layers, sent, slots_of
@@ -24,6 +24,23 @@ from shardlib.graph.problem import StepGraph
 
 #: Matmuls whose rows are grouped by expert.
 GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How tokens travel to their experts (`FrameworkProfile`).
+
+    Attributes:
+        room: bytes of a message over those of an even routing (`exchange_room`).
+        sent: what ranks of tensor send (`exchange`).
+    """
+
+    room: float = 1.0
+    sent: str = "whole"
+
+
+#: Messages no larger than those of an even routing.
+EVEN = Exchange()
 
 
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:

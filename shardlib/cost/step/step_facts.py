@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.step.attention_kernels import (
@@ -16,23 +16,10 @@ from shardlib.cost.step.attention_kernels import (
 from shardlib.cost.step.capacity_experts import layers
 from shardlib.cost.step.fusion import Fusion, Traits, fuse
 from shardlib.cost.step.layers import Layers, find_layers, gradient_like, weights_of
-from shardlib.cost.step.routed_experts import GROUPED
+from shardlib.cost.step.routed_experts import EVEN, GROUPED, Exchange
 from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import TOKENS, Choice, Cut, has, kinds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """How tokens travel to their experts (`FrameworkProfile`).
-
-    Attributes:
-        room: bytes of a message over those of an even routing (`exchange_room`).
-        sent: what ranks of tensor send (`exchange`).
-    """
-
-    room: float = 1.0
-    sent: str = "whole"
 
 
 class Facts:
@@ -63,7 +50,7 @@ class Facts:
         batch: tuple[str | None, int] = (None, 1),
         sequence: tuple[str | None, int] = (None, 1),
         routes: bool = False,
-        exchange: Exchange = Exchange(),
+        exchange: Exchange = EVEN,
     ) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
@@ -170,6 +157,15 @@ class Facts:
         cut = choice.cut(self.factors[index], op.rule.whole, self.rows[index])
         return not any("tensor" in kinds(cut[factor]) for factor in heads.factors) and any(
             has(self._plain_cut(value, choice), "tensor") for value in (*op.operands, *op.results)
+        )
+
+    def plain(self, ops: Iterable[int], values: Iterable[int]) -> bool:
+        """Whether ops and values are sharded as their colours say, and heads of attention change
+        nothing about it.
+        """
+        return not (
+            any(index in self.heads for index in ops)
+            or any(value in self._between.heads for value in values)
         )
 
     def pairs(self, value: int, choice: Choice) -> bool:

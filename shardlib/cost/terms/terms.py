@@ -6,7 +6,7 @@ part of the cost, which yields terms under a choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
@@ -251,11 +251,14 @@ class Item:
         terms: choice -> terms.
         segment: layer group that it belongs to; `OUTSIDE_LAYERS`, or `INSIDE` for
             values inside one layer.
+        made_of: all that its terms follow from: items of which that is equal have the same, but for
+            causes. None where it is not known.
     """
 
     colours: frozenset[str]
     terms: Callable[[Choice], tuple[Term, ...]]
     segment: int = -1
+    made_of: Hashable = None
 
 
 #: Segments of items that belong to no stack of layers: embedding, head and loss,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardlib.errors import PlanError
 from shardlib.lowering.reading.loss import LossReading
 from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import names_of_classes
+from shardlib.planning.space.remat_policies import names_of_classes
 from shardlib.tracing.program import Program, has_matmul
 from shardlib.tracing.rewriting.repeats import find_repeats
 

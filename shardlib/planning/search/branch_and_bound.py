@@ -154,11 +154,9 @@ class Explorer:
                 self.load.ledger.book,
                 Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one),
             )
-            scopes = [
-                self._scope(routes) for routes in self.room.routes
-            ]  # over one device nothing is sharded
+            scopes = [self._scope(routes) for routes in self.room.routes]
             totals = [
-                scope.accounts.work[policy, scope.routes]
+                self.load.ledger.uncut((policy, scope.routes))
                 .on(values, zero)
                 .total(scope.choice(Choice(batch=self.load.colouring.batch_colour)))[0]
                 for scope in scopes

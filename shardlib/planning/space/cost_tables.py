@@ -14,13 +14,13 @@ exact:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardlib.cost.tables.basis_functions import Book, Values
-from shardlib.cost.tables.charges import charges
+from shardlib.cost.tables.charged_items import Charged, Entry
 from shardlib.cost.tables.coefficients import Tally, tallied
 from shardlib.cost.tables.quantities import ROWS
 from shardlib.cost.terms.framework import FrameworkProfile
@@ -28,8 +28,6 @@ from shardlib.cost.terms.terms import Item
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
-#: One entry of a tally: row, number of the measure, coefficient.
-Entry = tuple[int, int, float]
 
 
 class Group:
@@ -37,38 +35,22 @@ class Group:
     to.
     """
 
-    def __init__(self, colours: frozenset[str]) -> None:
+    def __init__(self, colours: frozenset[str], charged: Charged) -> None:
         self.colours = colours
-        self.items: list[tuple[int, Item]] = []
+        self.items: list[tuple[int, int]] = []
+        self._charged = charged
         self._entries: dict[Choice, list[Entry]] = {}
 
-    def entries(
-        self, choice: Choice, book: Book, profile: FrameworkProfile, segments: int
-    ) -> list[Entry]:
-        """What all items add under a choice.
-
-        Args:
-            choice: what shards colours.
-            book: numbers the measures.
-            profile: framework profile.
-            segments: number of segments.
-
-        Returns:
-            (row, number of the measure, amount).
-        """
+    def entries(self, choice: Choice) -> list[Entry]:
+        """What all items add under a choice: (row, number of the measure, amount)."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
-            self._entries[key] = [
-                ((offset + item.segment % segments) * ROWS + row, book.number(measure), amount)
-                for offset, item in self.items
-                for term in item.terms(key)
-                for row, measure, amount in charges(item.segment, term, profile)
-            ]
+            self._entries[key] = list(self._charged.entries(key, self.items))
         return self._entries[key]
 
 
 def grouped(
-    lists: Sequence[Iterable[Item]], relevant: frozenset[str], segments: int
+    lists: Sequence[Iterable[Item]], relevant: frozenset[str], charged: Charged
 ) -> tuple[Group, ...]:
     """Items of some lists by the relevant colours that they depend on; the segments of each list
     come after those of the list before.
@@ -77,7 +59,9 @@ def grouped(
     for number, items in enumerate(lists):
         for item in items:
             colours = item.colours & relevant
-            groups.setdefault(colours, Group(colours)).items.append((number * segments, item))
+            if colours not in groups:
+                groups[colours] = Group(colours, charged)
+            groups[colours].items.append((number * charged.segments, charged.number(item)))
     return tuple(groups.values())
 
 
@@ -119,15 +103,12 @@ class Account:
         groups: of all items.
         parts: components of the colours; `()` stands for what depends on no colour that could be
             sharded over tensor.
-        book, profile: measures, and the software.
     """
 
     lists: int
     segments: int
     groups: tuple[Group, ...]
     parts: tuple[tuple[str, ...], ...]
-    book: Book
-    profile: FrameworkProfile
     _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
         default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
     )
@@ -165,9 +146,7 @@ class Account:
                     if (group.colours & mine if mine else not group.colours & cuttable)
                 )
                 self._known[key] = tallied(
-                    entry
-                    for group in groups
-                    for entry in group.entries(choice, self.book, self.profile, self.segments)
+                    entry for group in groups for entry in group.entries(choice)
                 )
             self._asked[asked] = key, self._known[key]
         return self._asked[asked]
@@ -231,7 +210,7 @@ class Ledger:
 
     Args:
         work: work items by remat policy and by whether tokens are routed.
-        points: the memory items of each point, likewise.
+        points: gives the memory items of each point, likewise.
         rest: items of stored parameters.
         classes: of layers.
         profile: the software.
@@ -242,7 +221,7 @@ class Ledger:
     def __init__(
         self,
         work: dict[tuple[str, bool], list[Item]],
-        points: dict[tuple[str, bool], tuple[list[Item], ...]],
+        points: Callable[[], dict[tuple[str, bool], tuple[list[Item], ...]]],
         rest: list[Item],
         classes: int,
         profile: FrameworkProfile,
@@ -250,21 +229,36 @@ class Ledger:
         beside: Ledger | None = None,
     ) -> None:
         self._work, self._points, self._rest = work, points, rest
-        self._segments, self._profile, self._fixed = classes + 2, profile, fixed
-        self.book = Book() if beside is None else beside.book
+        self._segments, self._fixed = classes + 2, fixed
+        self._charged = Charged(Book(), profile, classes + 2) if beside is None else beside._charged
         self._groups: dict[tuple[frozenset[str], tuple[int, ...]], tuple[Group, ...]] = (
             {} if beside is None else beside._groups
         )
         self._known: dict[tuple[str, ...], Accounts] = {}
 
+    @property
+    def book(self) -> Book:
+        """The measures."""
+        return self._charged.book
+
+    def uncut(self, key: tuple[str, bool]) -> Account:
+        """The account of the work of a program where the tensor axis shards nothing.
+
+        Args:
+            key: remat policy, and whether tokens are routed.
+        """
+        groups = self._grouped([self._work[key]], self._fixed)
+        return Account(lists=1, segments=self._segments, groups=groups, parts=())
+
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
         """The accounts where the tensor axis may shard some colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
+            points = self._points()
             lists: list[Sequence[list[Item]]] = [
                 [self._rest],
                 *([items] for items in self._work.values()),
-                *self._points.values(),
+                *points.values(),
             ]
             groups = [self._grouped(some, relevant) for some in lists]
             parts = components((group.colours for some in groups for group in some), cuttable)
@@ -274,15 +268,13 @@ class Ledger:
                     segments=self._segments,
                     groups=some,
                     parts=parts,
-                    book=self.book,
-                    profile=self._profile,
                 )
                 for listed, some in zip(lists, groups, strict=True)
             ]
             self._known[cuttable] = Accounts(
                 rest=rest,
                 work=dict(zip(self._work, others[: len(self._work)], strict=True)),
-                points=dict(zip(self._points, others[len(self._work) :], strict=True)),
+                points=dict(zip(points, others[len(self._work) :], strict=True)),
             )
         return self._known[cuttable]
 
@@ -290,5 +282,5 @@ class Ledger:
         """See `grouped`; the same lists are grouped once."""
         key = relevant, tuple(map(id, lists))
         if key not in self._groups:
-            self._groups[key] = grouped(lists, relevant, self._segments)
+            self._groups[key] = grouped(lists, relevant, self._charged)
         return self._groups[key]

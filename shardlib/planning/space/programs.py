@@ -7,13 +7,13 @@ from functools import cached_property
 
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
 from shardlib.cost.items.items import work_items
-from shardlib.cost.items.peaks import peaks
+from shardlib.cost.items.peaks import Peaks, peaks
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
 from shardlib.cost.step.fusion import Traits, traits
-from shardlib.cost.step.phases import Moment
-from shardlib.cost.step.routed_experts import expert_colour, localised
-from shardlib.cost.step.step_facts import Exchange, Facts
+from shardlib.cost.step.phases import Moment, spans
+from shardlib.cost.step.routed_experts import Exchange, expert_colour, localised
+from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import Item
 from shardlib.graph.forward import forward_pass
@@ -34,28 +34,42 @@ class Program:
         facts: of its step graph.
         step: that graph, as the software runs it.
         guesses: choices under which memory may peak.
+        profile: the software.
+        apart: whether layer groups can follow policies of their own.
         work: work items.
-        points: memory items by the point where memory may peak.
-        moments: memory by moment of the step, where layer groups can follow policies of their
-            own.
     """
 
     facts: Facts
     step: StepGraph
     guesses: tuple[Choice, ...]
+    profile: FrameworkProfile
+    apart: bool
     work: list[Item]
-    points: tuple[list[Item], ...]
-    moments: tuple[Moment, ...] = ()
+
+    @cached_property
+    def _peaks(self) -> Peaks:
+        return peaks(self.facts, self.step, self.guesses, self.profile, moments=self.apart)
+
+    @property
+    def points(self) -> tuple[list[Item], ...]:
+        """Memory items by the point where memory may peak."""
+        return self._peaks.points
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Memory by moment of the step, where layer groups can follow policies of their own."""
+        return self._peaks.moments
+
+    @property
+    def loops(self) -> tuple[int, ...]:
+        """The segments of `moments`."""
+        found = spans(self.facts.graph, self.facts.layers) if self.apart else ()
+        return tuple(span.segment for span in found)
 
     @cached_property
     def forward(self) -> list[Item]:
         """Work items of the forward pass alone."""
         return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
-
-    def keeping(self, profile: FrameworkProfile) -> Program:
-        """The program with the memory of another profile whose kernels are the same."""
-        found = peaks(self.facts, self.step, self.guesses, profile, moments=bool(self.moments))
-        return replace(self, points=found.points, moments=found.moments)
 
 
 def program_of(
@@ -98,15 +112,13 @@ def program_of(
         and len(problem.steps) > 1
         and "none" in problem.steps
     )
-    guesses = tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None))
-    found = peaks(facts, step, guesses, profile, moments=apart)
     return Program(
         facts=facts,
         step=step,
-        guesses=guesses,
+        guesses=tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None)),
+        profile=profile,
+        apart=apart,
         work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
-        points=found.points,
-        moments=found.moments,
     )
 
 

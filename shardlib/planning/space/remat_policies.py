@@ -81,3 +81,29 @@ def policies_of_space(
     return (
         ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
     )  # the layers that recompute nothing
+
+
+def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Names of layer groups, by the paths of their parameters: what these begin with, or the
+    place among the classes.
+
+    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
+    ('encoder.layers', 'decoder.layers')
+    >>> names_of_classes([["a", "b"]])
+    ('layers#0',)
+    """
+    shared = [_shared_path(paths) for paths in parameters]
+    return tuple(
+        name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}"
+        for k, name in enumerate(shared)
+    )
+
+
+def _shared_path(paths: Sequence[str]) -> str:
+    """The parts of dotted paths that all begin with."""
+    shared: list[str] = []
+    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -5,7 +5,7 @@ chips. Shared by all searches of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from shardlib.graph.problem import Problem
 from shardlib.planning.decisions.dtypes import under
 from shardlib.planning.space.cost_tables import Ledger
 from shardlib.planning.space.programs import Program, program_of
+from shardlib.planning.space.remat_policies import names_of_classes
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.ties import stack_dims
 
@@ -42,6 +43,8 @@ class Workload:
         model: layers, and bytes of the batch.
         profile: the software.
         framework: what it is the profile of, and can do; None for programs of shardlib.
+        beside: the same problem under a profile that computes attention otherwise, whose tallies
+            are shared.
     """
 
     problem: Problem
@@ -54,20 +57,31 @@ class Workload:
     model: Model
     profile: FrameworkProfile = XLA
     framework: Framework | None = None
+    beside: Workload | None = None
 
     @cached_property
     def ledger(self) -> Ledger:
         """The tallies of all programs, made as they are asked for and shared by all searches."""
-        return self.tallies(None)
+        work = {key: program.work for key, program in self.programs.items()}
 
-    def tallies(self, beside: Ledger | None) -> Ledger:
-        """The tallies of all programs, those of the same items as in another ledger shared."""
-        fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
-        work, points = (
-            {key: getattr(program, name) for key, program in self.programs.items()}
-            for name in ("work", "points")
+        def points() -> dict[tuple[str, bool], tuple[list[Item], ...]]:
+            return {key: program.points for key, program in self.programs.items()}
+
+        beside = None if self.beside is None else self.beside.ledger
+        return Ledger(
+            work,
+            points,
+            self.rest,
+            len(self.counts),
+            self.profile,
+            self._fixed,
+            beside=beside,
         )
-        return Ledger(work, points, self.rest, len(self.counts), self.profile, fixed, beside=beside)
+
+    @property
+    def _fixed(self) -> frozenset[str]:
+        """Colours that other axes than tensor shard."""
+        return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
 
     @cached_property
     def moments(self) -> Ledger:
@@ -93,18 +107,16 @@ class Workload:
         )
 
     def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
-        fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
-        return Ledger({}, points, [], len(self.counts), self.profile, fixed, beside=self.ledger)
+        return Ledger(
+            {}, lambda: points, [], len(self.counts), self.profile, self._fixed, beside=self.ledger
+        )
 
     @cached_property
     def by_class(self) -> bool:
         """Whether layer groups can follow remat policies of their own: where there are
         several, and all programs have the same loops.
         """
-        loops = {
-            tuple(moment.segment for moment in program.moments)
-            for program in self.programs.values()
-        }
+        loops = {program.loops for program in self.programs.values()}
         return len(loops) == 1 and () not in loops
 
     @cached_property
@@ -139,30 +151,26 @@ class Workload:
             problem, profile = under(dtypes, self.problem, self.profile)
             changed = profile if kind == "traced" else replace(profile, attention=kind)
             other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
-            self._under[dtypes, kind] = (
-                other.attending(kind)
-                if kind != "traced" and other is not None
-                else prepare(problem, self.vendor, changed, self.framework)
-                if dtypes or kind != "traced"
-                else self
-            )
+            if kind == "traced" and not dtypes:
+                found = self
+            elif kind != "traced" and other is not None:
+                found = other.attending(kind)
+            else:
+                beside = None if dtypes else self
+                found = prepare(problem, self.vendor, changed, self.framework, beside)
+            self._under[dtypes, kind] = found
         return self._under[dtypes, kind]
 
     def attending(self, kind: str) -> Workload:
         """The same model whose attention is computed by another kernel, in whose memory alone it
-        differs; it has the same tallies of work.
+        differs.
 
         Args:
             kind: "fused" or "blocks", as the profile of both is.
         """
         profile = replace(self.profile, attention=kind)
-        found = replace(
-            self,
-            profile=profile,
-            programs={key: one.keeping(profile) for key, one in self.programs.items()},
-        )
-        found.__dict__["ledger"] = found.tallies(self.ledger)
-        return found
+        programs = {key: replace(one, profile=profile) for key, one in self.programs.items()}
+        return replace(self, profile=profile, programs=programs, beside=self)
 
     @cached_property
     def _under(self) -> dict[tuple[Dtypes, str], Workload]:
@@ -174,37 +182,12 @@ class Workload:
         return self.model.counts
 
 
-def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Names of layer groups, by the paths of their parameters: what these begin with, or the
-    place among the classes.
-
-    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
-    ('encoder.layers', 'decoder.layers')
-    >>> names_of_classes([["a", "b"]])
-    ('layers#0',)
-    """
-    shared = [_shared_path(paths) for paths in parameters]
-    return tuple(
-        name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}"
-        for k, name in enumerate(shared)
-    )
-
-
-def _shared_path(paths: Sequence[str]) -> str:
-    """The parts of dotted paths that all begin with."""
-    shared: list[str] = []
-    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
-
-
 def prepare(
     problem: Problem,
     vendor: str = "nvidia",
     profile: FrameworkProfile = XLA,
     framework: Framework | None = None,
+    beside: Workload | None = None,
 ) -> Workload:
     """Colours a problem and splits its cost into items.
 
@@ -214,9 +197,10 @@ def prepare(
         profile: the software that runs the step, which may compute and keep other values than the
             traced program (`shardlib.cost.profiles.rewrites`).
         framework: what the profile is of; None for programs of shardlib.
+        beside: the same problem under a profile that computes attention otherwise.
     """
-    colouring = colour(problem)
-    frozen = frozenset(stack_dims(problem))
+    colouring = colour(problem) if beside is None else beside.colouring
+    frozen = frozenset(stack_dims(problem)) if beside is None else beside.frozen
     first = next(iter(problem.steps))
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
     programs = {
@@ -241,6 +225,7 @@ def prepare(
         rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
         profile=profile,
         framework=framework,
+        beside=beside,
         model=Model(
             counts=facts.layers.counts,
             batch_bytes=batch_bytes,
