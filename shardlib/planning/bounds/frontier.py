@@ -107,6 +107,13 @@ class Entries:
             for policy in self._policies
         }
 
+    @cached_property
+    def fewest_bytes(self) -> Array:
+        """Bytes that no plan undercuts, by entry; infinite where no choice fits."""
+        if self._apart:
+            return np.where(np.isfinite(self.fastest), 0.0, np.inf)
+        return self.leanest(np.arange(len(self)))
+
     def leanest(self, entries: Array) -> Array:
         """Bytes that no plan of some entries undercuts; infinite where no choice fits."""
         if self._apart:

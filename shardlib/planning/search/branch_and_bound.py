@@ -174,7 +174,7 @@ class Explorer:
 
     def _explore(self, entries: Entries, reach: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
-        if self._any_plan and not (entries.leanest(np.arange(len(entries))) <= self._most).any():
+        if self.best.fastest is None and not (entries.fewest_bytes <= self._most).any():
             self.best.counts["memory"] += len(entries)
             return
         if np.isfinite(self.limit * reach) and entries.slower(self.limit * reach):
@@ -252,14 +252,13 @@ class Explorer:
         """
         best = self.best
         for entries in self._explored:
-            some = np.flatnonzero(np.isfinite(entries.fastest))
-            bounds = entries.leanest(some)
+            bounds = entries.fewest_bytes
             order = np.argsort(bounds, kind="stable")
             for start, end in _blocks(FIRST, len(order)):
                 block = order[start:end]
                 pairs, size = (
                     entries.pairs(
-                        some[block[bounds[block] < best.minimum_memory_bytes]],
+                        block[bounds[block] < best.minimum_memory_bytes],
                         best.minimum_memory_bytes,
                         minimum_memory=True,
                     ),
