@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,14 +33,35 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     Returns:
         The sizes of every mesh axis and "micro", arrays of equal length.
     """
-    limits, pins = room.limits, room.pins
-    cuttable = [
-        colouring.colours[name].divisor
-        for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}
-    ] + [limits.sequence]
+    names = {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}
+    cuttable = frozenset(colouring.colours[name].divisor for name in names)
+    every = _sizes(
+        room.pins, room.limits, cuttable | {room.limits.sequence}, True in room.routes, devices
+    )
+    fits = lowered(facts_of_pins(room.pins), along(every), room.gaps)
+    if (contexts := room.strategy.contexts) is not None:
+        fits = fits & ((every["context"] > 1) == contexts)
+    return {name: column[fits] for name, column in every.items()}
+
+
+@lru_cache(maxsize=64)
+def _sizes(
+    pins: Pins, limits: Limits, cuttable: frozenset[int], routed: bool, devices: int
+) -> dict[str, Array]:
+    """The sizes of every mesh, however the context axis is used, with every number of
+    microbatches, in increasing order of the axes; callers leave them as they are.
+
+    Args:
+        pins: the user's decisions.
+        limits: what the model allows.
+        cuttable: sizes of dims that the tensor axis may shard.
+        routed: whether tokens may be routed over an expert axis.
+        devices: number of devices, all of which are used.
+    """
+    free = limits.able.free
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
-    for mesh in meshes(room, devices):
+    for mesh in meshes(pins, limits, routed, devices):
         ways = mesh[_TENSOR]
         if ways > 1 and all(size % ways for size in cuttable):
             continue
@@ -53,63 +75,61 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
         rows += [
             (*mesh, micro)
             for micro in microbatches[parts]
-            if limits.able.free or _able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro)
+            if free or _able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro)
         ]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
-    every = dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
-    fits = lowered(facts_of_pins(pins), along(every), room.gaps)
-    return {name: column[fits] for name, column in every.items()}
+    return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
 
 
-def meshes(room: Space, devices: int) -> Iterator[tuple[int, ...]]:
+def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[tuple[int, ...]]:
     """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
-    pins and model allow.
+    pins and model allow, however the context axis is used.
 
     Args:
-        room: the space that is searched.
+        pins: the user's decisions.
+        limits: what the model allows.
+        routed: whether tokens may be routed over an expert axis.
         devices: number of devices, all of which are used.
     """
-    pins, limits, contexts = room.pins, room.limits, room.strategy.contexts
     if pins.mesh is not None:
-        if pins.mesh.devices == devices and contexts in (None, pins.mesh["context"] > 1):
+        if pins.mesh.devices == devices:
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
         return
     fixed = dict(pins.axes)
     beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
-    piped = pins.staged  # who asks for a schedule and the like asks for stages
+    piped, axes = (
+        pins.staged,
+        limits.able.axes,
+    )  # who asks for a schedule and the like asks for stages
 
     def allowed(axis: str, left: int) -> list[int]:
-        if axis not in limits.able.axes:
-            return [] if axis == "context" and contexts else [1]
+        if axis not in axes:
+            return [1]
         if axis in fixed:
-            return (
-                [fixed[axis]]
-                if left % fixed[axis] == 0
-                and (axis != "context" or contexts in (None, fixed[axis] > 1))
-                else []
-            )
-        if (axis == "stage" and pins.unstaged) or (axis == "expert" and True not in room.routes):
+            return [fixed[axis]] if left % fixed[axis] == 0 else []
+        if (axis == "stage" and pins.unstaged) or (axis == "expert" and not routed):
             return [1]
         most = max(1, beyond.get(axis, left))
-        wanted = contexts if axis == "context" else None
         return [
             n
             for n in divisors(left, most)
-            if wanted in (None, n > 1)
-            and (axis == "stage" or axis not in beyond or most % n == 0)
+            if (axis == "stage" or axis not in beyond or most % n == 0)
             and not (axis == "stage" and piped and n == 1)
         ]
 
-    def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
-        axis = MESH_AXES[len(sizes)]
-        if len(sizes) == len(MESH_AXES) - 1:
-            if fixed.get(axis, left) == left and (left == 1 or axis in limits.able.axes):
-                yield (*sizes, left)
-            return
-        for size in allowed(axis, left):
-            yield from extend((*sizes, size), left // size)
-
-    yield from extend((), devices)
+    last = MESH_AXES[-1]
+    found: list[tuple[tuple[int, ...], int]] = [((), devices)]
+    for axis in MESH_AXES[:-1]:
+        known: dict[int, list[int]] = {}
+        extended: list[tuple[tuple[int, ...], int]] = []
+        for sizes, left in found:
+            if left not in known:
+                known[left] = allowed(axis, left)
+            extended += [((*sizes, size), left // size) for size in known[left]]
+        found = extended
+    for sizes, left in found:
+        if fixed.get(last, left) == left and (left == 1 or last in axes):
+            yield (*sizes, left)
 
 
 def _able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
