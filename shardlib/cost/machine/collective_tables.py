@@ -184,7 +184,7 @@ class Links:
 def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
-    numbers, known = _known_costs(topology)
+    numbers, known, alike = _known_costs(topology)
     for at, placement in enumerate(placements):
         lies = {axis: numbers.setdefault(spans, len(numbers)) for axis, spans in placement.items()}
         for group in GROUPS:
@@ -194,13 +194,22 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
             key = group.axes, group.of_experts, where
             costs = known.get(key)
             if costs is None:
-                costs = known[key] = [
-                    (number, slot_cost(SLOTS[number], placement, topology))
-                    for number in OF_GROUP[group]
-                ]
+                costs = known[key] = []
+                lies_on = tuple([n for n in where if n])  # groups that lie alike cost the same
+                for number in OF_GROUP[group]:
+                    way = _way(SLOTS[number]), lies_on
+                    if way not in alike:
+                        alike[way] = slot_cost(SLOTS[number], placement, topology)
+                    costs.append((number, alike[way]))
             for number, cost in costs:
                 latency[number, at], per_byte[number, at] = cost.latency_s, cost.seconds_per_byte
     return Links(latency=latency, per_byte=per_byte)
+
+
+def _way(slot: Slot) -> tuple[str, str]:
+    """All of a slot that its cost depends on, beside where its group lies."""
+    stepwise = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+    return slot.kind, "steps" if stepwise else "ring" if slot.role == "ring" else ""
 
 
 @lru_cache(maxsize=16)
@@ -209,11 +218,12 @@ def _known_costs(
 ) -> tuple[
     dict[tuple[Span, ...], int],
     dict[tuple[tuple[str, ...], bool, tuple[int, ...]], list[tuple[int, LinearCost]]],
+    dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost],
 ]:
-    """Numbers of where axes lie, and costs of groups of axes by those: filled as they are asked
-    for, and kept for the next search on the same links.
+    """Numbers of where axes lie, and by those costs of groups of axes and of ways to move data:
+    filled as they are asked for, and kept for the next search on the same links.
     """
-    return {(): 0}, {}
+    return {(): 0}, {}, {}
 
 
 #: Numbers of the slots of every group.

@@ -17,11 +17,11 @@ from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint, Footprints
 from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.bounds.step_time import EACH, Bounds
-from shardlib.planning.bounds.step_time_that_fits import Fitting
+from shardlib.planning.bounds.step_time_that_fits import Fitting, Kind
 from shardlib.planning.bounds.tick import Tick
 from shardlib.planning.bounds.traffic import Moved, Traffic
 from shardlib.planning.space import meshes
-from shardlib.planning.space.table_components import Scope, Under
+from shardlib.planning.space.table_components import Chosen, Scope, Under
 
 Array = np.ndarray
 #: Components of the colours that are added up, one after the other, before all of them are.
@@ -53,6 +53,7 @@ class Entries:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices = [scope.choice(choice) for choice in scope.room.choices]
+        self.chosen = Chosen(self.choices)
         self._apart = scope.room.apart  # then the bounds do not know memory
         self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
 
@@ -157,7 +158,7 @@ class Entries:
                 else self._fitting.leanest(self._of(fitting, entries, moves=False)[0])
             )
             return replace(fitting, least=least).below(limit)
-        under, shapes = Under(self.choices, fitting.choices), self.shape[fitting.entries]
+        under, shapes = Under(self.chosen, fitting.choices), self.shape[fitting.entries]
         ticks = {policy: self.bounds.ticks(policy, under, shapes) for policy in self._policies}
         fastest = self._fitting.fastest(ticks, self.at(fitting.entries))
         below = np.flatnonzero(fastest < limit)
@@ -177,8 +178,9 @@ class Entries:
             limit
         )
 
-    def on_places(self, pairs: Pairs, c: Candidates, at: Array, which: Array) -> Array:
-        """Seconds of a step that no plan beats that fits, on places whose links are known.
+    def on_places(self, pairs: Pairs, c: Candidates, at: Array, which: Array) -> dict[Kind, Array]:
+        """Seconds of a step that no plan of a kind beats that fits, on places whose links are
+        known.
 
         Args:
             pairs: entries, each under a choice.
@@ -189,10 +191,10 @@ class Entries:
         traffic = Traffic(
             self.scope, self._pricer, self.values, c.shape, {**c.sizes, "micro": c.micro}, c.links
         )
-        under = Under(self.choices, pairs.choices[which])
+        under = Under(self.chosen, pairs.choices[which])
         moved = traffic.total(under, at)
         footprints, _ = self._of(pairs, np.unique(pairs.entries), moves=False)
-        return self._fitting.seconds(
+        return self._fitting.by_kind(
             {
                 policy: self.bounds.ticks(policy, under, c.shape[at]).waiting(moved[policy].blocked)
                 for policy in self._policies
@@ -234,7 +236,7 @@ class Entries:
         traffic = self._traffic(entries) if moves else None
         position = np.zeros(len(self), dtype=np.int64)
         position[entries] = np.arange(len(entries))
-        under, sizes = Under(self.choices, pairs.choices), self.at(pairs.entries)
+        under, sizes = Under(self.chosen, pairs.choices), self.at(pairs.entries)
         rest, points = footprints.total(under, self.shape[pairs.entries])
         return {
             policy: footprints.of(rest, points[policy], sizes) for policy in self._policies

@@ -8,8 +8,7 @@ beside compute, or in place of it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from shardlib.axes import STORED_AXES
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint
+from shardlib.planning.bounds.mixtures import mixed
 from shardlib.planning.bounds.step_time import breadth_first_seconds, passing, step_seconds
 from shardlib.planning.bounds.tick import Tick
 from shardlib.planning.bounds.traffic import Moved
@@ -26,6 +26,8 @@ from shardlib.schedules.none import NONE
 from shardlib.schedules.schedule import Pipelines
 
 Array = np.ndarray
+#: Plans that a bound speaks of: their ZeRO stage, and whether their pipelines work breadth first.
+Kind = tuple[int, bool]
 #: Relative rounding that a sum of bytes may have.
 ROUNDING = 1e-9
 
@@ -61,12 +63,29 @@ class Fitting:
             moved: by policy, what moves behind compute.
             sizes: of every mesh axis and "micro", by candidate.
         """
-        constants, least = self.pricer.constants, np.full(len(sizes["micro"]), np.inf)
+        found = self.by_kind(ticks, found, moved, sizes)
+        return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *found.values()])
+
+    def by_kind(
+        self,
+        ticks: Mapping[str, Tick],
+        found: Mapping[str, Footprint],
+        moved: Mapping[str, Moved],
+        sizes: Mapping[str, Array],
+    ) -> dict[Kind, Array]:
+        """The same for every kind of plans; arguments as those of `seconds`."""
+        constants = self.pricer.constants
+        fixed = constants.step_s + constants.microbatch_s * (
+            sizes["micro"] + schedules.groups(self.room) * (sizes["stage"] - 1)
+        )
+        kinds = dict[Kind, Array]()
         for zero, legal in self._zeros(sizes):
             under = {policy: one.under(zero) for policy, one in found.items()}
             state = next(iter(under.values())).state
             hiding = self._hiding(moved, zero, sizes)
             for times, breadth_first in self._alternatives(ticks, sizes, hiding, zero):
+                kind = zero, breadth_first
+                least = kinds.get(kind, np.full(len(sizes["micro"]), np.inf))
                 for parts in self.offloads:
                     points = [
                         point
@@ -80,13 +99,9 @@ class Fitting:
                     within = mixed(points, self.capacity * (1 + ROUNDING))
                     if "optimizer" in parts:
                         within = within + 2 * state / self.pricer.topology.chip.host_bytes_per_s
-                    np.minimum(least, np.where(legal, within, np.inf), out=least)
-        return (
-            least
-            + constants.step_s
-            + constants.microbatch_s
-            * (sizes["micro"] + schedules.groups(self.room) * (sizes["stage"] - 1))
-        )
+                    least = np.minimum(least, np.where(legal, within, np.inf))
+                kinds[kind] = least
+        return {kind: least + fixed for kind, least in kinds.items()}
 
     def fastest(
         self,
@@ -275,20 +290,3 @@ class Fitting:
 def _breadth_first(found: Footprint) -> Footprint:
     assert found.breadth_first is not None, "the space has pipelines that work breadth first"
     return found.breadth_first
-
-
-def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
-    """The least seconds of all mixtures of some points that are no larger than a capacity, by
-    candidate; infinite where there is none.
-
-    Args:
-        points: (seconds, bytes) by candidate; a mixture of two lies on the straight line between
-            them, or above.
-        capacity: bytes.
-    """
-    found = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])
-    for (quick, large), (slow, small) in itertools.permutations(points, 2):
-        at = np.flatnonzero((large > capacity) & (small <= capacity) & (quick < found))
-        share = (large[at] - capacity) / (large[at] - small[at])
-        found[at] = np.minimum(found[at], quick[at] + (slow[at] - quick[at]) * share)
-    return found

@@ -97,14 +97,21 @@ class RowPricer:
         seen.skip(int((~legal).sum()))
         if not legal.any():
             return
+        zeros = {how.zero for listed in knobs.values() for how in listed}
+        ways = schedules.ways(self.room, schedule, virtual)
+        fitting = legal & rows.below(zeros, ways, seen.limit)
+        if not fitting.any() and self.groups is None:
+            return
         worth = {
-            policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit)
+            policy: fitting & (self._least(rows, policy, schedule, virtual) < seen.limit)
             for policy in self.room.policies
             if knobs[policy]
         }
         some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
         if len(some) and not self.room.each:
-            self._alike(rows, some, worth, knobs, seen)
+            self._alike(
+                rows.take(some), {p: mine[some] for p, mine in worth.items()}, ways, knobs, seen
+            )
         self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
 
     def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
@@ -121,24 +128,33 @@ class RowPricer:
 
     def _alike(
         self,
-        rows: Rows,
-        some: Array,
+        less: Rows,
         worth: dict[str, Array],
+        ways: tuple[bool, ...],
         knobs: dict[str, list[Decisions]],
         seen: Seen,
     ) -> None:
-        """Offers the plans of one schedule whose layer groups are alike."""
-        less = rows.take(some)
+        """Offers the plans of one schedule whose layer groups are alike.
+
+        Args:
+            less: the rows.
+            worth: by policy, those that may be fast enough.
+            ways: what the schedule is, see `schedules.ways`.
+            knobs: ZeRO stages and when weights are gathered, by policy.
+            seen: takes the plans.
+        """
         for policy in worth:  # the same for all ZeRO stages
             least = least_seconds(
                 less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c
             )
-            worth[policy] = worth[policy][some] & (least < seen.limit)
+            worth[policy] = worth[policy] & (least < seen.limit)
         for zero, gather in sorted(
             {(how.zero, how.gather) for listed in knobs.values() for how in listed},
             key=lambda one: (one[0], one[1] != "use"),
         ):
-            legal, wanted = schedules.legal_zero(self.room, zero, less.c), worth
+            fitting = less.below((zero,), ways, seen.limit)
+            legal = schedules.legal_zero(self.room, zero, less.c)
+            wanted = {policy: mine & fitting for policy, mine in worth.items()}
             if (
                 gather == "once"
                 and "use" in self.room.gathers
@@ -150,7 +166,7 @@ class RowPricer:
                     )
                 )
             ):
-                wanted = self._saving(less, worth, how)
+                wanted = self._saving(less, wanted, how)
             fast: tuple[Array, Totals] | None = None
             for policy in worth:
                 how = next(

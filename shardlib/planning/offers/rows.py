@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.sums import Sums
+from shardlib.planning.bounds.step_time_that_fits import Kind
 from shardlib.planning.bounds.tick import Tick
 
 Array = np.ndarray
@@ -24,6 +26,7 @@ class Rows:
         sums: by remat policy, quantities.
         ticks: by remat policy, bounds for a microbatch; also of `EACH` where layer groups may
             differ.
+        kinds: bounds of what fits by kind of plans, as far as they are known.
     """
 
     candidates: Array
@@ -31,6 +34,7 @@ class Rows:
     c: Candidates
     sums: dict[str, Sums]
     ticks: dict[str, Tick]
+    kinds: Mapping[Kind, Array]
 
     def __len__(self) -> int:
         return len(self.candidates)
@@ -45,4 +49,27 @@ class Rows:
             c=self.c.take(which),
             sums={policy: s.take(which) for policy, s in self.sums.items()},
             ticks={policy: tick.take(which) for policy, tick in self.ticks.items()},
+            kinds={kind: least[which] for kind, least in self.kinds.items()},
+        )
+
+    def below(self, zeros: Iterable[int], breadth_first: tuple[bool, ...], limit: float) -> Array:
+        """Rows that may have a plan faster than a limit that fits, boolean array [rows].
+
+        Args:
+            zeros: ZeRO stages, of which a plan may have any.
+            breadth_first: whether its pipelines may work breadth first, or otherwise.
+            limit: seconds.
+        """
+        if not self.kinds:
+            return np.ones(len(self), dtype=bool)
+        return np.logical_or.reduce(
+            [
+                np.zeros(len(self), dtype=bool),
+                *(
+                    self.kinds[zero, way] < limit
+                    for zero in zeros
+                    for way in breadth_first
+                    if (zero, way) in self.kinds
+                ),
+            ]
         )

@@ -4,6 +4,7 @@ they take there at least.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries
 from shardlib.planning.bounds.pairs import Pairs
 from shardlib.planning.bounds.step_time import EACH
+from shardlib.planning.bounds.step_time_that_fits import Kind
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place, Seen
 from shardlib.planning.offers.layer_group_bounds import GroupBounds
@@ -45,6 +47,7 @@ class Placed:
         at: number of the candidate.
         choices: number of the choice.
         least: a bound of each.
+        kinds: bounds of each by kind of plans, as far as they are known.
     """
 
     block: Block
@@ -52,6 +55,7 @@ class Placed:
     at: Array
     choices: Array
     least: Array
+    kinds: Mapping[Kind, Array]
 
     def __len__(self) -> int:
         return len(self.at)
@@ -64,6 +68,7 @@ class Placed:
             at=self.at[rows],
             choices=self.choices[rows],
             least=self.least[rows],
+            kinds={kind: least[rows] for kind, least in self.kinds.items()},
         )
 
     def below(self, limit: float) -> Placed:
@@ -126,6 +131,7 @@ class PairPricer:
             at=np.array([at for one in where for at in one], dtype=np.int64),
             choices=pairs.choices[which],
             least=pairs.least[which],
+            kinds={},
         )
 
     def bounded(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
@@ -135,27 +141,26 @@ class PairPricer:
         placed = self.placed(entries, pairs, usual=usual)
         if placed is None or self.room.apart:
             return placed
-        least = entries.on_places(pairs, placed.block.c, placed.at, placed.which)
-        return replace(placed, least=least).below(self.best.seconds)
+        kinds = entries.on_places(pairs, placed.block.c, placed.at, placed.which)
+        least = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
+        return replace(placed, least=least, kinds=kinds).below(self.best.seconds)
 
     def price_placed(
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
         """Prices pairs on places."""
         seen = Seen(self.best, self.rows, placed.block, self.variants.capacity, reach, ranking)
-        self._priced(entries, placed.block, placed.at, placed.choices, seen)
+        self._priced(entries, placed, seen)
         seen.close()
 
-    def _priced(
-        self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen
-    ) -> None:
+    def _priced(self, entries: Entries, placed: Placed, seen: Seen) -> None:
         """Prices candidates of a block, each under a choice; those under the same choice on the
         same shape have the same quantities.
         """
-        order = np.lexsort((block.c.shape[at], choices))
+        order = np.lexsort((placed.block.c.shape[placed.at], placed.choices))
         pricer = self._row_pricer(entries)
         for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
+            pricer.price(self._rows(entries, placed.take(some)), seen)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """Prices rows of some entries; layer groups apart, where the space has such plans."""
@@ -181,13 +186,13 @@ class PairPricer:
             )
         return RowPricer(load=load, room=room, pricer=pricer, variants=self.variants, groups=groups)
 
-    def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> Rows:
+    def _rows(self, entries: Entries, placed: Placed) -> Rows:
         """Candidates under choices, with their quantities."""
-        accounts, policies, routes, c = (
+        at, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
+        accounts, policies, routes = (
             entries.scope.accounts,
             self.room.policies,
             entries.scope.routes,
-            block.c.take(at),
         )
         apart = self.room.apart
         bounds = (*policies, EACH) if apart else policies
@@ -204,7 +209,7 @@ class PairPricer:
             return account.on(entries.values, shapes).columns(wanted)
 
         local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        under = Under(entries.choices, keys[0])
+        under = Under(entries.chosen, keys[0])
         ticks = {
             policy: entries.bounds.ticks(policy, under, shapes[keys[1]]).take(local.shape)
             for policy in bounds
@@ -237,6 +242,7 @@ class PairPricer:
             c=c,
             sums=known,
             ticks=ticks,
+            kinds=placed.kinds,
         )
 
     def _block(

@@ -152,6 +152,22 @@ def _dividing(layers: int) -> tuple[int, ...]:
     )
 
 
+def ways(room: Space, schedule: str, chunks: int) -> tuple[bool, ...]:
+    """Whether pipelines of a schedule work breadth first in the sense of `breadth_first` (True), or
+    are among the others of the space (False); () where they are neither.
+
+    Args:
+        room: the space that is searched.
+        schedule: its name.
+        chunks: of layers on each stage.
+    """
+    first = named(schedule) in forward_first() and chunks in breadth_first(room)
+    usual = not named(schedule).staged or any(
+        (schedule, chunks) in _schedules(room, policy) for policy in room.policies
+    )
+    return (*((False,) if usual else ()), *((True,) if first else ()))
+
+
 def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
     """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
     there is none.

@@ -52,36 +52,62 @@ class Scope:
         return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
 
 
+class Chosen:
+    """Some choices, and which of them shard a component alike.
+
+    Args:
+        choices: the choices.
+    """
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self._alike: dict[tuple[str, ...], tuple[Array, list[Choice]]] = {}
+
+    def alike(self, part: tuple[str, ...]) -> tuple[Array, list[Choice]]:
+        """A number of each choice that those which shard a component alike share, and the first
+        choice of each number.
+        """
+        if part not in self._alike:
+            first: dict[Choice, int] = {}
+            numbers = [
+                first.setdefault(_within(choice, part), len(first)) for choice in self.choices
+            ]
+            self._alike[part] = np.array(numbers, dtype=np.int64), list(first)
+        return self._alike[part]
+
+
+def _within(choice: Choice, part: tuple[str, ...]) -> Choice:
+    return replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
+
+
 class Under:
     """The choice of each of some rows.
 
     Args:
-        choices: the choices.
+        chosen: the choices.
         numbers: by row.
-
-    Attributes:
-        choices: the choices.
-        used: numbers of those that some row has.
     """
 
-    def __init__(self, choices: Sequence[Choice], numbers: Array) -> None:
-        self.choices, self._numbers = choices, numbers
-        self.used: list[int] = np.flatnonzero(np.bincount(numbers, minlength=len(choices))).tolist()
-        self._where: dict[tuple[int, ...], Array] = {}
+    def __init__(self, chosen: Chosen, numbers: Array) -> None:
+        self._chosen, self._numbers = chosen, numbers
+        self._rows: dict[tuple[str, ...], list[tuple[Choice, Array | None]]] = {}
 
-    def where(self, numbers: Sequence[int]) -> Array:
-        """The rows that have one of some choices."""
-        key = tuple(numbers)
-        if key not in self._where:
-            wanted = np.zeros(len(self.choices), dtype=bool)
-            wanted[numbers] = True
-            self._where[key] = np.flatnonzero(wanted[self._numbers])
-        return self._where[key]
+    def rows(self, part: tuple[str, ...]) -> list[tuple[Choice, Array | None]]:
+        """Choices that shard a component differently, each with its rows; None for all of them."""
+        if part not in self._rows:
+            alike, first = self._chosen.alike(part)
+            which = alike[self._numbers]
+            used = np.flatnonzero(np.bincount(which)).tolist()
+            self._rows[part] = [
+                (first[number], None if len(used) == 1 else np.flatnonzero(which == number))
+                for number in used
+            ]
+        return self._rows[part]
 
 
 def alone(choice: Choice, count: int) -> Under:
     """The same choice for so many rows."""
-    return Under([choice], np.zeros(count, dtype=np.int64))
+    return Under(Chosen([choice]), np.zeros(count, dtype=np.int64))
 
 
 class Parts:
@@ -106,7 +132,6 @@ class Parts:
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
-        self._of_choice: dict[Choice, list[Array]] = {}
 
     def total(self, under: Under, at: Array) -> Array:
         """The quantities of choices on some shapes, array [quantities, shapes].
@@ -118,26 +143,14 @@ class Parts:
             at: numbers of shapes.
         """
         found = np.zeros((self._count, len(at)))
-        for number in range(1 + len(self._account.parts)):
-            alike: dict[int, tuple[Array, list[int]]] = {}
-            for choice in under.used:
-                part = self._parts_of(under.choices[choice])[number]
-                alike.setdefault(id(part), (part, []))[1].append(choice)
-            for part, numbers in alike.values():
-                if len(alike) == 1:
-                    found += part[:, at]
-                    continue
-                where = under.where(numbers)
-                found[:, where] += part[:, at[where]]
+        for part in ((), *self._account.parts):
+            for choice, where in under.rows(part):
+                quantities = self._part(part, choice)
+                if where is None:
+                    found += quantities[:, at]
+                else:
+                    found[:, where] += quantities[:, at[where]]
         return found
-
-    def _parts_of(self, choice: Choice) -> list[Array]:
-        """The quantities of every component under a choice, after those that depend on none."""
-        if choice not in self._of_choice:
-            self._of_choice[choice] = [
-                self._part(part, choice) for part in ((), *self._account.parts)
-            ]
-        return self._of_choice[choice]
 
     def least(self, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where
