@@ -25,6 +25,7 @@ from shardlib.axes import (
     Axis,
 )
 from shardlib.cost.machine.collectives import LinearCost, collective_cost
+from shardlib.cost.terms.local_sizes import distinct_rows
 from shardlib.hardware.placement import Placement, Span, gather_stages, scatter_stages
 from shardlib.hardware.topology import Topology
 
@@ -184,25 +185,23 @@ class Links:
 def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
-    numbers, known, alike = _known_costs(topology)
-    for at, placement in enumerate(placements):
-        lies = {axis: numbers.setdefault(spans, len(numbers)) for axis, spans in placement.items()}
-        for group in GROUPS:
-            where = tuple([lies.get(axis, 0) for axis in group.axes])
-            if not any(where):
-                continue
-            key = group.axes, group.of_experts, where
-            costs = known.get(key)
-            if costs is None:
-                costs = known[key] = []
-                lies_on = tuple([n for n in where if n])  # groups that lie alike cost the same
-                for number in OF_GROUP[group]:
-                    way = _way(SLOTS[number]), lies_on
-                    if way not in alike:
-                        alike[way] = slot_cost(SLOTS[number], placement, topology)
-                    costs.append((number, alike[way]))
-            for number, cost in costs:
-                latency[number, at], per_byte[number, at] = cost.latency_s, cost.seconds_per_byte
+    numbers, known = _known_costs(topology)
+    lies = {
+        axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
+        for axis in MESH_AXES
+    }
+    for group in GROUPS:
+        first, which = distinct_rows([lies[axis] for axis in group.axes])
+        for slot in OF_GROUP[group]:
+            found = np.zeros((2, len(first)))
+            for at, one in enumerate(first.tolist()):
+                # groups that lie alike cost the same, whatever their axes are
+                lie = tuple([n for axis in group.axes if (n := int(lies[axis][one]))])
+                if lie and (way := (_way(SLOTS[slot]), lie)) not in known:
+                    known[way] = slot_cost(SLOTS[slot], placements[one], topology)
+                if lie:
+                    found[:, at] = known[way].latency_s, known[way].seconds_per_byte
+            latency[slot], per_byte[slot] = found[:, which]
     return Links(latency=latency, per_byte=per_byte)
 
 
@@ -217,13 +216,12 @@ def _known_costs(
     topology: Topology,
 ) -> tuple[
     dict[tuple[Span, ...], int],
-    dict[tuple[tuple[str, ...], bool, tuple[int, ...]], list[tuple[int, LinearCost]]],
     dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost],
 ]:
-    """Numbers of where axes lie, and by those costs of groups of axes and of ways to move data:
+    """Numbers of where axes lie, and costs of ways to move data over groups of axes by those:
     filled as they are asked for, and kept for the next search on the same links.
     """
-    return {(): 0}, {}, {}
+    return {(): 0}, {}
 
 
 #: Numbers of the slots of every group.

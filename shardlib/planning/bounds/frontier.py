@@ -54,6 +54,7 @@ class Entries:
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices = [scope.choice(choice) for choice in scope.room.choices]
         self.chosen = Chosen(self.choices)
+        self._seconds = np.full(len(shape), np.nan)
         self._apart = scope.room.apart  # then the bounds do not know memory
         self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
 
@@ -129,13 +130,16 @@ class Entries:
         """
         if self._apart:
             return self.fastest[entries]
-        with np.errstate(invalid="ignore"):  # what no choice fits is infinite
-            return self._fitting.seconds(
-                {policy: tick.take(entries) for policy, tick in self._ticks.items()},
-                self._least(entries),
-                self._traffic(entries).least(),
-                self.at(entries),
-            )
+        new = entries[np.isnan(self._seconds[entries])]
+        if len(new):
+            with np.errstate(invalid="ignore"):  # what no choice fits is infinite
+                self._seconds[new] = self._fitting.seconds(
+                    {policy: tick.take(new) for policy, tick in self._ticks.items()},
+                    self._least(new),
+                    self._traffic(new).least(),
+                    self.at(new),
+                )
+        return self._seconds[entries]
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False

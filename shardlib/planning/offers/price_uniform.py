@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class RowPricer:
         if not legal.any():
             return
         zeros = {how.zero for listed in knobs.values() for how in listed}
-        ways = schedules.ways(self.room, schedule, virtual)
+        ways = self._ways(schedule, virtual)
         fitting = legal & rows.below(zeros, ways, seen.limit)
         if not fitting.any() and self.groups is None:
             return
@@ -113,6 +114,20 @@ class RowPricer:
                 rows.take(some), {p: mine[some] for p, mine in worth.items()}, ways, knobs, seen
             )
         self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
+
+    @cached_property
+    def _kinds(self) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+        """Schedules with chunks, but for breadth first, and breadth first."""
+        return schedules.usual(self.room), schedules.first(self.room)
+
+    def _ways(self, schedule: str, chunks: int) -> tuple[bool, ...]:
+        """Whether pipelines of a schedule may work breadth first (True), or otherwise (False)."""
+        usual, first = self._kinds
+        return tuple(
+            way
+            for way, listed in ((False, usual), (True, first))
+            if (schedule, chunks) in listed or (not way and not named(schedule).staged)
+        )
 
     def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
         """Offers the plans of one schedule whose layer groups differ."""
@@ -139,7 +154,7 @@ class RowPricer:
         Args:
             less: the rows.
             worth: by policy, those that may be fast enough.
-            ways: what the schedule is, see `schedules.ways`.
+            ways: see `_ways`.
             knobs: ZeRO stages and when weights are gathered, by policy.
             seen: takes the plans.
         """

@@ -15,14 +15,14 @@ each place that the axes can have. Only what none of them excludes is priced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 import numpy as np
 
 from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import Q
-from shardlib.cost.terms.local_sizes import Shapes, distinct_rows
+from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries
 from shardlib.planning.bounds.pairs import Pairs
@@ -31,6 +31,7 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Ranking
 from shardlib.planning.offers.variants import Variants
+from shardlib.planning.search.in_order import ascending, blocks, first_of_each
 from shardlib.planning.search.pair_prices import PairPricer
 from shardlib.planning.space import meshes
 from shardlib.planning.space.space import Space
@@ -39,14 +40,13 @@ from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
-#: Entries whose memory is bounded first, and of which a first block is priced; each block is so
-#: many times as large as the one before, since a better plan to compare with leaves fewer to look
-#: at.
-AHEAD, FIRST, GROWTH = 1024, 64, 12
+#: Entries whose memory is bounded first, and of which a first block is priced.
+AHEAD, FIRST = 1024, 64
 #: Pairs of the first block that is priced on the best links.
 FEW = 128
-#: Pairs that are priced on all their places at first; each time so many times as many as before.
-NEAREST, MORE = 24, 2
+#: Pairs that are priced on all their places at first; each time so many times as many as before,
+#: and many times as many after those that gave no better plan to compare with.
+NEAREST, MORE, MANY = 24, 2, 8
 #: Entries whose quickest choice is priced before all others where every entry has one place, so
 #: that there is a plan to compare with.
 SEEDS = 4
@@ -85,7 +85,8 @@ class Explorer:
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
-        self._any_plan, self._explored = any_plan, list[Entries]()
+        self._any_plan, self._explored = any_plan, dict[int, list[Entries]]()
+        self._seeded = set[int]()
         self._most = capacity * (1 + ROUNDING)
         self._uncut: float | None = None
         self._cuttable = tuple(
@@ -124,6 +125,32 @@ class Explorer:
                 fastest plan.
         """
         reach = 1 if ranking is None else slack
+        for entries in self._entries(devices, reach):
+            self._explore(entries, reach, ranking)
+
+    def seed(self, devices: int) -> None:
+        """Prices a few plans on some number of devices, on their usual places, so that there is a
+        good one to compare with before any other is priced.
+
+        Args:
+            devices: how many a plan uses.
+        """
+        for entries in self._entries(devices, 1):
+            if (
+                self.best.fastest is None and not (entries.fewest_bytes <= self._most).any()
+            ) or entries.slower(self.limit):
+                continue
+            some = ascending(entries.fastest, self.limit)[:AHEAD]
+            bounds = entries.seconds(some)
+            self._families(entries, some[ascending(bounds, self.limit)])
+            self._seeded.add(id(entries))
+
+    def _entries(self, devices: int, reach: float) -> list[Entries]:
+        """The entries on some number of devices, with experts treated in each way; none where no
+        plan is fast enough.
+        """
+        if devices in self._explored:
+            return self._explored[devices]
         least = (
             self._uncut_seconds() / devices if self.room.choices and self.room.routes else np.inf
         )
@@ -133,16 +160,14 @@ class Explorer:
             else {"micro": np.zeros(0)}
         )
         if not len(sizes["micro"]):
-            return
+            return []
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes)
-        for routes in sorted(
-            self.room.routes, reverse=True
-        ):  # routed experts are hardly ever slower
-            self._explored.append(
-                Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
-            )
-            self._explore(self._explored[-1], reach, ranking)
+        self._explored[devices] = [
+            Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
+            for routes in sorted(self.room.routes, reverse=True)  # hardly ever slower
+        ]
+        return self._explored[devices]
 
     def _uncut_seconds(self) -> float:
         """Seconds of the kernels of the uncut step on one device; spread equally, no plan beats
@@ -181,8 +206,8 @@ class Explorer:
             self.best.counts["bound"] += len(entries)
             return
         fastest, done = entries.fastest, 0
-        order = np.argsort(fastest, kind="stable")[: int(np.isfinite(fastest).sum())]
-        for start, end in _blocks(AHEAD, len(order)):
+        order = ascending(fastest, np.inf)
+        for start, end in blocks(AHEAD, len(order)):
             if fastest[order[start]] >= self.limit * reach:
                 break
             block, done = order[start:end], end
@@ -195,13 +220,16 @@ class Explorer:
         """Prices those of some entries that could fit, in the order of a bound of what does."""
         bounds = entries.seconds(some)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
-        below = np.flatnonzero(bounds < self.limit * reach)
-        some = some[below[np.argsort(bounds[below], kind="stable")]]
-        flat = len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
-        if ranking is not None or flat:
-            self._in_order(entries, some, np.sort(bounds[below]), reach, ranking)
+        order = ascending(bounds, self.limit * reach)
+        if ranking is not None or self.flat:
+            self._in_order(entries, some[order], bounds[order], reach, ranking)
         else:
-            self._narrowed(entries, some, np.sort(bounds[below]))
+            self._narrowed(entries, some[order], bounds[order])
+
+    @property
+    def flat(self) -> bool:
+        """Whether all links are alike, so that a mesh has one place."""
+        return len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
 
     def _in_order(
         self,
@@ -213,7 +241,7 @@ class Explorer:
     ) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
         self._pairs.price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
-        for start, end in _blocks(FIRST, len(order)):
+        for start, end in blocks(FIRST, len(order)):
             limit = self.limit * reach
             self._pairs.price(
                 entries,
@@ -226,14 +254,19 @@ class Explorer:
         """Prices a few entries on their usual place first, so that there is a good plan to compare
         with, and then those that no bound excludes on every place that they can have.
         """
-        families = _first_of_each(entries, order, FAMILY)
-        for some in (families, order[:FIRST]):
-            self._settle(entries, entries.pairs(some, self.limit), usual=True)
-        for start, end in _blocks(FIRST, len(order)):
+        if id(entries) not in self._seeded:
+            self._families(entries, order)
+        self._seeded.discard(id(entries))
+        for start, end in blocks(FIRST, len(order)):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            for begin, until in _blocks(FEW, len(found)):
+            for begin, until in blocks(FEW, len(found)):
                 some = found.after(begin).first(until - begin).below(self.limit)
                 self._settle(entries, some)
+
+    def _families(self, entries: Entries, order: Array) -> None:
+        """Prices the first of every family on their usual place."""
+        families = order[first_of_each(entries.at(order), FAMILY)]
+        self._settle(entries, entries.pairs(families, self.limit), usual=True)
 
     def _settle(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> None:
         """Prices pairs on every place that they can have, or on the usual one, in the order of
@@ -241,20 +274,20 @@ class Explorer:
         """
         placed, size = self._pairs.bounded(entries, pairs, usual=usual), NEAREST
         while placed is not None and len(placed := placed.below(self.limit)):
-            self._pairs.price_placed(
-                entries, placed.take(np.arange(min(size, len(placed)))), 1, None
-            )
-            placed, size = placed.take(np.arange(min(size, len(placed)), len(placed))), size * MORE
+            known, count = self.limit, min(size, len(placed))
+            self._pairs.price_placed(entries, placed.take(np.arange(count)), 1, None)
+            placed = placed.take(np.arange(count, len(placed)))
+            size *= MORE if self.limit < known else MANY
 
     def minimum_memory(self) -> None:
         """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
         memory does not depend on places.
         """
         best = self.best
-        for entries in self._explored:
+        for entries in itertools.chain.from_iterable(self._explored.values()):
             bounds = entries.fewest_bytes
             order = np.argsort(bounds, kind="stable")
-            for start, end in _blocks(FIRST, len(order)):
+            for start, end in blocks(FIRST, len(order)):
                 block = order[start:end]
                 pairs, size = (
                     entries.pairs(
@@ -267,17 +300,3 @@ class Explorer:
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
-
-
-def _first_of_each(entries: Entries, order: Array, axes: tuple[str, ...]) -> Array:
-    """The first of some entries with each combination of sizes of some axes."""
-    sizes = entries.at(order)
-    return order[distinct_rows([sizes[axis] for axis in axes])[0]]
-
-
-def _blocks(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of growing blocks of so many in all."""
-    start, size = 0, first
-    while start < count:
-        yield start, min(start + size, count)
-        start, size = start + size, size * GROWTH

@@ -142,6 +142,11 @@ def priced_space(
                     any_plan=any_plan,
                 )
             runs.append((devices if counts else 0, explorers[machine]))
+    if ranking is None and not any_plan:
+        most = max(devices for devices, _ in runs)
+        for devices, explorer in runs:
+            if 0 < devices == most and not explorer.flat:
+                explorer.seed(devices)
     for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
         if devices:
             explorer.run(devices, ranking, slack)

@@ -152,20 +152,15 @@ def _dividing(layers: int) -> tuple[int, ...]:
     )
 
 
-def ways(room: Space, schedule: str, chunks: int) -> tuple[bool, ...]:
-    """Whether pipelines of a schedule work breadth first in the sense of `breadth_first` (True), or
-    are among the others of the space (False); () where they are neither.
+def usual(room: Space) -> set[tuple[str, int]]:
+    """Every schedule with its chunks of layers on a stage, but for `breadth_first`."""
+    return {one for policy in room.policies for one in _schedules(room, policy)}
 
-    Args:
-        room: the space that is searched.
-        schedule: its name.
-        chunks: of layers on each stage.
-    """
-    first = named(schedule) in forward_first() and chunks in breadth_first(room)
-    usual = not named(schedule).staged or any(
-        (schedule, chunks) in _schedules(room, policy) for policy in room.policies
-    )
-    return (*((False,) if usual else ()), *((True,) if first else ()))
+
+def first(room: Space) -> set[tuple[str, int]]:
+    """Every schedule of `breadth_first` with its chunks."""
+    chunks = breadth_first(room)
+    return {(schedule.name, most) for schedule in forward_first() for most in chunks}
 
 
 def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:

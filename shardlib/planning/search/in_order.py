@@ -1,0 +1,43 @@
+"""Candidates in the order of their bounds, and in growing blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from shardlib.cost.terms.local_sizes import distinct_rows
+
+Array = np.ndarray
+#: Each block is so many times as large as the one before, since a better plan to compare with
+#: leaves fewer to look at.
+GROWTH = 12
+
+
+def ascending(bounds: Array, limit: float) -> Array:
+    """Positions of the bounds below a limit, the least first."""
+    below = np.flatnonzero(bounds < limit)
+    return below[np.argsort(bounds[below], kind="stable")]
+
+
+def first_of_each(sizes: Mapping[str, Array], axes: tuple[str, ...]) -> Array:
+    """Positions of the first candidates with each combination of sizes of some axes.
+
+    Args:
+        sizes: of mesh axes, by candidate.
+        axes: names of some.
+    """
+    return distinct_rows([sizes[axis] for axis in axes])[0]
+
+
+def blocks(first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of growing blocks of so many in all.
+
+    Args:
+        first: size of the first block.
+        count: of all blocks together.
+    """
+    start, size = 0, first
+    while start < count:
+        yield start, min(start + size, count)
+        start, size = start + size, size * GROWTH
