@@ -141,8 +141,7 @@ class Explorer:
             ) or entries.slower(self.limit):
                 continue
             some = ascending(entries.fastest, self.limit)[:AHEAD]
-            bounds = entries.seconds(some)
-            self._families(entries, some[ascending(bounds, self.limit)])
+            self._families(entries, some[ascending(entries.seconds(some), self.limit)])
             self._seeded.add(id(entries))
 
     def _entries(self, devices: int, reach: float) -> list[Entries]:
@@ -151,14 +150,10 @@ class Explorer:
         """
         if devices in self._explored:
             return self._explored[devices]
-        least = (
-            self._uncut_seconds() / devices if self.room.choices and self.room.routes else np.inf
-        )
-        sizes = (
-            meshes.sizes(self.room, self.load.colouring, devices)
-            if least < self.limit * reach
-            else {"micro": np.zeros(0)}
-        )
+        some = self.room.choices and self.room.routes
+        if not some or self._uncut_seconds() / devices >= self.limit * reach:
+            return []
+        sizes = meshes.sizes(self.room, self.load.colouring, devices)
         if not len(sizes["micro"]):
             return []
         shapes, shape = distinct(sizes)
