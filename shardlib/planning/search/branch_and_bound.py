@@ -15,14 +15,12 @@ each place that the axes can have. Only what none of them excludes is priced.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
 from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.tables.quantities import Q
-from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries
 from shardlib.planning.bounds.pairs import Pairs
@@ -33,11 +31,11 @@ from shardlib.planning.offers.ranking import Ranking
 from shardlib.planning.offers.variants import Variants
 from shardlib.planning.search.in_order import ascending, blocks, first_of_each
 from shardlib.planning.search.pair_prices import PairPricer
+from shardlib.planning.search.uncut import Uncut
 from shardlib.planning.space import meshes
 from shardlib.planning.space.space import Space
 from shardlib.planning.space.table_components import Scope
 from shardlib.planning.space.workload import Workload
-from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
 #: Entries whose memory is bounded first, and of which a first block is priced.
@@ -82,13 +80,14 @@ class Explorer:
         any_plan: bool = False,
     ) -> None:
         self.load, self.room, self.pricer = load, room, Pricer(topology, load.profile)
+        self._uncut = Uncut(load=load, room=room, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
         self._any_plan, self._explored = any_plan, dict[int, list[Entries]]()
         self._seeded = set[int]()
         self._most = capacity * (1 + ROUNDING)
-        self._uncut: float | None = None
+        self._large = set[int]()
         self._cuttable = tuple(
             dict.fromkeys(
                 [*room.tensor, *(name for choice in room.choices for name in choice.tensor)]
@@ -151,8 +150,15 @@ class Explorer:
         if devices in self._explored:
             return self._explored[devices]
         some = self.room.choices and self.room.routes
-        if not some or self._uncut_seconds() / devices >= self.limit * reach:
+        if not some or self._uncut.seconds / devices >= self.limit * reach:
             return []
+        if self.best.fastest is None and self._uncut.resting_bytes / devices > self._most:
+            self._large.add(devices)
+            return []
+        return self._made(devices)
+
+    def _made(self, devices: int) -> list[Entries]:
+        """See `_entries`."""
         sizes = meshes.sizes(self.room, self.load.colouring, devices)
         if not len(sizes["micro"]):
             return []
@@ -163,28 +169,6 @@ class Explorer:
             for routes in sorted(self.room.routes, reverse=True)  # hardly ever slower
         ]
         return self._explored[devices]
-
-    def _uncut_seconds(self) -> float:
-        """Seconds of the kernels of the uncut step on one device; spread equally, no plan beats
-        them, since the largest kernels are the most efficient.
-        """
-        if self._uncut is None:
-            one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-            values = self.pricer.values(
-                self.load.ledger.book,
-                Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one),
-            )
-            scopes = [self._scope(routes) for routes in self.room.routes]
-            totals = [
-                self.load.ledger.uncut((policy, scope.routes))
-                .on(values, zero)
-                .total(scope.choice(Choice(batch=self.load.colouring.batch_colour)))[0]
-                for scope in scopes
-                for policy in self.room.policies
-            ]
-            seconds = np.stack([self.pricer.corrected(total)[:, Q.COMPUTE, 0] for total in totals])
-            self._uncut = float(seconds.min(0).sum() if self.room.apart else seconds.sum(1).min())
-        return self._uncut
 
     def _scope(self, routes: bool) -> Scope:
         along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
@@ -274,12 +258,18 @@ class Explorer:
             placed = placed.take(np.arange(count, len(placed)))
             size *= MORE if self.limit < known else MANY
 
+    def _leanest_first(self) -> Iterator[Entries]:
+        """All entries that may have the minimum-memory plan, those on the most devices first."""
+        for devices in sorted({*self._explored, *self._large}, reverse=True):
+            if self._uncut.resting_bytes / devices < self.best.minimum_memory_bytes:
+                yield from self._explored.get(devices) or self._made(devices)
+
     def minimum_memory(self) -> None:
         """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
         memory does not depend on places.
         """
         best = self.best
-        for entries in itertools.chain.from_iterable(self._explored.values()):
+        for entries in self._leanest_first():
             bounds = entries.fewest_bytes
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST, len(order)):

@@ -241,13 +241,15 @@ class Ledger:
         """The measures."""
         return self._charged.book
 
-    def uncut(self, key: tuple[str, bool]) -> Account:
-        """The account of the work of a program where the tensor axis shards nothing.
+    def uncut(self, key: tuple[str, bool] | None) -> Account:
+        """The account of the work of a program where the tensor axis shards nothing, or of what
+        rests.
 
         Args:
-            key: remat policy, and whether tokens are routed.
+            key: remat policy, and whether tokens are routed; None for what rests.
         """
-        groups = self._grouped([self._work[key]], self._fixed)
+        items = self._rest if key is None else self._work[key]
+        groups = self._grouped([items], self._fixed)
         return Account(lists=1, segments=self._segments, groups=groups, parts=())
 
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
