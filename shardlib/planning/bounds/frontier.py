@@ -26,6 +26,8 @@ from shardlib.planning.space.table_components import Chosen, Scope, Under
 Array = np.ndarray
 #: Components of the colours that are added up, one after the other, before all of them are.
 FIRST_COMPONENTS = 2
+#: So many shapes have their memory bounded together, and not those of some entries alone.
+FEW = 2048
 
 
 class Entries:
@@ -91,7 +93,14 @@ class Entries:
         """
         return self._fitting.fastest(self._ticks, self.sizes)
 
+    @cached_property
+    def _footprints_of_all(self) -> Footprints:
+        every = np.arange(len(self.values.shapes))
+        return Footprints(self.scope, self._pricer, self.values, every)
+
     def _footprints(self, entries: Array) -> Footprints:
+        if len(self.values.shapes) <= FEW or "_footprints_of_all" in self.__dict__:
+            return self._footprints_of_all
         return Footprints(self.scope, self._pricer, self.values, np.unique(self.shape[entries]))
 
     def _traffic(self, entries: Array) -> Traffic:
@@ -99,10 +108,8 @@ class Entries:
 
     def _least(self, entries: Array) -> dict[str, Footprint]:
         """The least that any choice takes, by policy; infinite where no choice fits."""
-        found, (_, which) = (
-            self._footprints(entries),
-            np.unique(self.shape[entries], return_inverse=True),
-        )
+        found = self._footprints(entries)
+        which = np.searchsorted(found.at, self.shape[entries])
         rest, points = found.least()
         return {
             policy: found.of(rest[:, which], points[policy][:, which], self.at(entries))
@@ -114,6 +121,7 @@ class Entries:
         """Bytes that no plan undercuts, by entry; infinite where no choice fits."""
         if self._apart:
             return np.where(np.isfinite(self.fastest), 0.0, np.inf)
+        _ = self._footprints_of_all  # which later bounds of memory share
         return self.leanest(np.arange(len(self)))
 
     def leanest(self, entries: Array) -> Array:

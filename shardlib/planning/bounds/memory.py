@@ -115,7 +115,7 @@ class Footprints:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values, at: Array) -> None:
         self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
-        self._room, self._at, accounts = scope.room, at, scope.accounts
+        self._room, self.at, accounts = scope.room, at, scope.accounts
         shapes = values.shapes.take(at)
 
         def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
@@ -150,7 +150,7 @@ class Footprints:
         Returns:
             Bytes of all moments of the step, and by remat policy.
         """
-        where = np.searchsorted(self._at, shapes)
+        where = np.searchsorted(self.at, shapes)
         return self._rest.total(under, where), {
             policy: parts.total(under, where) for policy, parts in self._points.items()
         }

@@ -132,6 +132,7 @@ class Parts:
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
+        self._leasts: dict[int | None, Array] = {}
 
     def total(self, under: Under, at: Array) -> Array:
         """The quantities of choices on some shapes, array [quantities, shapes].
@@ -160,6 +161,12 @@ class Parts:
             first: leave out all but so many components of the colours that the tensor axis may
                 shard, which can only be less.
         """
+        if first not in self._leasts:
+            self._leasts[first] = self._found_least(first)
+        return self._leasts[first]
+
+    def _found_least(self, first: int | None) -> Array:
+        """See `least`."""
         choices = self._scope.room.choices
         found = np.full((self._count, len(self._tensor)), np.inf)
         for flag in dict.fromkeys(choice.sequence for choice in choices):
