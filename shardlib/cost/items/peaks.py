@@ -59,7 +59,12 @@ def peaks(
     alive = levels(
         facts.graph,
         when,
-        [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS],
+        [
+            sizes * np.array([parts.get(life.part, 1.0) for life in all_lives])
+            for choice in choices
+            for sizes in [_sizes(facts, all_lives, choice)]
+            for parts in _WEIGHTS
+        ],
     )
     made: dict[int, Item] = {}
 
@@ -93,18 +98,15 @@ def peaks(
     )
 
 
-def _weighed(
-    facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]
-) -> np.ndarray:
+def _sizes(facts: Facts, all_lives: list[Life], choice: Choice) -> np.ndarray:
     """Bytes of every life if each kind of cut divides by 64."""
-    sizes = (
-        facts.graph.values[life.value].bytes
-        * life.share
-        / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
-        for life in all_lives
-    )
     return np.array(
-        [size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)]
+        [
+            facts.graph.values[life.value].bytes
+            * life.share
+            / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
+            for life in all_lives
+        ]
     )
 
 

@@ -135,9 +135,9 @@ class Explorer:
             devices: how many a plan uses.
         """
         for entries in self._entries(devices, 1):
-            if (
-                self.best.fastest is None and not (entries.fewest_bytes <= self._most).any()
-            ) or entries.slower(self.limit):
+            if (self.best.fastest is None and not (entries.fewest_bytes <= self._most).any()) or (
+                np.isfinite(self.limit) and entries.slower(self.limit)
+            ):
                 continue
             some = ascending(entries.fastest, self.limit)[:AHEAD]
             self._families(entries, some[ascending(entries.seconds(some), self.limit)])
