@@ -231,9 +231,9 @@ class Ledger:
         self._work, self._points, self._rest = work, points, rest
         self._segments, self._fixed = classes + 2, fixed
         self._charged = Charged(Book(), profile, classes + 2) if beside is None else beside._charged
-        self._groups: dict[tuple[frozenset[str], tuple[int, ...]], tuple[Group, ...]] = (
-            {} if beside is None else beside._groups
-        )
+        self._groups: dict[
+            tuple[frozenset[str], tuple[int, ...]], tuple[Sequence[list[Item]], tuple[Group, ...]]
+        ] = {} if beside is None else beside._groups
         self._known: dict[tuple[str, ...], Accounts] = {}
 
     @property
@@ -281,8 +281,10 @@ class Ledger:
         return self._known[cuttable]
 
     def _grouped(self, lists: Sequence[list[Item]], relevant: frozenset[str]) -> tuple[Group, ...]:
-        """See `grouped`; the same lists are grouped once."""
+        """See `grouped`; the same lists are grouped once, and kept, as their identity is what they
+        are known by.
+        """
         key = relevant, tuple(map(id, lists))
         if key not in self._groups:
-            self._groups[key] = grouped(lists, relevant, self._charged)
-        return self._groups[key]
+            self._groups[key] = lists, grouped(lists, relevant, self._charged)
+        return self._groups[key][1]

@@ -67,7 +67,11 @@ class Workload:
         def points() -> dict[tuple[str, bool], tuple[list[Item], ...]]:
             return {key: program.points for key, program in self.programs.items()}
 
-        beside = None if self.beside is None else self.beside.ledger
+        beside = None
+        if self.beside is not None and self.profile == replace(
+            self.beside.profile, attention=self.profile.attention
+        ):
+            beside = self.beside.ledger
         return Ledger(
             work,
             points,
