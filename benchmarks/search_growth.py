@@ -34,13 +34,15 @@ from shardlib.planning.space.workload import Workload, prepare
 
 #: (model, topology, batch, tokens): growth with devices, and the two largest.
 DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1024)] + [
+    ("llama3-70b", "16384*h100:8", 16384, 8192),
     ("llama3-405b", "2048*h100:8", 2048, 8192),
     ("llama3-405b", "v5p:16x16x32", 2048, 8192),
     ("1t-moe", "v5p:8x8x8", 512, 4096),
     ("1t-moe", "2048*h100:8", 4096, 4096),
+    ("deepseek-v3", "256*h100:8", 4096, 4096),
 ]
 #: Layers of a Llama 3 70B on 1,024 GPUs.
-LAYERS = (8, 20, 80, 320)
+LAYERS = (8, 20, 80, 320, 512)
 
 
 def traced(config: TransformerConfig, batch: int, seq: int) -> tuple[Workload, dict[str, float]]:
