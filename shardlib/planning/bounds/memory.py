@@ -51,7 +51,8 @@ class Footprint:
         state: of the optimizer.
         occupied: what a step makes.
         bare: what it makes with all stacks of activations in host memory.
-        turns: times that the stacks that are there at once are made in a step, at least.
+        turns: times that the stacks that are there at once are made in a step, at least, over
+            their part of the heap.
         breadth_first: the same where stages remember all microbatches that are in the pipeline
             together; None where no pipeline does so unless that is pinned.
         whole: bytes more where parameters, kept gradients, and state are stored replicated.
@@ -237,7 +238,7 @@ class Footprints:
             state=state,
             occupied=heap * (stacks * flying + others).max(0),
             bare=heap * (lacking * most * self._fullest(stages) + others).max(0),
-            turns=micro / most,
+            turns=micro / most / heap_share(self._pricer, stages),
         )
 
     def _fullest(self, stages: Array) -> Array:
