@@ -19,7 +19,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module's syntax tree, walked once."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
     """Modules of the package that a module imports anywhere."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -124,7 +130,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 def definitions(paths: list[Path]) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
     """Classes and functions, with where they stand."""
     for path in paths:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 
@@ -265,26 +271,24 @@ def uses_of_any(modules: dict[str, Path]) -> dict[str, Any]:
     the names that stand for it.
     """
 
-    def count(*nodes: ast.AST | None) -> int:
-        return sum(
-            isinstance(one, ast.Name) and one.id == "Any"
-            for node in nodes
-            if node is not None
-            for one in ast.walk(node)
-        )
+    def any_among(found: Iterable[ast.AST]) -> int:
+        return sum(isinstance(one, ast.Name) and one.id == "Any" for one in found)
+
+    def count(*roots: ast.AST | None) -> int:
+        return sum(any_among(ast.walk(root)) for root in roots if root is not None)
 
     trees = [parsed(path) for path in modules.values()]
     signatures = sum(count(node.args, node.returns) for tree in trees for _, node in public(tree))
     in_fields = sum(
         count(one.annotation)
-        for tree in trees
-        for node in ast.walk(tree)
+        for path in modules.values()
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         for one in node.body
         if isinstance(one, ast.AnnAssign)
     )
     return {
-        "everywhere": sum(map(count, trees)),
+        "everywhere": sum(any_among(nodes(path)) for path in modules.values()),
         "signatures of public functions": signatures,
         "fields of public classes": in_fields,
         "names that stand for it": sorted(one for tree in trees for one in stands_for_any(tree)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from benchmarks.house import nodes
 
 PACKAGE = Path(__file__).parents[1] / "shardlib"
 FLOORS = {
@@ -96,9 +98,9 @@ def module_of(path: Path) -> str:
     return ".".join(["shardlib", *path.relative_to(PACKAGE).with_suffix("").parts])
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+def imports(statements: Iterable[ast.AST]) -> Iterator[str]:
     """Dotted names that some statement of a file imports, wherever in the file it stands."""
-    for node in ast.walk(tree):
+    for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -106,14 +108,14 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def faults(path: Path, source: str) -> list[str]:
+def faults(path: Path, statements: Sequence[ast.AST]) -> list[str]:
     """What is wrong with one file."""
-    tree, module = ast.parse(source), module_of(path)
+    module = module_of(path)
     floor = FLOOR.get(room_of(module))
     if floor is None:
         return [f"the room {room_of(module)!r} is on no floor"]
     found: list[str] = []
-    for name in imports(tree):
+    for name in imports(statements):
         if any(name == banned or name.startswith(f"{banned}.") for banned in BANNED_MODULES):
             found.append(f"imports {name}, which is private or deprecated")
         if name.split(".")[0] in JAX and floor < NO_JAX_BELOW:
@@ -124,7 +126,7 @@ def faults(path: Path, source: str) -> list[str]:
             other = FLOOR.get(room_of(name))
             if other is not None and other > floor:
                 found.append(f"floor {floor} imports {name} from floor {other}")
-    for node in ast.walk(tree):
+    for node in statements:
         if isinstance(node, ast.Attribute) and (node.attr in BANNED_NAMES or node.attr == "_src"):
             found.append(f"line {node.lineno}: uses .{node.attr}")
     return found
@@ -139,8 +141,7 @@ def edges() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
         names = {
-            name if name in modules else name.rpartition(".")[0]
-            for name in imports(ast.parse(path.read_text()))
+            name if name in modules else name.rpartition(".")[0] for name in imports(nodes(path))
         }
         found[module] = {name for name in names if name in modules and name != module}
     return found
@@ -212,7 +213,7 @@ def test_rooms_are_small_and_say_what_they_hold(folder: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 def test_file_keeps_the_rules(path: Path):
-    assert faults(path, path.read_text()) == []
+    assert faults(path, nodes(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_file_keeps_the_rules(path: Path):
     ],
 )
 def test_faults_are_found(where: str, source: str, fault: str):
-    assert faults(PACKAGE / where, source) == [fault]
+    assert faults(PACKAGE / where, tuple(ast.walk(ast.parse(source)))) == [fault]
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ import pytest
 from shardlib.planning.plan import Plan
 
 
+@pytest.mark.long
 def test_replan_for_a_machine_that_lost_a_host(shell, made: Path, tmp_path: Path):
     out_file = tmp_path / "smaller.json"
     code, out, err = shell(

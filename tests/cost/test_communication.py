@@ -92,6 +92,7 @@ def test_attention_that_is_written_out_gathers_keys_and_values_and_exchanges_no_
     assert keys_and_values <= found["all-gather", ("tensor",)] <= 1.3 * keys_and_values
 
 
+@pytest.mark.long
 def test_gradients_of_scales_are_summed_over_all_axes_at_once():
     found, scales = planned("dense"), (2 * LAYERS + 1) * EMBED * 4
     assert found["all-reduce", ("fsdp", "tensor")] == scales
@@ -112,6 +113,7 @@ def test_tokens_are_gathered_for_experts_whose_width_is_sharded_and_sums_are_sca
     assert scattered == pytest.approx(2 * LAYERS * TOKENS / 4)
 
 
+@pytest.mark.long
 def test_each_use_of_a_table_scatters_its_gradient_and_one_reduction_sums_both():
     """The lookup's is in float32, the head's in 16 bits."""
     table = VOCAB * EMBED

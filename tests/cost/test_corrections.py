@@ -285,6 +285,7 @@ def test_a_margin_is_at_least_one(factor: object):
         replace(topology("h100:8"), corrections=(("margin", factor),))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 def test_a_plan_leaves_the_margin_free_and_says_so():
     where = topology("h100:4")
     free = planner.search(workload().problem, without_margin(where), load=workload())

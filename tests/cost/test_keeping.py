@@ -149,6 +149,7 @@ def test_copies_beside_attention_and_results_in_host_memory() -> None:
     assert kept - hosted == 2 * 2 * TOKENS * CONFIGS["windows"].embed
 
 
+@pytest.mark.long
 def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
     rules = {
         "batch": ("data", "fsdp"),
@@ -241,6 +242,7 @@ def test_stages_that_gather_once_a_step_hold_everything_whole() -> None:
     assert alone[0] == alone[1]
 
 
+@pytest.mark.long
 def test_ends_that_stay_gathered() -> None:
     pins = {"mesh": {"fsdp": 2}, "zero": 3}
     once, stay = (
@@ -321,6 +323,7 @@ def test_words_of_results_are_checked() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_pinned_number_of_layers_recomputes_and_the_others_do_not() -> None:
     none, some, full = (
         planned(HAND, "windows", **pins).estimate

@@ -100,6 +100,7 @@ def over_tensor(plan, *kinds):
     ]
 
 
+@pytest.mark.long
 def test_all_messages_but_the_first_hide():
     before, after = (planned("h100:4", 4, word) for word in ("none", "loop"))
     gone, sent = (
@@ -152,6 +153,7 @@ def test_both_are_chosen_somewhere():
     } == {"none", "loop"}
 
 
+@pytest.mark.long
 def test_loops_are_for_those_who_ask():
     assert planned("v5p:2x2x2", 8, None).estimate == planned("v5p:2x2x2", 8, "none").estimate
     assert (

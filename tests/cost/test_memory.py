@@ -208,6 +208,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     ), "a stage launches its part, and the pipeline waits for it"
 
 
+@pytest.mark.long
 def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
     place, decision = (
         topology("h100:4"),

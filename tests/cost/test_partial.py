@@ -149,6 +149,7 @@ def test_there_are_no_matmuls_and_reductions_for_gradients_of_the_base():
     assert some.estimate.step_seconds < 0.85 * every.estimate.step_seconds
 
 
+@pytest.mark.long
 def test_the_step_graph_has_gradients_of_the_adapters_alone():
     problem = traced_problem(Model, loss, optax.adamw(1e-4), BATCH, wrt=nnx.LoRAParam)
     for step in problem.steps.values():

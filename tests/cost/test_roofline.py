@@ -65,6 +65,7 @@ def seconds(term: Compute, constants: Efficiency, ways: int = 1) -> float:
     )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(
     shape=st.tuples(SIZES, SIZES, SIZES, st.integers(1, 64)),
@@ -91,6 +92,7 @@ def test_no_matmul_is_faster_than_the_roofline(
     ) * (1 - 1e-12)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(
     shape=st.tuples(SIZES, SIZES, SIZES),

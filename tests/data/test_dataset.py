@@ -180,6 +180,7 @@ def _held(number: int) -> tuple[int, int]:
     return end - LENGTHS[number] // 20, end
 
 
+@pytest.mark.long
 def test_grain_goes_on_from_examples(folder: Path):
     data = read(folder, seq=SEQ)
     elements, batch = data.grain(), data.batch(5, 3)

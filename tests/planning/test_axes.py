@@ -113,6 +113,7 @@ def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
     )  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
 
 
+@pytest.mark.long
 def test_keys_and_values_go_around_the_context() -> None:
     """Forward, each device gathers keys and values of batch x seq x heads x head_dim; their
     gradients come back as reduce-scatters of the same arrays (arXiv:2310.01889).

@@ -177,6 +177,7 @@ def test_pins_that_make_no_sense_are_errors(pin: object, message: str) -> None:
     assert message in str(raised.value)
 
 
+@pytest.mark.long
 def test_one_class_is_told_in_the_words_for_all() -> None:
     load = prepare(worlds.layers(batch=2, depth=4))
     (name,) = load.class_names

@@ -125,6 +125,7 @@ def test_plans_say_their_dtypes_and_pins_fix_them() -> None:
     assert one.why_not(moment_dtype="float16").count("dtypes") == 2
 
 
+@pytest.mark.long
 def test_a_quick_replan_keeps_dtypes_and_moves_the_bytes_that_they_take() -> None:
     load = _load()
     plan = planner.search(

@@ -120,6 +120,7 @@ def planned(costs: Costs, devices: list[Device]) -> EdgePlan | None:
         return None
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(drawn=problems())
 def test_the_plan_is_the_best_of_all_cuts_orders_and_subsets(

@@ -83,6 +83,7 @@ def test_a_plan_pinned_to_itself_is_itself(where: str):
     )
 
 
+@pytest.mark.long
 def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
     plan = planned("h100:8")
     needed = math.ceil(plan.estimate.device_bytes.peak * margin(plan.source.topology))
@@ -115,6 +116,7 @@ def test_alternatives_are_the_next_times_of_the_ranking():
         )
 
 
+@pytest.mark.long
 def test_alternatives_differ_in_what_they_say():
     plan = planned("h100:8")
     for one, entry in itertools.product(plan.alternatives(3), ranked("h100:8")):
@@ -131,6 +133,7 @@ def test_alternatives_differ_in_what_they_say():
             break
 
 
+@pytest.mark.long
 def test_alternatives_of_a_slower_plan_start_with_the_best():
     best = planned("h100:8")
     slower = planned("h100:8", {"mesh": {"tensor": 4, "data": 2}})
@@ -183,6 +186,7 @@ def test_memory_does_not_bind_where_everything_fits():
     assert not found.staircase and not [one for one in found.binding if one.kind == "memory"]
 
 
+@pytest.mark.long
 def test_memory_binds_where_a_faster_plan_does_not_fit():
     found = planned(tight("h100:2", 0.6)).constraints()
     (memory,) = [one for one in found.binding if one.kind == "memory"]

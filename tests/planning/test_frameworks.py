@@ -102,6 +102,7 @@ def test_a_framework_is_no_faster_with_less_freedom(name: str) -> None:
     assert plan(name).estimate.step_seconds >= best * (1 - 1e-9)
 
 
+@pytest.mark.long
 def test_plans_are_those_of_the_profile() -> None:
     fixed: dict[str, Any] = {"mesh": {"fsdp": 16}, "zero": 3, "remat": "full"}
     made = plan("maxtext", TPUS, **fixed)
@@ -113,6 +114,7 @@ def test_plans_are_those_of_the_profile() -> None:
     assert stored == {"bfloat16"}, "Megatron stores half precision, masters among its state"
 
 
+@pytest.mark.long
 def test_plans_of_frameworks_are_stored() -> None:
     made = plan("torchtitan", mesh={"fsdp": 16}, zero=3)
     again = Plan.from_json(made.to_json())
@@ -155,6 +157,7 @@ def test_megatron_flags() -> None:
     ]
 
 
+@pytest.mark.long
 def test_maxtext_options_tell_links_apart() -> None:
     made = plan("maxtext", "2*v5e:4x4", mesh={"data": 2, "fsdp": 8, "tensor": 2}, zero=3)
     found = yaml.safe_load(made.emit())
@@ -250,6 +253,7 @@ def test_releases_can_do_what_their_framework_can() -> None:
     assert named <= {*framework_profiles()}
 
 
+@pytest.mark.long
 def test_what_cannot_be_written_is_said() -> None:
     with pytest.raises(PlanError, match="made for programs of shardlib, which need no"):
         search(

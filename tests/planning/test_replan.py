@@ -189,6 +189,7 @@ def test_a_replan_adds_up(old: str, new: str, pin: dict[str, object] | None):
     assert change.plan.estimate.tokens == plan.estimate.tokens
 
 
+@pytest.mark.long
 def test_the_same_machine_moves_nothing():
     change = planned("h100:8").replan("h100:8")
     assert (
@@ -202,6 +203,7 @@ def test_the_same_machine_moves_nothing():
     )
 
 
+@pytest.mark.long
 def test_what_is_cut_over_lost_hosts_is_lost():
     cut = planned("2*h100:4", {"mesh": {"fsdp": 8}, "zero": 3}).replan("h100:4")
     state = [part for part in cut.parts if part.old.axes]
@@ -240,6 +242,7 @@ def test_the_global_batch_stays_and_the_text_says_how():
     assert change.slowdown > 1
 
 
+@pytest.mark.long
 def test_an_odd_number_of_hosts_is_never_slower_than_its_even_part():
     change = planned("4*h100:2").replan("3*h100:2")
     assert change.plan.estimate.step_seconds <= planned("2*h100:2").estimate.step_seconds * (
@@ -251,6 +254,7 @@ def test_an_odd_number_of_hosts_is_never_slower_than_its_even_part():
     )
 
 
+@pytest.mark.long
 def test_growth_and_other_chips_are_said():
     grown = planned("h100:4").replan("h100:8")
     assert (
@@ -269,6 +273,7 @@ def test_growth_and_other_chips_are_said():
     assert google.plan.topology == "v5e:2x2"
 
 
+@pytest.mark.long
 def test_a_pinned_mesh_that_does_not_fit_is_given_up_and_said():
     change = planned("h100:8", {"mesh": {"data": 8}}).replan("h100:4")
     assert (
@@ -309,6 +314,7 @@ def test_bad_questions():
     assert caught.value.short_bytes > 0
 
 
+@pytest.mark.long
 def test_json_and_width():
     change = planned("4*h100:2", {"mesh.tensor": 2}).replan("3*h100:2")
     data = json.loads(json.dumps(change.to_json()))

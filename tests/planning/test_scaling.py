@@ -119,6 +119,7 @@ def test_machines_that_hold_no_plan_are_points_too():
     assert nothing.enough is None and "No machine holds the model." in str(nothing)
 
 
+@pytest.mark.long
 def test_a_world_that_does_not_fit_says_how_much_is_lacking():
     leanest = min(  # what is short of memory may put something into that of the host
         entry.peak_bytes

@@ -262,6 +262,7 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
     assert source_of(apart).why_not({"remat": "full"}).accumulation == 2
 
 
+@pytest.mark.long
 def test_plans_of_one_group_keep_their_identity() -> None:
     plan = planner.search(world_of("layers"), "h100:8", load=load_of("layers"))
     text = plan.to_json()
@@ -286,6 +287,7 @@ def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
     assert Plan.from_json(first.to_json()) == first
 
 
+@pytest.mark.long
 def test_estimates_add_up() -> None:
     cost = planner.search(world_of("layers"), "h100:8").estimate
     seconds, size = cost.seconds, cost.device_bytes
@@ -415,6 +417,7 @@ def test_when_nothing_fits_the_error_names_what_would() -> None:
     assert "leaving mesh to the planner" in str(caught.value)
 
 
+@pytest.mark.long
 def test_why_not_compares_with_the_best_other_plan() -> None:
     plan = planner.search(world_of("layers"), "h100:8", load=load_of("layers"))
     other = source_of(plan).why_not({"mesh.tensor": 4})

@@ -64,6 +64,7 @@ def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
     )
 
 
+@pytest.mark.long
 def test_asking_a_plan_again_keeps_its_stack() -> None:
     plan = planner.search(world(), "h100:4", SHARDED, profile="megatron-core")
     assert source_of(plan).why_not(SHARDED).estimate == plan.estimate
@@ -89,6 +90,7 @@ def test_search_equals_brute_force_under_every_stack(name: str, world: str, wher
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.long
 def test_ends_with_their_owners_are_slower_than_spread() -> None:
     spread, owners = (
         _plan(PIPELINE, embedding_and_head="spread"),
@@ -101,6 +103,7 @@ def test_ends_with_their_owners_are_slower_than_spread() -> None:
     )  # one of the two ends, of which every stage has both where they are spread
 
 
+@pytest.mark.long
 def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
     uneven = worlds.layers(depth=7, vocab=512)
     even = planner.search(

@@ -107,6 +107,7 @@ def test_the_forward_pass_has_the_work_of_the_loss(policy: str) -> None:
     assert set(forward_pass(graph, saves=True).outputs) > set(graph.outputs[:1])
 
 
+@pytest.mark.long
 def test_recomputing_makes_the_backward_pass_longer_and_nothing_else() -> None:
     lean, some, full = (_plan(name).estimate.stage for name in ("gpipe", "some", "1f1b"))
     assert lean is not None and some is not None and full is not None
