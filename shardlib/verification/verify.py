@@ -79,7 +79,7 @@ def judge(
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
         device_bytes=made.memory,
-        collectives=timed(traffic, plan.mesh, topology),
+        collectives=timed(traffic, plan.mesh, topology, plan.axis_order),
         wire_bytes=sum(item.wire_bytes for item in traffic.found),
         compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
         device_kind=made.device_kind,

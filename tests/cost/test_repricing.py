@@ -42,7 +42,13 @@ def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
         seconds = c.count * group_seconds(
-            c.kind, c.axes, plan.mesh.ways(c.axes), float(c.bytes), plan.mesh, place
+            c.kind,
+            c.axes,
+            plan.mesh.ways(c.axes),
+            float(c.bytes),
+            plan.mesh,
+            place,
+            plan.axis_order,
         )
         assert seconds == pytest.approx(c.seconds, rel=1e-3)
 

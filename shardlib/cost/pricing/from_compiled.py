@@ -35,7 +35,13 @@ from shardlib.hardware.topology import Topology
 
 
 def group_seconds(
-    kind: str, axes: Sequence[str], members: int, size: float, mesh: MeshShape, topology: Topology
+    kind: str,
+    axes: Sequence[str],
+    members: int,
+    size: float,
+    mesh: MeshShape,
+    topology: Topology,
+    order: tuple[str, ...] = (),
 ) -> float:
     """Seconds of one collective of a compiled program.
 
@@ -47,8 +53,9 @@ def group_seconds(
         size: bytes that a device holds of the result.
         mesh: the mesh that it runs on; it must fit the topology.
         topology: the machine.
+        order: of the mesh axes on its links, as a plan has it; by default the usual one.
     """
-    placed = place(mesh, topology)
+    placed = place(mesh, topology, order)
     assert placed is not None, f"{mesh} does not fit {topology.name}"
     spans = tuple(span for axis in axes or tuple(mesh) for span in placed.get(axis, ()))
     whole = mesh.ways(tuple(axes)) if axes else mesh.devices

@@ -12,7 +12,9 @@ from shardlib.hardware.topology import Topology
 from shardlib.verification.hlo.found import Traffic
 
 
-def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collective, ...]:
+def timed(
+    traffic: Traffic, mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
+) -> tuple[Collective, ...]:
     """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with
     the seconds of all their executions.
 
@@ -20,6 +22,7 @@ def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collec
         traffic: the collectives as they stand in the program.
         mesh: sizes of the mesh axes.
         topology: the machine whose links they run on.
+        order: of the mesh axes on these links; by default the usual one.
     """
     seconds: defaultdict[Collective, float] = defaultdict(float)
     for item in traffic.found:
@@ -27,7 +30,7 @@ def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collec
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
         seconds[key] += item.count * group_seconds(  # pyright: ignore[reportArgumentType]
-            item.kind, item.axes, item.members, float(item.bytes), mesh, topology
+            item.kind, item.axes, item.members, float(item.bytes), mesh, topology, order
         )
     return tuple(
         replace(found, seconds=seconds[replace(found, count=0)]) for found in traffic.collectives
