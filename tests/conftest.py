@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not i
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE = tempfile.mkdtemp(prefix="shardlib-compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+# Under `nohup` SIGHUP is ignored, and processes that tests start would inherit that; a handler they
+# do not. Workers of a run end with it, whatever they handle.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "PYTEST_XDIST_WORKER" in os.environ:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 #: Markers of unit tests that a quick run leaves out.

@@ -218,7 +218,7 @@ def test_whoever_is_killed_leaves_no_folder(tmp_path: Path, number: signal.Signa
     ) as process:
         assert wait_for(lambda: [*tmp_path.glob("shardlib-verify-*/hangs")], 120)
         process.send_signal(number)
-        process.communicate()
+        process.communicate(timeout=60)
     assert wait_for(lambda: not [*tmp_path.iterdir()], 20)
 
 
