@@ -20,7 +20,8 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Integral
+from typing import Literal
 
 from shardlib.errors import PinError, raise_all
 
@@ -206,12 +207,13 @@ class MeshShape(Mapping[str, int]):
             canonical = mesh_axis(name)
             if canonical in given:
                 failures.append(f"{name!r} names the mesh axis {canonical!r} a second time")
-            given_size: Any = size
-            if isinstance(given_size, bool) or not isinstance(given_size, int) or given_size < 1:
+            said: object = size
+            counts = not isinstance(said, bool) and isinstance(said, Integral)
+            given[canonical] = int(size) if counts else 0  # NumPy's are integers, too
+            if given[canonical] < 1:
                 failures.append(
                     f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1"
                 )
-            given[canonical] = size
         if failures:
             raise_all(PinError, "the mesh is not usable", failures)
         object.__setattr__(self, "_sizes", tuple(given.get(axis, 1) for axis in MESH_AXES))

@@ -208,6 +208,7 @@ class Pins:
             or (self.accumulation or 1) > 1
             or (self.virtual_stages or 1) > 1
             or self.pipeline == "programs"
+            or self.gather == "once"
         )
 
     def without(self) -> dict[str, Pins]:

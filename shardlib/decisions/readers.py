@@ -11,6 +11,7 @@ shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from numbers import Integral
 from typing import Any, cast
 
 from shardlib.axes import MeshShape, mesh_axis
@@ -49,9 +50,10 @@ def integer(least: int) -> Callable[[str, PinValue], int]:
     """A reader of integers from `least` on."""
 
     def read(word: str, value: PinValue) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        counts = isinstance(value, Integral) and not isinstance(value, bool)
+        if not counts or (number := int(value)) < least:  # NumPy's are integers, too
             raise PinError(f"{word} is {value!r}; it is an integer of at least {least}")
-        return value
+        return number
 
     return read
 

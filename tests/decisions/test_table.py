@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardlib.axes import MeshShape
@@ -13,6 +14,7 @@ from shardlib.decisions.page import page
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.plain_data import illegal, plain, values_of
 from shardlib.decisions.table import TABLE, Decisions
+from shardlib.errors import PinError
 
 PAGE = Path(__file__).parents[2] / "docs" / "pins.md"
 
@@ -97,3 +99,13 @@ def test_decisions_are_equal_by_value_and_say_what_they_are() -> None:
     assert one == replace(Decisions(), mesh=MeshShape(fsdp=2), zero=3)
     assert hash(one) == hash(replace(one)) and one != replace(one, zero=2)
     assert "zero=3" in repr(one)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    plain = Pins.parse({"microbatches": 2, "mesh": {"data": 4}})
+    assert Pins.parse({"microbatches": np.int64(2), "mesh": {"data": np.int32(4)}}) == plain
+    for wrong in (np.float32(2), np.array([2]), np.True_, True, "2"):
+        with pytest.raises(PinError, match="an integer of at least 1"):
+            Pins.parse({"microbatches": wrong})
+        with pytest.raises(PinError, match="sizes are integers of at least 1"):
+            Pins.parse({"mesh": {"data": wrong}})

@@ -44,6 +44,8 @@ def looped(params: Any, batch: Any) -> jax.Array:
         (flat, "cpu:8", {"schedule": "1f1b"}, ["schedule='1f1b'", NONE, "jax.lax.scan"]),
         (flat, "cpu:8", {"pipeline": "programs"}, ["pipeline='programs'", NONE]),
         (flat, "cpu:8", {"accumulation": 2}, ["accumulation=2", NONE]),
+        (flat, "cpu:8", {"virtual_stages": 2}, ["virtual_stages=2 splits", NONE]),
+        (flat, "cpu:8", {"gather": "once"}, ["gather='once' splits", NONE]),
         (looped, "cpu:8", {"mesh": {"stage": 4, "data": 2}}, ["stage=4", LOOP, "fewer stages"]),
         (looped, "cpu:8", {"remat": "full", "remat_layers": 99}, ["remat_layers=99", LOOP]),
         (looped, "cpu:8", {"remat_layers": 3}, ["remat_layers=3", LOOP, "without a number"]),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardlib.axes import (
     AXES,
@@ -186,7 +187,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
     numbers, known = _known_costs(topology)
-    lies = {
+    lies: dict[str, NDArray[np.int64]] = {
         axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
         for axis in MESH_AXES
     }
@@ -194,13 +195,16 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
         first, which = distinct_rows([lies[axis] for axis in group.axes])
         for slot in OF_GROUP[group]:
             found = np.zeros((2, len(first)))
-            for at, one in enumerate(first.tolist()):
+            for at, one in enumerate(map(int, first)):
                 # groups that lie alike cost the same, whatever their axes are
-                lie = tuple([n for axis in group.axes if (n := int(lies[axis][one]))])
-                if lie and (way := (_way(SLOTS[slot]), lie)) not in known:
+                where = [int(lies[axis][one]) for axis in group.axes]
+                lie = tuple([number for number in where if number])
+                if not lie:
+                    continue
+                way = _way(SLOTS[slot]), lie
+                if way not in known:
                     known[way] = slot_cost(SLOTS[slot], placements[one], topology)
-                if lie:
-                    found[:, at] = known[way].latency_s, known[way].seconds_per_byte
+                found[:, at] = known[way].latency_s, known[way].seconds_per_byte
             latency[slot], per_byte[slot] = found[:, which]
     return Links(latency=latency, per_byte=per_byte)
 

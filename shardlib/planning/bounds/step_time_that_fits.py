@@ -63,8 +63,8 @@ class Fitting:
             moved: by policy, what moves behind compute.
             sizes: of every mesh axis and "micro", by candidate.
         """
-        found = self.by_kind(ticks, found, moved, sizes)
-        return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *found.values()])
+        kinds = self.by_kind(ticks, found, moved, sizes)
+        return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
     def by_kind(
         self,

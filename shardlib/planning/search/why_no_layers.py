@@ -76,6 +76,8 @@ def _asked(pins: Pins, stages: int) -> list[str]:
         "schedule": pins.schedule if pins.schedule and named(pins.schedule).staged else None,
         "pipeline": pins.pipeline if pins.pipeline == "programs" else None,
         "accumulation": pins.accumulation if (pins.accumulation or 1) > 1 else None,
+        "virtual_stages": pins.virtual_stages if (pins.virtual_stages or 1) > 1 else None,
+        "gather": pins.gather if pins.gather == "once" else None,
     }
     asked = [f"{word}={value!r}" for word, value in given.items() if value is not None]
     return [f"stage={stages}"] if stages > 1 else asked
