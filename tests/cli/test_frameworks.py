@@ -57,6 +57,7 @@ def test_framework_on_other_chips(shell, card: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_configuration_is_written(shell, card: Path, tmp_path: Path) -> None:
     emitted, stored = tmp_path / "titan.toml", tmp_path / "plan.json"
     words = ("plan", str(card), "-t", "h100:8", "--batch", "16", "--seq", "64", "--json")

@@ -174,6 +174,7 @@ def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
     assert alone[0] == alone[1]
 
 
+@pytest.mark.long
 def test_the_loss_takes_so_many_bytes_a_logit() -> None:
     facts, step = loaded(HAND).programs["none", False].facts, plain("llama").steps["none"]
     profile = replace(HAND, logit_bytes=10.0)

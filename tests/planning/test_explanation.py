@@ -151,6 +151,7 @@ def test_alternatives_under_pins_keep_them_and_there_may_be_none():
     assert alternatives_text(()) == "Alternatives\n  - none: no other plan is legal and fits.\n"
 
 
+@pytest.mark.long
 def test_a_plan_from_a_file_says_what_it_lacks():
     plan = Plan.from_json(planned("h100:8").to_json())
     for question in (plan.alternatives, plan.constraints, plan.sensitivity):

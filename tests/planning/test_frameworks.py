@@ -123,6 +123,7 @@ def test_plans_of_frameworks_are_stored() -> None:
     assert other.digest != made.digest and "framework" not in json.loads(other.to_json())
 
 
+@pytest.mark.long
 def test_megatron_flags() -> None:
     made = plan(
         "megatron-core",

@@ -121,6 +121,7 @@ def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
     assert seven.estimate.step_seconds < even.estimate.step_seconds
 
 
+@pytest.mark.long
 def test_asynchronous_stages_hold_fewer_microbatches() -> None:
     lockstep, free = _plan(PIPELINE, pipeline="lockstep"), _plan(PIPELINE, pipeline="asynchronous")
     assert (

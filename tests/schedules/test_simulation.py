@@ -100,6 +100,7 @@ def test_every_stage_does_everything_once_and_nothing_before_what_it_needs(
         assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(own))
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(case=st.sampled_from(CASES), forward=seconds, backward=seconds, share=st.floats(0, 1))
 def test_formulas_are_exact(
