@@ -103,22 +103,33 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     return ((), *(order for order in found if order != axes))
 
 
-def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...], Placement]]:
-    """The distinct places of a mesh on a topology, as (order, placement), the usual one first;
-    empty where it does not fit.
+@lru_cache(maxsize=1 << 14)
+def placements(
+    mesh: MeshShape, topology: Topology
+) -> tuple[tuple[tuple[str, ...], Placement], ...]:
+    """The places of a mesh on a topology that differ in what collectives cost, as (order,
+    placement), the usual one first; empty where it does not fit.
+
+    How far apart the devices of a group are matters on a torus alone: a switch or a network takes
+    the same time whoever lies between them.
 
     Args:
         mesh: sizes of the mesh axes.
         topology: the machine.
     """
-    found: dict[tuple[tuple[str, tuple[Span, ...]], ...], tuple[tuple[str, ...], Placement]] = {}
+    found: dict[object, tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
+    apart = [tier.kind == "torus" for tier in topology.tiers]
     for order in orders(mesh)[:1] if flat else orders(mesh):
         placement = place(mesh, topology, order)
         if placement is None:
-            return []
-        found.setdefault(tuple(placement.items()), (order, placement))
-    return list(found.values())
+            return ()
+        lies = tuple(
+            (axis, *((s.tier, s.dim, s.ways, s.stride if apart[s.tier] else 1) for s in spans))
+            for axis, spans in placement.items()
+        )
+        found.setdefault(lies, (order, placement))
+    return tuple(found.values())
 
 
 def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from shardlib.axes import BATCH_AXES, EXPERT, LogicalAxes
 from shardlib.rules import Rules
@@ -80,6 +80,13 @@ class Choice:
     sequence: str | None = None
     context: str | None = None
     expert: str | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tensor, self.batch, self.sequence, self.context, self.expert))
+
+    def __hash__(self) -> int:
+        return self._hash  # tables of the search are asked for the same choices all the time
 
     def cut(
         self, colours: LogicalAxes, whole: Iterable[int] = (), sequence_at: int | None = None

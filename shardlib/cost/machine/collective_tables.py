@@ -8,7 +8,7 @@ Collective costs are linear in bytes: latency + bytes x seconds per byte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -191,22 +191,42 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
         axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
         for axis in MESH_AXES
     }
+    ways = _ways_by_tier(numbers, topology)
     for group in GROUPS:
-        first, which = distinct_rows([lies[axis] for axis in group.axes])
+        # groups that lie alike cost the same, whatever their axes are
+        alike = (
+            [lies[axis] for axis in group.axes]
+            if ways is None
+            else [*np.prod([ways[:, lies[axis]] for axis in group.axes], axis=0)]
+        )
+        first, which = distinct_rows(alike)
+        keys = [
+            tuple([number for number in row if ways is not None or number])
+            for row in np.stack(alike, axis=1)[first].tolist()
+        ]
         for slot in OF_GROUP[group]:
             found = np.zeros((2, len(first)))
-            for at, one in enumerate(map(int, first)):
-                # groups that lie alike cost the same, whatever their axes are
-                where = [int(lies[axis][one]) for axis in group.axes]
-                lie = tuple([number for number in where if number])
-                if not lie:
-                    continue
+            for at, (one, lie) in enumerate(zip(first.tolist(), keys, strict=True)):
                 way = _way(SLOTS[slot]), lie
                 if way not in known:
                     known[way] = slot_cost(SLOTS[slot], placements[one], topology)
                 found[:, at] = known[way].latency_s, known[way].seconds_per_byte
             latency[slot], per_byte[slot] = found[:, which]
     return Links(latency=latency, per_byte=per_byte)
+
+
+def _ways_by_tier(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Array | None:
+    """Devices of each tier that axes lie on, by the number of where they lie: array [tiers,
+    numbers]. On switches and networks that is all that a collective's cost depends on; None on a
+    torus, where distances count, too.
+    """
+    if any(tier.kind == "torus" or len(tier.shape) > 1 for tier in topology.tiers):
+        return None
+    found = np.ones((len(topology.tiers), len(numbers)), dtype=np.int64)
+    for spans, number in numbers.items():
+        for span in spans:
+            found[span.tier, number] *= span.ways
+    return found
 
 
 def _way(slot: Slot) -> tuple[str, str]:
@@ -222,8 +242,9 @@ def _known_costs(
     dict[tuple[Span, ...], int],
     dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost],
 ]:
-    """Numbers of where axes lie, and costs of ways to move data over groups of axes by those:
-    filled as they are asked for, and kept for the next search on the same links.
+    """Numbers of where axes lie, and costs of ways to move data over groups of axes by those, or
+    by the devices of each tier: filled as they are asked for, and kept for the next search on the
+    same links.
     """
     return {(): 0}, {}
 

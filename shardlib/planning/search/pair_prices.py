@@ -290,4 +290,4 @@ class PairPricer:
         if usual or not self.room.limits.able.free:
             placement = place(mesh, self.topology)
             return [] if placement is None else [((), placement)]
-        return placements(mesh, self.topology)
+        return [*placements(mesh, self.topology)]
