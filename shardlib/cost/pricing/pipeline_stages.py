@@ -19,9 +19,11 @@ from shardlib.schedules.table import named
 
 Array = np.ndarray
 
-#: Halvings of the interval that the longest chunk lies in, when layers differ: it is found to 1e-7
-#: of the time of the whole chain.
-_HALVINGS = 24
+#: Halvings of the interval that the longest chunk lies in, when layers differ, which is as wide as
+#: the slowest layer: it is found to 1e-6 of that layer.
+_HALVINGS = 20
+#: Relative rounding of a sum of layers.
+_SLACK = 1 + 1e-12
 
 
 def passes_over_weights(
@@ -100,25 +102,30 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
         found = total.copy()
         found[some] = cut
         return found
-    longest = np.maximum.reduce([np.asarray(t, dtype=float) for t in seconds])
-    low, high = np.maximum(total / chunks, longest), np.asarray(total, dtype=float)
+    layers = [np.maximum(np.asarray(t, dtype=float), 1e-30) for t in seconds]
+    longest = np.maximum.reduce(layers)
+    # chunks that no layer fits into any more have more than an equal part of the time
+    low, high = (
+        np.maximum(total / chunks, longest),
+        np.minimum(total, total / chunks + longest),
+    )
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        fits = _chunks_needed(seconds, counts, middle) <= chunks
+        fits = _chunks_needed(layers, counts, middle) <= chunks
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
     return high
 
 
 def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], most: Array) -> Array:
     """Chunks that filling from the front takes when none may be longer than `most` seconds."""
-    used, room = np.zeros_like(most), np.zeros_like(most)
-    slack = 1 + 1e-12
+    used: Array | float = 0.0
+    room: Array | None = None
     for count, t in zip(counts, seconds, strict=True):
-        t = np.maximum(t, 1e-30)
-        here = np.minimum(np.floor(room * slack / t), count)
+        here = 0.0 if room is None else np.minimum(np.floor(room * _SLACK / t), count)
         left = count - here
-        each = np.maximum(np.floor(most * slack / t), 1)
+        each = np.maximum(np.floor(most * _SLACK / t), 1)
         more = np.ceil(left / each)
         used = used + more
-        room = np.where(more > 0, most - (left - (more - 1) * each) * t, room - here * t)
-    return used
+        full = most - (left - (more - 1) * each) * t
+        room = full if room is None else np.where(more > 0, full, room - here * t)
+    return np.asarray(used)

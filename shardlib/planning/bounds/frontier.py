@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.pricer import Pricer
@@ -66,6 +67,13 @@ class Entries:
     def at(self, entries: Array) -> dict[str, Array]:
         """Sizes of some entries."""
         return {axis: values[entries] for axis, values in self.sizes.items()}
+
+    def meshes(self, entries: Array) -> list[MeshShape]:
+        """The meshes of some entries."""
+        return [
+            MeshShape({axis: int(self.sizes[axis][entry]) for axis in MESH_AXES})
+            for entry in entries
+        ]
 
     def slower(self, limit: float) -> bool:
         """Whether no plan is faster than a limit, seen as soon as what depends on no colour, or

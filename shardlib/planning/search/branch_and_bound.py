@@ -36,21 +36,24 @@ from shardlib.planning.space import meshes
 from shardlib.planning.space.space import Space
 from shardlib.planning.space.table_components import Scope
 from shardlib.planning.space.workload import Workload
+from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
 #: Entries whose memory is bounded first, and of which a first block is priced.
-AHEAD, FIRST = 1024, 64
+AHEAD, FIRST = 1024, 1024
 #: Pairs of the first block that is priced on the best links.
-FEW = 128
+FEW = 4096
 #: Pairs that are priced on all their places at first; each time so many times as many as before,
 #: and many times as many after those that gave no better plan to compare with.
-NEAREST, MORE, MANY = 24, 2, 8
+NEAREST, MORE, MANY = 128, 4, 16
 #: Entries whose quickest choice is priced before all others where every entry has one place, so
 #: that there is a plan to compare with.
 SEEDS = 4
 #: Axes by which entries are told apart of which the first is priced on its usual place before all
 #: others where entries have many, so that there is a good plan to compare with from the start.
 FAMILY: tuple[str, ...] = ("stage", "expert", "context", "tensor")
+#: The fastest of these are priced on every place that they can have.
+MOVED = 8
 
 
 class Explorer:
@@ -243,9 +246,20 @@ class Explorer:
                 self._settle(entries, some)
 
     def _families(self, entries: Entries, order: Array) -> None:
-        """Prices the first of every family on their usual place."""
+        """Prices the first of every family on their usual place, and then the best of these on
+        every place.
+        """
         families = order[first_of_each(entries.at(order), FAMILY)]
-        self._settle(entries, entries.pairs(families, self.limit), usual=True)
+        pairs = entries.pairs(families, self.limit)
+        self._settle(entries, pairs, usual=True)
+        best = [self.best.by_mesh.get(mesh) for mesh in entries.meshes(pairs.entries)]
+        seconds = np.array(
+            [
+                found[0] if found and alike(found[2].choice, entries.choices[choice]) else np.inf
+                for found, choice in zip(best, pairs.choices, strict=True)
+            ]
+        )
+        self._settle(entries, pairs.take(ascending(seconds, np.inf)[:MOVED]))
 
     def _settle(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> None:
         """Prices pairs on every place that they can have, or on the usual one, in the order of
@@ -285,3 +299,8 @@ class Explorer:
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
+
+
+def alike(one: Choice, other: Choice) -> bool:
+    """Whether the tensor axis shards the same under two choices."""
+    return (one.tensor, one.sequence) == (other.tensor, other.sequence)
