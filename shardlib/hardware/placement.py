@@ -108,7 +108,8 @@ def placements(
     mesh: MeshShape, topology: Topology
 ) -> tuple[tuple[tuple[str, ...], Placement], ...]:
     """The places of a mesh on a topology that differ in what collectives cost, as (order,
-    placement), the usual one first; empty where it does not fit.
+    placement), the usual one first; empty where it does not fit. Of orders that cost the same it is
+    the first in the alphabet.
 
     How far apart the devices of a group are matters on a torus alone: a switch or a network takes
     the same time whoever lies between them.
@@ -120,7 +121,7 @@ def placements(
     found: dict[object, tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
     apart = [tier.kind == "torus" for tier in topology.tiers]
-    for order in orders(mesh)[:1] if flat else orders(mesh):
+    for order in orders(mesh)[:1] if flat else sorted(orders(mesh)):
         placement = place(mesh, topology, order)
         if placement is None:
             return ()
