@@ -136,6 +136,10 @@ class Choice:
             place(self.sequence, "tensor", beside)
         return tuple(result)
 
+    def alike(self, other: Choice) -> bool:
+        """Whether the tensor axis shards the same under another choice."""
+        return (self.tensor, self.sequence) == (other.tensor, other.sequence)
+
     def restrict(self, colours: frozenset[str]) -> Choice:
         """The part of the choice that can matter to something that has only these colours."""
         return replace(

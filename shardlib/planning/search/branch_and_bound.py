@@ -36,7 +36,6 @@ from shardlib.planning.space import meshes
 from shardlib.planning.space.space import Space
 from shardlib.planning.space.table_components import Scope
 from shardlib.planning.space.workload import Workload
-from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
 #: Entries whose memory is bounded first, and of which a first block is priced.
@@ -255,7 +254,7 @@ class Explorer:
         best = [self.best.by_mesh.get(mesh) for mesh in entries.meshes(pairs.entries)]
         seconds = np.array(
             [
-                found[0] if found and alike(found[2].choice, entries.choices[choice]) else np.inf
+                found[0] if found and entries.choices[choice].alike(found[2].choice) else np.inf
                 for found, choice in zip(best, pairs.choices, strict=True)
             ]
         )
@@ -299,8 +298,3 @@ class Explorer:
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
-
-
-def alike(one: Choice, other: Choice) -> bool:
-    """Whether the tensor axis shards the same under two choices."""
-    return (one.tensor, one.sequence) == (other.tensor, other.sequence)
