@@ -25,9 +25,10 @@ from shardlib.axes import (
     TOKEN_AXES,
     Axis,
 )
+from shardlib.cost.machine.collective_steps import gather_stages, scatter_stages
 from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.cost.terms.local_sizes import distinct_rows
-from shardlib.hardware.placement import Placement, Span, gather_stages, scatter_stages
+from shardlib.hardware.placement import Placement, Span
 from shardlib.hardware.topology import Topology
 
 Array = np.ndarray
@@ -201,15 +202,15 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
         )
         first, which = distinct_rows(alike)
         keys = [
-            tuple([number for number in row if ways is not None or number])
-            for row in np.stack(alike, axis=1)[first].tolist()
+            tuple([int(column[one]) for column in alike if ways is not None or column[one]])
+            for one in first
         ]
         for slot in OF_GROUP[group]:
             found = np.zeros((2, len(first)))
-            for at, (one, lie) in enumerate(zip(first.tolist(), keys, strict=True)):
+            for at, lie in enumerate(keys):
                 way = _way(SLOTS[slot]), lie
                 if way not in known:
-                    known[way] = slot_cost(SLOTS[slot], placements[one], topology)
+                    known[way] = slot_cost(SLOTS[slot], placements[int(first[at])], topology)
                 found[:, at] = known[way].latency_s, known[way].seconds_per_byte
             latency[slot], per_byte[slot] = found[:, which]
     return Links(latency=latency, per_byte=per_byte)
