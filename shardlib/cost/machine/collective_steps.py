@@ -1,4 +1,4 @@
-"""The steps in which gathers and scatters over a mesh axis are done, by the links that it lies on."""
+"""The steps in which gathers and scatters over mesh axes are done, by the links of the axes."""
 
 from __future__ import annotations
 

@@ -254,7 +254,9 @@ class Explorer:
         best = [self.best.by_mesh.get(mesh) for mesh in entries.meshes(pairs.entries)]
         seconds = np.array(
             [
-                found[0] if found and entries.choices[choice].alike(found[2].choice) else np.inf
+                found[0]
+                if found and entries.choices[int(choice)].alike(found[2].choice)
+                else np.inf
                 for found, choice in zip(best, pairs.choices, strict=True)
             ]
         )
