@@ -251,13 +251,10 @@ class Explorer:
         families = order[first_of_each(entries.at(order), FAMILY)]
         pairs = entries.pairs(families, self.limit)
         self._settle(entries, pairs, usual=True)
-        best = [self.best.by_mesh.get(mesh) for mesh in entries.meshes(pairs.entries)]
         seconds = np.array(
             [
-                found[0]
-                if found and entries.choices[int(choice)].alike(found[2].choice)
-                else np.inf
-                for found, choice in zip(best, pairs.choices, strict=True)
+                self.best.seconds_of(mesh, entries.choices[int(choice)])
+                for mesh, choice in zip(entries.meshes(pairs.entries), pairs.choices, strict=True)
             ]
         )
         self._settle(entries, pairs.take(ascending(seconds, np.inf)[:MOVED]))
