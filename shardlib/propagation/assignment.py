@@ -136,6 +136,9 @@ class Choice:
             place(self.sequence, "tensor", beside)
         return tuple(result)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     def alike(self, other: Choice) -> bool:
         """Whether the tensor axis shards the same under another choice."""
         return (self.tensor, self.sequence) == (other.tensor, other.sequence)
