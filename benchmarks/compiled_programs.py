@@ -36,7 +36,7 @@ from benchmarks.environment import environment, source_digest
 from shardlib import models
 from shardlib.annotation import activations
 from shardlib.collective import Collective
-from shardlib.frontend import choice
+from shardlib.frontend import compiled_choice
 from shardlib.frontend.traced_model import read_and_trace
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Key, key_text, totals
@@ -114,7 +114,7 @@ def priced_as_compiled(given: dict[str, Any], plan: shardlib.Plan) -> shardlib.P
             given.get("batch_axes"),
             given["name"],
         )
-    return choice.priced_as_compiled(model, plan, shardlib.topology(plan.topology))
+    return compiled_choice.priced_as_compiled(model, plan, shardlib.topology(plan.topology))
 
 
 def compiled(found: shardlib.Verification) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The whole story on one page: read the names, trace the loss, search for a plan, lower it.
 
-Each step is a file of `shardlib.frontend`.
+Each step is a file of `shardlib.frontend`. What lowers, compiles and verifies is imported by the
+functions that do so: planning does without it.
 
 import optax, shardlib
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import optax
@@ -25,18 +27,17 @@ from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
 from shardlib.frontend import choice
-from shardlib.frontend.lowered import lower
+from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.machines import machine_of, machine_of_plan
-from shardlib.frontend.traced_model import Loss, evaluated_as_trained, read_and_trace
+from shardlib.frontend.traced_model import Loss, read_and_trace
 from shardlib.hardware.topology import Topology
-from shardlib.lowering.program.checks.arguments import require_arguments
-from shardlib.lowering.program.guards import Guards
-from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
-from shardlib.verification.isolation import Limits
-from shardlib.verification.report import Verification
-from shardlib.verification.targets import PLATFORMS, require_compiler
-from shardlib.verification.verify import verify_program
+
+if TYPE_CHECKING:
+    from shardlib.lowering.program.guards import Guards
+    from shardlib.lowering.program.program import Program
+    from shardlib.verification.isolation import Limits
+    from shardlib.verification.report import Verification
 
 
 def plan(
@@ -124,16 +125,15 @@ def plan(
     )
     pin = choice.with_allowed(pin, allow)
     compiled = choice.wanted(refine, framework)
-    machine = machine_of(topology) if compiled else None
-    if machine is not None:
-        require_compiler(PLATFORMS[machine.chip.vendor])
+    if compiled:
+        from shardlib.frontend import compiled_choice
+
+        machine = compiled_choice.with_compiler(machine_of(topology))
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        return (
-            choice.searched(traced, topology, pin, framework=framework)[1]
-            if machine is None
-            else choice.refined_by_compiler(traced, machine, pin, compiled, limits)
-        )
+        if compiled:
+            return compiled_choice.refined_by_compiler(traced, machine, pin, compiled, limits)
+        return choice.searched(traced, topology, pin, framework=framework)[1]
 
 
 def compile(
@@ -212,6 +212,9 @@ def compile(
         disk=disk,
         evaluation=evaluation,
     )
+    from shardlib.frontend.evaluation import evaluated_as_trained
+    from shardlib.frontend.lowered import lower
+
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
@@ -273,6 +276,11 @@ def verify(
         VerificationError: the loss or the optimizer is missing, or the plan was made for another
             topology.
     """
+    from shardlib.frontend.compiled_choice import priced_as_compiled, with_compiler
+    from shardlib.frontend.lowered import lower
+    from shardlib.lowering.program.program import Program
+    from shardlib.verification.verify import verify_program
+
     if isinstance(init, Program):
         return verify_program(init, machine_of_plan(topology, init.plan), limits, options)
     if loss is None or optimizer is None:
@@ -283,10 +291,9 @@ def verify(
     require_arguments(
         "verify", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan
     )
-    machine = machine_of_plan(topology, plan)
-    require_compiler(PLATFORMS[machine.chip.vendor])
+    machine = with_compiler(machine_of_plan(topology, plan))
     with activations.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         traced, chosen = choice.given_or_searched(traced, plan, machine, pin)
-        program = lower(traced, choice.priced_as_compiled(traced, chosen, machine), abstract=True)
+        program = lower(traced, priced_as_compiled(traced, chosen, machine), abstract=True)
         return verify_program(program, machine, limits, options)

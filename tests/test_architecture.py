@@ -283,3 +283,24 @@ def test_importing_the_package_is_light():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.processes
+def test_planning_loads_nothing_that_lowers_or_verifies():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, jax, optax, shardlib\nfrom flax import nnx\n"
+        "def loss(model, batch):\n    return (model(batch) ** 2).mean()\n"
+        "batch = jax.ShapeDtypeStruct((8, 16), 'float32')\n"
+        "for refine, framework in ((None, None), (0, 'megatron-core')):\n"
+        "    shardlib.plan(lambda rngs: nnx.Linear(16, 16, rngs=rngs), loss, optax.sgd(0.1), batch,"
+        " topology='h100:8', refine=refine, framework=framework)\n"
+        "loaded = ('shardlib.lowering', 'shardlib.verification', 'shardlib.calibration')\n"
+        "print(sorted(name for name in sys.modules if name.startswith(loaded)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,6 +1,4 @@
-"""A plan for a traced model: the fastest by the cost model, or the best of several that the
-compiler made programs of.
-"""
+"""A plan for a traced model: the one that is given, or the fastest by the cost model."""
 
 from __future__ import annotations
 
@@ -8,21 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from shardlib.cost.machine.corrections import without_margin
 from shardlib.decisions.pins import PinMapping, Pins
-from shardlib.errors import InfeasibleError, PinError, PlanError
-from shardlib.frontend.lowered import lower
+from shardlib.errors import PlanError
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
-from shardlib.planning.planner import prepared_for, ranked, search
-from shardlib.planning.questions.counterfactual import pinned, roomy
-from shardlib.verification.isolation import Limits
-from shardlib.verification.refine import refine as refined
-from shardlib.verification.refine import wanted_plans
-from shardlib.verification.report import Verification
-from shardlib.verification.verify import verify_program
+from shardlib.planning.planner import prepared_for, search
 
 
 def with_allowed(
@@ -50,13 +40,29 @@ def wanted(refine: int | None, framework: str | None) -> int:
         PlanError: `refine` is no integer of at least 0, or what is asked for is about programs of
             shardlib, and a framework is named.
     """
-    count = wanted_plans(refine)
+    count = _plans_to_compile(refine)
     if framework is not None and count:
         raise PlanError(
             f"refine is about programs that shardlib makes, and {framework} runs its"
             " own\nTry: leave out one of the two"
         )
     return count
+
+
+def _plans_to_compile(refine: object) -> int:
+    """The number of plans to compile; 0 for none.
+
+    Raises:
+        PlanError: it is no integer, or negative.
+    """
+    if refine is None:
+        return 0
+    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
+        raise PlanError(
+            f"refine is {refine!r}; it is the number of plans to compile\nTry: refine=3, or"
+            " refine=0 for none"
+        )
+    return refine
 
 
 def searched(
@@ -126,56 +132,3 @@ def given_or_searched(
         ShardlibError: as `searched`; `PlanError` where the plan is another framework's.
     """
     return searched(model, topology, pin) if plan is None else (model, runnable(plan))
-
-
-def priced_as_compiled(model: TracedModel, plan: Plan, machine: Topology) -> Plan:
-    """The plan with the estimate of what the compiler is given: where there is no GPU, attention in
-    blocks stands in the place of the kernel of cuDNN, and needs the memory of its scores.
-
-    Args:
-        model: the traced model.
-        plan: what is compiled ahead of time.
-        machine: what it is compiled for.
-
-    Returns:
-        The same decisions; the estimate is that of the plan where all of it is compiled.
-    """
-    if plan.attention != "cudnn":
-        return plan
-    pins = pinned(plan).but(attention="blocks")
-    try:
-        found = search(model.traced.problem, roomy(machine), pins)
-    except (InfeasibleError, PinError):
-        return plan
-    return replace(plan, estimate=found.estimate)
-
-
-def refined_by_compiler(
-    model: TracedModel,
-    machine: Topology,
-    pin: PinMapping | None,
-    wanted: int,
-    limits: Limits | None,
-) -> Plan:
-    """The best of the first `wanted` plans that the compiler of the machine confirms; no margin of
-    memory is held back, as the compiler says what is needed.
-
-    Args:
-        model: the traced model.
-        machine: what to compile for.
-        pin: decisions fixed by hand.
-        wanted: how many plans must survive their compilation, at least 1.
-        limits: seconds and bytes that the compiler may take for each.
-
-    Raises:
-        ShardlibError: see `shardlib.verification.refine.refine`.
-    """
-
-    def compiled(candidate: Plan) -> Verification:
-        priced = priced_as_compiled(model, candidate, machine)
-        return verify_program(lower(model, priced, abstract=True), machine, limits)
-
-    machine = without_margin(machine)
-    return refined(
-        ranked(model.traced.problem, machine, pin), wanted, machine, compiled
-    ).with_findings(*model.model.findings)

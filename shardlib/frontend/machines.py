@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 
-from shardlib.calibration import measured_cpu
 from shardlib.errors import TopologyError, VerificationError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -45,16 +44,19 @@ def machine_of(spec: str | Topology | None) -> Topology:
     if spec is None:
         let_collectives_wait()
         return (
-            measured_cpu(jax.local_device_count())
+            _measured(jax.local_device_count())
             if jax.default_backend() == "cpu"
             else _local_accelerators()
         )
     parsed = parse_topology(spec)
-    return (
-        measured_cpu(parsed.devices)
-        if isinstance(spec, str) and parsed.name.startswith("cpu:")
-        else parsed
-    )
+    simulated = isinstance(spec, str) and parsed.name.startswith("cpu:")
+    return _measured(parsed.devices) if simulated else parsed
+
+
+def _measured(devices: int) -> Topology:
+    from shardlib.calibration import measured_cpu  # no other machine needs what measures it
+
+    return measured_cpu(devices)
 
 
 def _local_accelerators() -> Topology:

@@ -11,11 +11,11 @@ from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
+from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.traced_model import Loss, problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
-from shardlib.lowering.program.checks.arguments import require_arguments
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.planning.questions.counterfactual import priced_on

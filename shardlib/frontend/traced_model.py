@@ -16,10 +16,9 @@ from shardlib.annotation.read import Init, read
 from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.errors import TracingError
+from shardlib.frontend.arguments import require_arguments
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
-from shardlib.lowering.program.checks.arguments import require_arguments
-from shardlib.lowering.runtime.random_keys import draws
 from shardlib.report import Finding
 from shardlib.tracing.parameters import abstract
 from shardlib.tracing.trace import Traced, trace
@@ -90,8 +89,13 @@ def read_and_trace(
     return TracedModel(model=model, traced=traced, loss=loss, optimizer=optimizer, batch=batch)
 
 
-def _state_stays(model: Model, traced: Traced) -> bool:
-    """Whether a step leaves all state of a model as it is."""
+def state_stays(model: Model, traced: Traced) -> bool:
+    """Whether a step leaves all state of a model as it is.
+
+    Args:
+        model: as it is trained.
+        traced: its loss.
+    """
     count, parameters, program = (
         len(jax.tree.leaves(model.state)),
         len(jax.tree.leaves(model.params)),
@@ -100,38 +104,11 @@ def _state_stays(model: Model, traced: Traced) -> bool:
     return not count or program.outputs[-count:] == program.inputs[parameters : parameters + count]
 
 
-def evaluated_as_trained(of: TracedModel) -> TracedModel:
-    """The same, with a finding where evaluations are to use a loss that trains: it draws random
-    numbers, or changes the state of a model that has no mode for evaluations.
-
-    Args:
-        of: the model, whose evaluations use the loss of its step.
-    """
-    model, traced = of.model, of.traced
-    what = [
-        *(["draws random numbers"] if draws(traced.closed_jaxpr) else []),
-        *([] if _state_stays(model, traced) else [f"updates {', '.join(model.state)}"]),
-    ]
-    if model.has_modes or not what:
-        return of
-    finding = Finding(
-        code="evaluation-as-trained",
-        severity="warning",
-        where="program.evaluate",
-        message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
-        hint=(
-            "shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages),"
-            " see docs/evaluation.md"
-        ),
-    )
-    return replace(of, model=replace(model, findings=(*model.findings, finding)))
-
-
 def _unchanged(given: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
     """A finding where a step leaves all state of a Linen model as it is, `given` as it was read:
     its loss returns no updates.
     """
-    if not jax.tree.leaves(given.state) or not _state_stays(model, traced):
+    if not jax.tree.leaves(given.state) or not state_stays(model, traced):
         return ()
     return (
         Finding(

@@ -13,9 +13,9 @@ from shardlib.errors import (
     ModelError,
     raise_all,
 )
-from shardlib.lowering.program.checks.arguments import SEEDS
 from shardlib.training.measures.judge import Policy
 from shardlib.training.settings import Settings
+from shardlib.untrusted.arguments import SEEDS
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Steps in a row that may be left out.

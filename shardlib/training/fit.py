@@ -23,7 +23,6 @@ from typing import Any
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
-from shardlib.lowering.program.checks.arguments import Kind, read_seed, require_kinds
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.training.display import Display
@@ -32,6 +31,7 @@ from shardlib.training.stepping.batches import BatchOf
 from shardlib.training.stepping.records import in_order
 from shardlib.training.stepping.steps import Loop
 from shardlib.training.stepping.task import Task
+from shardlib.untrusted.arguments import Kind, read_seed, require_kinds
 from shardlib.untrusted.json_types import JsonMapping
 
 

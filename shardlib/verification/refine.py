@@ -22,7 +22,6 @@ from shardlib.cost.pricing.from_compiled import reprice
 from shardlib.errors import (
     InfeasibleError,
     MissingPackageError,
-    PlanError,
     ShardlibError,
     TopologyError,
     VerificationError,
@@ -42,22 +41,6 @@ from shardlib.verification.report import CompiledStep, Verification
 
 #: Has a plan compiled for its machine.
 Verify = Callable[[Plan], Verification]
-
-
-def wanted_plans(refine: object) -> int:
-    """The number of plans to compile; 0 for none.
-
-    Raises:
-        PlanError: it is no integer, or negative.
-    """
-    if refine is None:
-        return 0
-    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
-        raise PlanError(
-            f"refine is {refine!r}; it is the number of plans to compile\nTry: refine=3, or"
-            " refine=0 for none"
-        )
-    return refine
 
 
 def refine(ranking: Iterable[Ranked], wanted: int, topology: Topology, verify: Verify) -> Plan:

@@ -23,7 +23,6 @@ from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leaves
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import like
-from shardlib.lowering.program.checks.arguments import read_seed
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.program.evaluation import Evaluation
 from shardlib.lowering.program.lowered import LoweredProgram, shardings_of
@@ -35,6 +34,7 @@ from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import dtype_of
 from shardlib.lowering.runtime.state import TrainState
+from shardlib.untrusted.arguments import read_seed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

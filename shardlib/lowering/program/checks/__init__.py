@@ -1,2 +1,2 @@
-"""What is checked before anything is lowered or run: arguments, plans that have no lowering, and
-states of other programs."""
+"""What is checked before anything is lowered or run: plans that have no lowering, and states of
+other programs."""

@@ -4,22 +4,17 @@ traced.
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from shardlib.decisions.pins import Pins
-from shardlib.errors import ArgumentError, raise_all
 from shardlib.hardware.topology import Topology
-from shardlib.lowering.program.guards import Guards
 from shardlib.planning.plan import Plan
-
-#: Seeds are below it.
-SEEDS = 2**31
+from shardlib.untrusted.arguments import Kind, require_kinds
 
 
 def _transformation(value: Any) -> bool:
@@ -32,8 +27,13 @@ def _devices(value: Any) -> bool:
     )
 
 
-#: Whether a value is of a kind, the kind in words, and an example.
-Kind = tuple[Callable[[Any], bool], str, str]
+def _guards(value: Any) -> bool:
+    # Whoever has guards has loaded the lowering; planning does without it.
+    from shardlib.lowering.program.guards import Guards
+
+    return isinstance(value, Guards)
+
+
 _KINDS: Mapping[str, Kind] = {
     "loss": (callable, "function", "loss=lambda model, batch: jnp.mean(...)"),
     "evaluation": (callable, "function", "evaluation=lambda model, batch: jnp.mean(...)"),
@@ -67,7 +67,7 @@ _KINDS: Mapping[str, Kind] = {
     ),
     "devices": (_devices, "list of devices", "devices=jax.devices()"),
     "guards": (
-        lambda value: isinstance(value, Guards),
+        _guards,
         "guards",
         "guards=shardlib.Guards(clip=1.0)",
     ),
@@ -92,60 +92,3 @@ def require_arguments(asked: str, **given: object) -> None:
         ArgumentError: one is none of what it should be; all of them are listed.
     """
     require_kinds(asked, _KINDS, given, needed=_NEEDED)
-
-
-def require_kinds(
-    asked: str, kinds: Mapping[str, Kind], given: Mapping[str, object], *, needed: Collection[str]
-) -> None:
-    """Refuses arguments of the wrong kind.
-
-    Args:
-        asked: name of the function that they are given to.
-        kinds: of every argument what it must be.
-        given: arguments by name; None where one is left out.
-        needed: names of those that cannot be left out.
-
-    Raises:
-        ArgumentError: one is none of what it should be; all of them are listed.
-    """
-    wrong = [
-        name
-        for name, value in given.items()
-        if (value is not None or name in needed) and not kinds[name][0](value)
-    ]
-    if wrong:
-        raise_all(
-            ArgumentError,
-            f"shardlib.{asked} cannot use its arguments",
-            [f"{name} is {_shown(given[name])} and no {kinds[name][1]}" for name in wrong],
-            hint="; ".join(kinds[name][2] for name in wrong),
-        )
-
-
-def read_seed(seed: SupportsIndex) -> int:
-    """A seed as an integer.
-
-    Raises:
-        ArgumentError: it is none, or out of range.
-    """
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        raise ArgumentError(
-            f"seed is {_shown(seed)} and no integer\nTry: an integer from 0 to {SEEDS - 1}"
-        ) from None
-    if not 0 <= number < SEEDS:
-        raise ArgumentError(f"seed {number} is out of range\nTry: an integer from 0 to {SEEDS - 1}")
-    return number
-
-
-def _shown(value: Any) -> str:
-    """A value in a few words."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        text = repr(value)
-        return text if len(text) <= 40 else f"{text[:40]}..."
-    return (
-        f"the function {value.__name__}"
-        if hasattr(value, "__name__")
-        else f"a {type(value).__name__}"
-    )
