@@ -27,6 +27,7 @@ from shardlib.planning.questions.alternatives import alternatives
 from shardlib.planning.questions.constraints import constraints
 from shardlib.planning.questions.replan import replan
 from shardlib.planning.questions.sensitivity import sensitivity
+from shardlib.planning.search import garbage
 from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import Workload, prepare
 
@@ -117,6 +118,7 @@ class Prepared:
         return replan(plan, topology, lost=lost, anew=anew)
 
 
+@garbage.put_off()
 def search(
     problem: Problem,
     topology: str | Topology,

@@ -103,13 +103,10 @@ class Choice:
         blocked = set(whole)
 
         def place(name: str | None, axis: str, beside: str | None = None) -> bool:
+            if name is None or name not in colours:
+                return False
             for dim, colour in enumerate(colours):
-                if (
-                    name is not None
-                    and colour == name
-                    and dim not in blocked
-                    and result[dim] in (None, beside)
-                ):
+                if colour == name and dim not in blocked and result[dim] in (None, beside):
                     result[dim] = f"{beside}+{axis}" if result[dim] else axis
                     return True
             return False

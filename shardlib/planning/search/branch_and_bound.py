@@ -53,6 +53,9 @@ SEEDS = 4
 FAMILY: tuple[str, ...] = ("stage", "expert", "context", "tensor")
 #: The fastest of these are priced on every place that they can have.
 MOVED = 8
+#: Where there are no more entries than so many, the pairs with the least bounds, so many of them,
+#: are the plans to compare with.
+SMALL, QUICKEST = 512, 8
 
 
 class Explorer:
@@ -137,6 +140,8 @@ class Explorer:
             devices: how many a plan uses.
         """
         for entries in self._entries(devices, 1):
+            if len(entries) <= SMALL:
+                continue
             if (self.best.fastest is None and not (entries.fewest_bytes <= self._most).any()) or (
                 np.isfinite(self.limit) and entries.slower(self.limit)
             ):
@@ -235,12 +240,13 @@ class Explorer:
         """Prices a few entries on their usual place first, so that there is a good plan to compare
         with, and then those that no bound excludes on every place that they can have.
         """
-        if id(entries) not in self._seeded:
+        small = len(entries) <= SMALL
+        if not small and id(entries) not in self._seeded:
             self._families(entries, order)
         self._seeded.discard(id(entries))
         for start, end in blocks(FIRST, len(order)):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            for begin, until in blocks(FEW, len(found)):
+            for begin, until in blocks(QUICKEST if small else FEW, len(found)):
                 some = found.after(begin).first(until - begin).below(self.limit)
                 self._settle(entries, some)
 
@@ -285,15 +291,8 @@ class Explorer:
             bounds = entries.fewest_bytes
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST, len(order)):
-                block = order[start:end]
-                pairs, size = (
-                    entries.pairs(
-                        block[bounds[block] < best.minimum_memory_bytes],
-                        best.minimum_memory_bytes,
-                        minimum_memory=True,
-                    ),
-                    NEAREST,
-                )
+                block, limit, size = order[start:end], best.minimum_memory_bytes, NEAREST
+                pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE

@@ -1,0 +1,51 @@
+"""The collector of garbage while a plan is searched for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from shardlib.planning.search.garbage import THRESHOLDS, put_off
+
+
+@pytest.fixture(autouse=True)
+def thresholds():
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_thresholds_are_raised_inside_and_restored_after_an_error():
+    with pytest.raises(ValueError, match="inside"), put_off():
+        assert gc.get_threshold() == THRESHOLDS
+        raise ValueError("inside")
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_the_last_of_several_threads_restores_them():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with put_off():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with put_off():
+        thread.start()
+        assert inside.wait(10)
+    assert gc.get_threshold() == THRESHOLDS
+    leave.set()
+    thread.join(10)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_a_collector_without_thresholds_stays_off_and_larger_ones_stay():
+    for mine in ((0, 10, 10), (500_000, 50, 200)):
+        gc.set_threshold(*mine)
+        with put_off():
+            assert gc.get_threshold() == mine
+        assert gc.get_threshold() == mine
