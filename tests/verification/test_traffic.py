@@ -7,13 +7,17 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
+from shardlib.verification.hlo.causes import short_name
 from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.loops import trip_count
-from shardlib.verification.hlo.traffic import read_traffic, short_name
+from shardlib.verification.hlo.loops.trip_counts import trip_count
+from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.report import totals
 from tests.verification import programs
 from tests.verification.test_hlo import FRAGMENTS, MESH
@@ -85,6 +89,57 @@ def test_a_counter_that_the_compiler_copies_is_read(step, trips):
     module = parse(COPIED.replace("STEP", str(step)))
     (around,) = [one for one in module.computations.values() if "loop" in one.by_name]
     assert not module.problems and trip_count(around.by_name["loop"], around, module) == trips
+
+
+@pytest.mark.parametrize(
+    ("asks", "times"),
+    [
+        (lambda tick: (tick >= 3) & (tick < 8), 5),
+        (lambda tick: tick // 4 % 2 == 1, 4),
+        (lambda tick: tick * 0 == 1, 0),
+    ],
+)
+def test_a_conditional_is_counted_in_the_turns_in_which_it_holds(asks, times):
+    """As microbatches enter and leave a pipeline; an outer loop does it all twice."""
+    mesh = programs.mesh_of(jax.devices())
+
+    def run(x):
+        def turn(x, tick):
+            return jax.lax.cond(
+                asks(tick), lambda x: jax.lax.psum(jnp.sin(x), "fsdp"), lambda x: 2 * x, x
+            ), None
+
+        def group(x, _):
+            return jax.lax.scan(turn, x, 2 + jnp.arange(9))[0], None
+
+        return jax.lax.scan(group, x, None, length=2)[0]
+
+    spec = PartitionSpec()
+    manual = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    given = jax.ShapeDtypeStruct((16,), np.float32)
+    found = read_traffic(jax.jit(manual).lower(given).compile().as_text(), MESH)
+    counts = {one.kind: one.count for one in found.collectives}
+    assert counts == ({"all-reduce": 2 * times} if times else {}) and not found.problems
+
+
+def test_a_conditional_that_follows_from_an_argument_is_counted_as_often_as_it_is_there():
+    mesh = programs.mesh_of(jax.devices())
+
+    def run(x, first):
+        return jax.lax.scan(
+            lambda x, tick: (
+                jax.lax.cond(tick > first, lambda x: jax.lax.psum(x, "fsdp"), lambda x: 2 * x, x),
+                None,
+            ),
+            x,
+            jnp.arange(9),
+        )[0]
+
+    spec = PartitionSpec()
+    manual = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    given = jax.ShapeDtypeStruct((16,), np.float32), jax.ShapeDtypeStruct((), np.int32)
+    found = read_traffic(jax.jit(manual).lower(*given).compile().as_text(), MESH)
+    assert [one.count for one in found.collectives] == [9]
 
 
 def test_cycles_are_weighted_by_trips():

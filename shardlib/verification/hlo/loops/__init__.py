@@ -1,0 +1,1 @@
+"""Loops of a compiled program: how often their bodies run, and branches of conditionals in them."""

@@ -1,0 +1,57 @@
+"""How often the branches of a conditional are taken: once, or in some of the turns of a loop.
+
+In a pipeline in one program, microbatches enter and leave in some of its ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlib.verification.hlo.hlo import Computation, Instruction, Module
+from shardlib.verification.hlo.loops.whole_numbers import Scope, Turn, UnknownError, value
+
+#: Turns that are followed one by one; pipelines have fewer ticks.
+MOST_TURNS = 1 << 11
+
+
+def turns(
+    loop: Instruction, body: Computation, outside: Scope, trips: int, module: Module
+) -> tuple[Turn, ...]:
+    """The turns of a loop; none where there are too many to follow.
+
+    Args:
+        loop: a while instruction.
+        body: its body.
+        outside: what it stands in.
+        trips: how many turns there are.
+        module: the program.
+    """
+    found: list[Turn] = []
+    for _ in range(trips if trips <= MOST_TURNS else 0):
+        found.append(Turn(module, body, loop, outside, found[-1] if found else None))
+    return tuple(found)
+
+
+def taken(
+    conditional: Instruction, scopes: Sequence[Scope], module: Module
+) -> tuple[int, ...] | None:
+    """How often each branch of a conditional is taken; None where the text does not say.
+
+    Args:
+        conditional: the instruction.
+        scopes: executions of its computation, the turns of a loop in order.
+        module: the program.
+    """
+    branches, counts = conditional.branches, [0] * len(conditional.branches)
+    if not scopes or not branches or not conditional.operands:
+        return None
+    try:
+        for scope in scopes:
+            asked = scope.computation.by_name[conditional.operands[0]]
+            number = int(value(module, asked.name, scope).reshape(-1)[0])
+            if asked.shape.startswith("pred"):
+                number = 0 if number else 1
+            counts[number if 0 <= number < len(branches) else -1] += 1
+    except (UnknownError, KeyError, ValueError, TypeError, IndexError, RecursionError):
+        return None
+    return tuple(counts)
