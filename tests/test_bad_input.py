@@ -19,10 +19,10 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.errors import ArgumentError
-from tests.zoo import decoder, linen_transformer, mlp, tree_model
+from tests.zoo import decoder, decoder_scan, linen_transformer, mlp, tree_model
 from tests.zoo.parity import errors, run_sharded
 
-MLP, DECODER = mlp.CASES[0], decoder.CASES[0]
+MLP, DECODER, SCANNED = mlp.CASES[0], decoder.CASES[0], decoder_scan.CASES[0]
 SMALL = {"x": np.ones((4, 16), np.float32), "y": np.ones((4, 8), np.float32)}
 
 
@@ -156,6 +156,37 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
             " - zero is 7; it is one of 0, 1, 2, 3"
         ),
     ),
+    "dtypes by their short names": (
+        lambda: plan(pin={"moment_dtype": "bf16", "matmul_dtype": "e4m3", "param_dtype": "int8"}),
+        shardlib.PinError,
+        (
+            "pins are not usable:\n"
+            "  - moment_dtype is 'bf16'; it is one of float32, bfloat16, float16; did you mean"
+            " 'bfloat16'?\n"
+            "  - matmul_dtype is 'e4m3'; it is one of float32, bfloat16, float16, float8_e4m3fn,"
+            " float8_e5m2; did you mean 'float8_e4m3fn'?\n"
+            "  - param_dtype is 'int8'; it is one of float32, bfloat16, float16"
+        ),
+    ),
+    "policies of layer groups where no layers repeat": (
+        lambda: plan(pin={"remat_classes": {"foo": "full"}}),
+        shardlib.PinError,
+        (
+            "remat_classes names 'foo', and mlp-annotated has no layer groups: none of its layers"
+            " repeat in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no remat_classes"
+        ),
+    ),
+    "policies of layer groups that there are not": (
+        lambda: plan(SCANNED, pin={"remat_classes": {"foo": ["dots", 2], "layers": "none"}}),
+        shardlib.PinError,
+        (
+            "remat_classes does not fit the layer groups of decoder-scan-annotated, which are"
+            " blocks:\n"
+            "  - 'foo' is none of them\n"
+            "  - 'layers' is none of them\n"
+            "Try: remat_classes={'blocks': 'full'}"
+        ),
+    ),
     "a name twice in one parameter": (
         lambda: shardlib.plan(
             named_twice,
@@ -260,6 +291,48 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
             "topology 'v5e:16by16' does not parse. Did you mean 'v5e:16x16'? Spellings: 'cpu:8',"
             " 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml"
             " file"
+        ),
+    ),
+    "a topology larger than any": (
+        lambda: plan(topology="cpu:1000000000"),
+        shardlib.TopologyError,
+        (
+            "topology 'cpu:1000000000' has a size of more than 999,999,999, which no machine has."
+            " Spellings: 'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16',"
+            " or a path to a .toml file"
+        ),
+    ),
+    "a host of more simulated devices than there can be": (
+        lambda: plan(topology="cpu:2000000"),
+        shardlib.TopologyError,
+        (
+            "topology 'cpu:2000000' asks for 2000000 devices of one host; cpu has at most 1048576."
+            " Write '2*cpu:1000000' for 2 domains joined by loopback"
+        ),
+    ),
+    "a negative number of alternatives": (
+        lambda: plan(topology="h100:1").alternatives(-1),
+        ArgumentError,
+        (
+            "alternatives: count is -1; it is an integer of at least 0, how many plans are wanted"
+            "\nTry: plan.alternatives(10)"
+        ),
+    ),
+    "a path in the place of a plan": (
+        lambda: shardlib.Plan.from_json(b"plan.json"),
+        shardlib.PlanError,
+        (
+            "the plan is no JSON: Expecting value at line 1, column 1, where 'plan.json' stands"
+            "\nTry: the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
+        ),
+    ),
+    "a plan that ends too early": (
+        lambda: shardlib.Plan.from_json('{"format": 1,'),
+        shardlib.PlanError,
+        (
+            "the plan is no JSON: Expecting property name enclosed in double quotes at line 1,"
+            " column 14, where the text ends"
+            "\nTry: the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
         ),
     ),
     "an unknown chip": (

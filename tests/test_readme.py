@@ -59,6 +59,12 @@ def test_the_example_prints_what_follows_it():
     compare(block("<!-- example -->"), printed.getvalue())
 
 
+def test_the_program_on_simulated_devices_comes_with_what_simulates_them():
+    section = README.split("## What you can do with it")[1].split("\n## ")[0]
+    devices = re.search(r'shardlib.compile\(.*topology="cpu:(\d+)"', section).group(1)
+    assert f"JAX_NUM_CPU_DEVICES={devices}" in section
+
+
 @pytest.mark.long
 def test_the_command_prints_what_follows_it(capsys):
     command, shown = block("<!-- llama -->").split("\n", 1)

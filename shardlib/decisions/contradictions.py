@@ -170,14 +170,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         broken=lambda g: g.get("remat_layers", 0) > 0 and g.get("remat") == "none",
-        says="remat_layers={remat_layers} recomputes layers, and remat is pinned to 'none'",
+        says="remat_layers={remat_layers} rematerialises layers, and remat is pinned to 'none'",
     ),
     Rule(
         broken=lambda g: (
             len(g.groups) > 0
             and g.get("remat", "none") not in ("none", *(policy for _, policy, _ in g.groups))
         ),
-        says="remat={remat!r} is the policy of no class that remat_classes names",
+        says="remat={remat!r} is the policy of no layer group that remat_classes names",
     ),
     Rule(
         broken=lambda g: (

@@ -23,6 +23,16 @@ DTYPES: tuple[str, ...] = (
     "reduction_dtype",
     "moment_dtype",
 )
+#: Dtypes that programs are lowered to; and those of products beside them.
+LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
+#: What people call some of them.
+SHORT: Mapping[str, str] = {
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp8", "e4m3", "float8"), "float8_e4m3fn"),
+}
 #: (what, dtype) of everything whose dtype is not that of the traced model, in the order of
 #: `DTYPES`.
 Dtypes = tuple[tuple[str, str], ...]
@@ -31,7 +41,7 @@ Allowed = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def read_dtype(word: str, value: object) -> str:
-    """A dtype of floating-point numbers.
+    """A dtype of floating-point numbers; an error names those that have a lowering.
 
     Args:
         word: of the decision, for messages.
@@ -40,10 +50,26 @@ def read_dtype(word: str, value: object) -> str:
     Raises:
         PinError: it is none.
     """
-    known = [name for name in ITEMSIZE if "float" in name]
-    if value not in known:
-        raise PinError(f"{word} is {value!r}; it is one of {', '.join(known)}")
+    if value not in [name for name in ITEMSIZE if "float" in name]:
+        legal = lowered_dtypes(word.rpartition(".")[2])
+        meant = SHORT.get(value.lower()) if isinstance(value, str) else None
+        raise PinError(
+            f"{word} is {value!r}; it is one of {', '.join(legal)}"
+            + (f"; did you mean {meant!r}?" if meant in legal else "")
+        )
     return str(value)
+
+
+def lowered_dtypes(word: str) -> tuple[str, ...]:
+    """The dtypes that programs can have something in.
+
+    >>> lowered_dtypes("moment_dtype")
+    ('float32', 'bfloat16', 'float16')
+
+    Args:
+        word: what has the dtype, such as "moment_dtype".
+    """
+    return (*LOWERED_DTYPES, *(LOWERED_PRODUCTS if word == "matmul_dtype" else ()))
 
 
 def ordered(words: Mapping[str, str]) -> Dtypes:

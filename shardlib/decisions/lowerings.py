@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.axes import MeshShape
+from shardlib.decisions.dtypes import LOWERED_DTYPES, LOWERED_PRODUCTS, lowered_dtypes
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
 from shardlib.decisions.table import Decisions
@@ -44,10 +45,6 @@ class Gap:
     hint: str
     vendor: str = ""
 
-
-#: Dtypes that programs are lowered to; and those of products beside them.
-LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
-LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
 
 #: What has no lowering, a row for each; delete the row of what is built.
 GAPS: tuple[Gap, ...] = (
@@ -140,7 +137,7 @@ def has_lowering(word: str, dtype: str) -> bool:
         word: what has the dtype, such as "moment_dtype".
         dtype: the dtype.
     """
-    return dtype in LOWERED_DTYPES or (word == "matmul_dtype" and dtype in LOWERED_PRODUCTS)
+    return dtype in lowered_dtypes(word)
 
 
 def on_chips(vendor: str) -> tuple[Gap, ...]:

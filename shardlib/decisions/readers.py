@@ -120,7 +120,7 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
         ):
             raise PinError(
                 f"{word}.{name} is {one!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
-                " list of that and the number of layers that follow it"
+                " list of one of them and how many layers follow it, such as ['full', 3]"
             )
         read.append((str(name), policy, None if policy == "none" else layers))
     return tuple(sorted(read))

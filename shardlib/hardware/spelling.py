@@ -22,6 +22,8 @@ EXAMPLES = (
     "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml"
     " file"
 )
+#: Of a size, at most.
+DIGITS = 9
 
 
 def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
@@ -30,10 +32,15 @@ def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
     Raises:
         TopologyError: the spelling does not parse, or the catalogue does not know it.
     """
-    match = re.fullmatch(r"(?:([0-9]{1,9})\*)?([a-z0-9.-]+):([0-9]{1,9}(?:x[0-9]{1,9}){0,7})", text)
+    match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9.-]+):([0-9]+(?:x[0-9]+){0,7})", text)
     if match is None:
         raise TopologyError(
             f"topology {shown(text)} does not parse.{_hint(text)} Spellings: {EXAMPLES}"
+        )
+    if max(map(len, re.findall("[0-9]+", f"{match[1]} {match[3]}"))) > DIGITS:
+        raise TopologyError(
+            f"topology {shown(text)} has a size of more than {10**DIGITS - 1:,}, which no machine"
+            f" has. Spellings: {EXAMPLES}"
         )
     domains, sizes = int(match[1] or 1), tuple(int(size) for size in match[3].split("x"))
     if match[2] not in CATALOG:
@@ -86,7 +93,7 @@ def _check_sizes(text: str, product: Product, sizes: tuple[int, ...]) -> None:
             else f"{parts}*{name}:{product.most}"
         )
         raise TopologyError(
-            f"topology {text!r} asks for {chips} GPUs in one NVLink domain; {name} has at most"
+            f"topology {text!r} asks for {chips} {_domain(product)}; {name} has at most"
             f" {product.most}. Write {instead!r} for {parts} domains joined by {product.slow.name}"
         )
     limit = f"{ring}x{ring}" if ring else f"{product.most} chips"
@@ -94,6 +101,10 @@ def _check_sizes(text: str, product: Product, sizes: tuple[int, ...]) -> None:
         f"topology {text!r} is larger than a {name} pod, which has at most {limit}. "
         f"Write e.g. '2*{product.example}' for several slices joined by {product.slow.name}"
     )
+
+
+def _domain(product: Product) -> str:
+    return "devices of one host" if product.chip.vendor == "cpu" else "GPUs in one NVLink domain"
 
 
 def _wrap(product: Product, sizes: tuple[int, ...]) -> tuple[bool, ...]:

@@ -181,6 +181,7 @@ class Plan(PlanData):
             The alternatives, each with its seconds a step and peak bytes per device.
 
         Raises:
+            ArgumentError: `count` is no integer of at least 0.
             PlanError: the plan was read from a file and does not carry its model.
         """
         return source_of(self).alternatives(self, count)
@@ -280,7 +281,8 @@ class Plan(PlanData):
             PlanError: the text is no plan of this format, it was changed, or values that no plan
                 has; all of them are listed.
         """
-        return plan_from_data(parse_json(text, "the plan", PlanError), changed=changed)
+        hint = "the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
+        return plan_from_data(parse_json(text, "the plan", PlanError, hint=hint), changed=changed)
 
 
 def plan_from_data(data: Json, *, changed: bool = False) -> Plan:

@@ -99,7 +99,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         baseline = bigram.cross_entropy(bigram.fit(_sampled(data)), held_out)
     console.print(_kept(config), highlight=False, markup=False)
     console.print(
-        f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} pieces of {config.seq} bytes,"
+        f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} examples of {config.seq} bytes,"
         f" {held.examples_per_epoch:,} more held out; a byte bigram model has {baseline:.3f} nats a"
         " byte",
         highlight=False,

@@ -148,7 +148,12 @@ def _file(what: str, path: str | Path) -> str:
 
 
 def parse_json(
-    text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = LIMITS
+    text: str | bytes,
+    what: str,
+    error: type[ShardlibError],
+    *,
+    limits: Limits = LIMITS,
+    hint: str = "",
 ) -> Json:
     """The plain data of a JSON text.
 
@@ -157,13 +162,15 @@ def parse_json(
         what: where it is from, for messages: "the plan", "topology file 'a.toml'".
         error: what is raised.
         limits: how much it may be.
+        hint: what the user could try.
 
     Raises:
         ShardlibError: of the kind `error`: it is no JSON, or more than the limits allow.
     """
+    after = f"\nTry: {hint}" if hint else ""
     if not isinstance(text, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error(f"{what} is no JSON: it is {type(text).__name__} and no text")
-    return _parsed(text, f"{what} is no JSON", error, limits, _json)
+        raise error(f"{what} is no JSON: it is {type(text).__name__} and no text{after}")
+    return _parsed(text, f"{what} is no JSON", error, limits, _json, after)
 
 
 def parse_toml(
@@ -187,6 +194,7 @@ def _parsed(
     error: type[ShardlibError],
     limits: Limits,
     parse: Callable[[str], Any],
+    after: str = "",
 ) -> Any:
     try:
         if len(text) > limits.bytes:
@@ -195,17 +203,24 @@ def _parsed(
         _check(found, limits)
     except UnicodeDecodeError as wrong:
         raise error(
-            f"{failed}: its bytes are no UTF-8 ({wrong.reason} at byte {wrong.start})"
+            f"{failed}: its bytes are no UTF-8 ({wrong.reason} at byte {wrong.start}){after}"
         ) from wrong
     except RecursionError as wrong:
-        raise error(f"{failed}: it is nested deeper than {limits.depth} levels") from wrong
+        raise error(f"{failed}: it is nested deeper than {limits.depth} levels{after}") from wrong
     except ValueError as wrong:
-        raise error(f"{failed}: {fit(printable(str(wrong)), 300)}") from wrong
+        raise error(f"{failed}: {fit(printable(str(wrong)), 300)}{after}") from wrong
     return found
 
 
 def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except json.JSONDecodeError as wrong:
+        rest = text[wrong.pos : wrong.pos + 24]
+        raise _Refused(
+            f"{wrong.msg.removesuffix(' at')} at line {wrong.lineno}, column {wrong.colno}, where"
+            f" {f'{rest!r} stands' if rest else 'the text ends'}"
+        ) from wrong
 
 
 def _object(pairs: list[tuple[str, Any]]) -> JsonObject:

@@ -161,7 +161,7 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
 @pytest.mark.parametrize(
     ("pin", "message"),
     (
-        ({"third": "full"}, "no layer group is named 'third' (layer groups are first, second)"),
+        ({"third": "full"}, "which are first, second: 'third' is none of them"),
         (
             {"first": "fast"},
             "remat_classes.first is 'fast'; it is one of 'none', 'dots', 'full', or a list",

@@ -382,7 +382,7 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
         ),
         (
             {"remat": "dots"},
-            "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full",
+            "remat='dots' rematerialises layers, and world has no repeated layer; it can be none, full",
         ),
         (
             {"remt": "full"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -198,6 +199,23 @@ def test_nothing_differs():
         "change",
         *["="] * 11,
     ]
+
+
+def test_ratios_are_told_where_they_say_more_than_two_figures():
+    memory = PLAN.estimate.device_bytes
+    grown = replace(
+        PLAN,
+        estimate=replace(
+            PLAN.estimate,
+            seconds=replace(PLAN.estimate.seconds, compute=1.5 + 1e-13),
+            device_bytes=replace(memory, batch=4, gradients=memory.gradients // 64, temporaries=0),
+        ),
+    )
+    rows = [re.split(r" {2,}", line.strip()) for line in diff(grown, PLAN).splitlines()]
+    changes = {row[0]: row[-1] for row in rows if len(row) == 4}
+    assert changes["batch"] == "+64.0 KiB" and changes["temporaries"] == "+3.00 GiB"
+    assert changes["gradients"] == "+3.94 GiB (64x)" and changes["compute"] == "="
+    assert "(0.02x)" in diff(PLAN, grown) and "(0.00x)" not in diff(PLAN, grown)
 
 
 def test_explanation_fits_the_width():

@@ -73,6 +73,7 @@ def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     for text in (
         "60/60",
         "a byte bigram model has",
+        "examples of 32 bytes, ",
         "predicted",
         "measured / predicted",
         "peak memory of a device",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 
+from shardlib.errors import ArgumentError
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.questions.counterfactual import changes
@@ -28,8 +30,14 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
         count: how many at most.
 
     Raises:
+        ArgumentError: `count` is no integer of at least 0.
         PlanError: the plan was read from a file.
     """
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+        raise ArgumentError(
+            f"alternatives: count is {count!r}; it is an integer of at least 0, how many plans are"
+            " wanted\nTry: plan.alternatives(10)"
+        )
     found: tuple[Alternative, ...] = ()
     for slack in SLACKS:
         found, whole = _within(plan, count, slack)

@@ -28,7 +28,7 @@ def layers_lacking(model: str, names: Sequence[str], counts: Sequence[int], pins
         counts: layers of each group.
         pins: decisions fixed by hand.
     """
-    return _too_few_for_stages(model, counts, pins) or _too_few_to_recompute(
+    return _too_few_for_stages(model, counts, pins) or _too_few_to_rematerialise(
         model, names, counts, pins
     )
 
@@ -91,14 +91,14 @@ def _chunks(pins: Pins) -> int:
     return min(tried, default=1)
 
 
-def _too_few_to_recompute(
+def _too_few_to_rematerialise(
     model: str, names: Sequence[str], counts: Sequence[int], pins: Pins
 ) -> str:
-    """Why a pinned number of layers that recompute is not fewer than there are."""
+    """Why a pinned number of rematerialised layers is not fewer than there are."""
     if not counts and pins.remat_layers:
         return (
-            f"remat_layers={pins.remat_layers} recomputes some of the layers, and {model} has no"
-            " layers in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
+            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
+            " no layers in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
         )
     groups = {} if pins.remat_classes == ANY_GROUP else {n: c for n, _, c in pins.remat_classes}
     stages = dict(pins.mesh or pins.axes).get("stage", 1)
@@ -106,13 +106,14 @@ def _too_few_to_recompute(
     here = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
     where = f"a stage of {model}" if stages > 1 else model
     faults = [
-        f"remat_classes recomputes {asked} of the layers of {name!r}, and {where} has {found} there"
+        f"remat_classes rematerialises {asked} of the layers of {name!r}, and {where} has {found}"
+        " there"
         for name, found in zip(names, here, strict=True)
         if (asked := groups.get(name)) and asked > found - (len(names) == 1)
     ]
     if pins.remat_layers and counts and pins.remat_layers >= sum(here):
         faults.append(
-            f"remat_layers={pins.remat_layers} recomputes some of the layers, and {where} has"
+            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {where} has"
             f" {_number(sum(here))} in a loop"
         )
     if not faults:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardlib.cost.terms.abilities import Abilities
 from shardlib.decisions.pins import Pins
@@ -15,7 +15,7 @@ def policies_of_groups(
     problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
 ) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
     """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
-    policy of each class; classes that it leaves out recompute nothing.
+    policy of each layer group; those that it leaves out rematerialise nothing.
 
     Args:
         problem: with the policies it was traced under.
@@ -29,18 +29,7 @@ def policies_of_groups(
     given = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
     if not given or pins.remat_classes == ANY_GROUP:
         return pins, ()
-    unknown = [
-        f"no layer group is named {name!r} (layer groups are {', '.join(names) or 'none'})"
-        for name in given
-        if name not in names
-    ]
-    unknown += [
-        f"{name}: {policy!r} recomputes layers, and {problem.model} has no step with it"
-        for name, (policy, _) in given.items()
-        if policy not in problem.steps
-    ]
-    if unknown:
-        raise_all(PinError, f"remat_classes does not fit {problem.model}", unknown)
+    _require_groups(problem, given, names)
     each = tuple(given.get(name, ("none", None)) for name in names)
     policy, layers = each[0]
     if len(set(each)) == 1 and (layers is None or len(each) == 1):
@@ -48,10 +37,36 @@ def policies_of_groups(
     if not by_class:
         raise PinError(
             f"remat_classes gives layer groups different policies, and {problem.model} has"
-            f" {len(names)} classes; at most a few can differ\nTry: remat, with the same policy"
+            f" {len(names)} of them; at most a few can differ\nTry: remat, with the same policy"
             " for all"
         )
     return pins.but(remat=None, remat_layers=None), each
+
+
+def _require_groups(
+    problem: Problem, given: Mapping[str, tuple[str, int | None]], names: Sequence[str]
+) -> None:
+    """Raises where `remat_classes` names what is no layer group, or a policy that none can have."""
+    if not names:
+        raise PinError(
+            f"remat_classes names {', '.join(map(repr, given))}, and {problem.model} has no layer"
+            " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
+            " nnx.scan, or no remat_classes"
+        )
+    failures = [f"{name!r} is none of them" for name in given if name not in names]
+    failures += [
+        f"{name!r} is to follow {policy!r}, which needs layers that repeat"
+        for name, (policy, _) in given.items()
+        if name in names and policy not in problem.steps
+    ]
+    if failures:
+        raise_all(
+            PinError,
+            f"remat_classes does not fit the layer groups of {problem.model}, which are"
+            f" {', '.join(names)}",
+            failures,
+            hint=f"remat_classes={{{names[0]!r}: 'full'}}",
+        )
 
 
 def policies_of_space(
@@ -75,12 +90,12 @@ def policies_of_space(
         return tuple(policy for policy in problem.steps if policy in able.remat)
     if pins.remat not in problem.steps:
         raise PinError(
-            f"remat={pins.remat!r} recomputes layers, and {problem.model} has no repeated layer; it"
-            f" can be {', '.join(problem.steps)}"
+            f"remat={pins.remat!r} rematerialises layers, and {problem.model} has no repeated"
+            f" layer; it can be {', '.join(problem.steps)}"
         )
     return (
         ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
-    )  # the layers that recompute nothing
+    )  # the layers that rematerialise nothing
 
 
 def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ from shardlib.planning.units.quantity import bytes_text, clip, ratio_text, secon
 from shardlib.planning.units.tables import aligned, wrapped
 from shardlib.untrusted import printable
 
+#: Ratios beyond it, and below its inverse, say no more than the two figures: they are left out.
+TELLING = 100.0
+
 
 def diff(a: PlanData, b: PlanData) -> str:
     """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters.
@@ -92,13 +95,11 @@ def _changed_figures(a: PlanData, b: PlanData) -> str:
 def _change(
     label: str, old: float, new: float, text: Callable[[float], str]
 ) -> tuple[str, str, str, str]:
-    change = (
-        "="
-        if old == new
-        else f"{'+' if new > old else '-'}{text(abs(new - old))}"
-        + (f" ({ratio_text(new / old)})" if old else "")
-    )
-    return label, text(old), text(new), change
+    difference, ratio = text(abs(new - old)), new / old if old else 0.0
+    if float(difference.split()[0].replace(",", "")) == 0:
+        return label, text(old), text(new), "="
+    told = f" ({ratio_text(ratio)})" if 1 / TELLING <= ratio <= TELLING else ""
+    return label, text(old), text(new), f"{'+' if new > old else '-'}{difference}{told}"
 
 
 def _changed_layouts(a: PlanData, b: PlanData) -> str:
