@@ -25,7 +25,7 @@ everything that has one, and the experts of weights:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shardlib.axes import BATCH_AXES, EXPERT, LogicalAxes
@@ -142,10 +142,16 @@ class Choice:
 
     def restrict(self, colours: frozenset[str]) -> Choice:
         """The part of the choice that can matter to something that has only these colours."""
-        return replace(
-            self,
-            tensor=tuple(c for c in self.tensor if c in colours),
-            sequence=self.sequence if self.sequence in colours else None,
+        tensor = tuple(c for c in self.tensor if c in colours)
+        sequence = self.sequence if self.sequence in colours else None
+        if tensor == self.tensor and sequence == self.sequence:
+            return self
+        return Choice(
+            tensor=tensor,
+            batch=self.batch,
+            sequence=sequence,
+            context=self.context,
+            expert=self.expert,
         )
 
     def rules(self) -> Rules:

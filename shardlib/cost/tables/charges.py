@@ -120,7 +120,7 @@ def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Cha
 
 
 def _compute(segment: int, term: Compute) -> Iterator[Charge]:
-    kernel = Kernel(replace(term, trips=1), segment == OUTSIDE_LAYERS)
+    kernel = Kernel(term if term.trips == 1 else replace(term, trips=1), segment == OUTSIDE_LAYERS)
     counting = _counts(term)
     yield Q.COMPUTE, kernel, term.trips
     if term.weight:

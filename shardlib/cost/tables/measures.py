@@ -9,7 +9,7 @@ is a product of such factors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from shardlib.axes import STORED_AXES
@@ -80,7 +80,9 @@ class Part:
 
     def by(self, *factors: Factor) -> Part:
         """The part times more factors."""
-        return replace(self, factors=(*self.factors, *factors)) if factors else self
+        if not factors:
+            return self
+        return Part(self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ microbatches. It knows nothing of links or stages; many candidates share one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from shardlib.cost.terms.terms import Amount
 from shardlib.propagation.assignment import Cut, has
 
 Array = np.ndarray
+#: Keys of rows stay below it.
+LARGEST = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +75,14 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     of the rows, and the number of the row of each position.
     """
     key = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, code = np.unique(column, return_inverse=True)
-        key = key * len(values) + code.reshape(-1)
+    ends = [int(column.max(initial=0)) + 1 for column in columns]
+    small = math.prod(ends) < LARGEST and all(column.min(initial=0) >= 0 for column in columns)
+    for column, end in zip(columns, ends, strict=True):
+        if small:
+            key = key * end + column
+        else:
+            values, code = np.unique(column, return_inverse=True)
+            key = key * len(values) + code.reshape(-1)
     _, first, which = np.unique(key, return_index=True, return_inverse=True)
     return first, which.reshape(-1)
 
