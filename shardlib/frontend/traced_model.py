@@ -19,7 +19,7 @@ from shardlib.errors import TracingError
 from shardlib.frontend.arguments import require_arguments
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
-from shardlib.planning.search.garbage import put_off
+from shardlib.planning.search.process_settings import garbage_put_off
 from shardlib.report import Finding
 from shardlib.tracing.parameters import abstract
 from shardlib.tracing.trace import Traced, trace
@@ -47,7 +47,7 @@ class TracedModel:
     batch: Tree
 
 
-@put_off()
+@garbage_put_off()
 def read_and_trace(
     init: Init,
     loss: Loss,

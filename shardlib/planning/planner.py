@@ -27,8 +27,8 @@ from shardlib.planning.questions.alternatives import alternatives
 from shardlib.planning.questions.constraints import constraints
 from shardlib.planning.questions.replan import replan
 from shardlib.planning.questions.sensitivity import sensitivity
-from shardlib.planning.search import garbage
 from shardlib.planning.search import search as searching
+from shardlib.planning.search.process_settings import garbage_put_off, one_thread
 from shardlib.planning.space.workload import Workload, prepare
 
 
@@ -118,7 +118,8 @@ class Prepared:
         return replan(plan, topology, lost=lost, anew=anew)
 
 
-@garbage.put_off()
+@garbage_put_off()
+@one_thread()
 def search(
     problem: Problem,
     topology: str | Topology,

@@ -1,13 +1,19 @@
-"""The collector of garbage while a plan is searched for."""
+"""What is set in the process while a plan is searched for."""
 
 from __future__ import annotations
 
 import gc
 import threading
 
+import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 
-from shardlib.planning.search.garbage import THRESHOLDS, put_off
+from shardlib.planning.search.process_settings import (
+    THRESHOLDS,
+    garbage_put_off,
+    one_thread,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +25,7 @@ def thresholds():
 
 
 def test_thresholds_are_raised_inside_and_restored_after_an_error():
-    with pytest.raises(ValueError, match="inside"), put_off():
+    with pytest.raises(ValueError, match="inside"), garbage_put_off():
         assert gc.get_threshold() == THRESHOLDS
         raise ValueError("inside")
     assert gc.get_threshold() == (700, 10, 10)
@@ -29,12 +35,12 @@ def test_the_last_of_several_threads_restores_them():
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with put_off():
+        with garbage_put_off():
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with put_off():
+    with garbage_put_off():
         thread.start()
         assert inside.wait(10)
     assert gc.get_threshold() == THRESHOLDS
@@ -46,6 +52,18 @@ def test_the_last_of_several_threads_restores_them():
 def test_a_collector_without_thresholds_stays_off_and_larger_ones_stay():
     for mine in ((0, 10, 10), (500_000, 50, 200)):
         gc.set_threshold(*mine)
-        with put_off():
+        with garbage_put_off():
             assert gc.get_threshold() == mine
         assert gc.get_threshold() == mine
+
+
+def test_products_run_on_one_thread_inside_and_on_as_many_as_before_after():
+    _ = np.ones((2, 2)) @ np.ones((2, 2))
+
+    def threads() -> list[int]:
+        return [one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"]
+
+    before = threads()
+    with one_thread(), one_thread():
+        assert before and set(threads()) == {1}
+    assert threads() == before
