@@ -24,6 +24,12 @@ NEW = """    prefetch: str = decision(
         late=True,
         searched=False,
     )
+    unknown: str = decision(
+        "one",
+        meaning="what the search should decide and does not know",
+        choices={"one": "the first", "two": "the second"},
+        late=True,
+    )
 """
 ASKED = """
 import json
@@ -53,6 +59,7 @@ print(json.dumps({
     "unknown": refused(lambda: Pins.parse({"prefech": "two"})),
     "illegal": refused(lambda: Pins.parse({"prefetch": "three"})),
     "stored": refused(lambda: Plan.from_json(json.dumps(wrong), changed=True)),
+    "disobeyed": refused(lambda: planner.search(problem, "h100:2", {"unknown": "two"})),
     "explain": pinned.explain(),
     "diff": usual.diff(pinned),
     "page": table_text(),
@@ -97,6 +104,12 @@ def test_it_is_checked(answers: dict[str, Any]) -> None:
     assert "'prefech' is no decision; did you mean 'prefetch'?" in answers["unknown"]
     assert "prefetch is 'three'; it is one of 'one', 'two'" in answers["illegal"]
     assert "prefetch is 'three'; it is one of 'one', 'two'" in answers["stored"]
+
+
+def test_a_pin_that_the_search_does_not_know_is_no_plan(answers: dict[str, Any]) -> None:
+    assert answers["disobeyed"].startswith(
+        "the search did not obey its pins: unknown is pinned to 'two', and the plan has 'one'\nTry:"
+    )
 
 
 def test_it_is_told(answers: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA, framework_profile
+from shardlib.decisions.obeyed import require_obeyed
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
@@ -78,6 +79,7 @@ def search(
     return _plan(
         load,
         topology,
+        pins,
         space,
         candidate,
         _certificate(space, candidate, step_seconds, seconds, bound),
@@ -159,7 +161,7 @@ def ranked(
         chosen, step_seconds = with_loops(load, topology, candidate, pins, entry.seconds)
         bound = min(space.best.seconds, step_seconds)
         certificate = _certificate(space, chosen, step_seconds, seconds, bound)
-        return _plan(load, topology, space, chosen, certificate)
+        return _plan(load, topology, pins, space, chosen, certificate)
 
     def entries() -> Iterator[Ranked]:
         for entry in ranking.front() if front else ranking.ordered(space.simplicity):
@@ -177,6 +179,7 @@ def ranked(
 def _plan(
     load: Workload,
     topology: Topology,
+    pins: Pins,
     space: PricedSpace,
     candidate: Candidate,
     certificate: Search,
@@ -189,6 +192,7 @@ def _plan(
         rules=space.rules,
         left_out=space.room.left_out,
     )
+    require_obeyed(pins, made)
     return made.with_findings(*without_effect(space.room.pins, made))
 
 
