@@ -10,7 +10,8 @@ for planning, and of the calling thread for a step (the median call), so that ot
 machine and the simulated devices themselves count little; the ratio of a round is taken pair by pair.
 A round that is not counted comes first: it leaves compiled bytecode behind, as an installed package
 has. The first plan of a process imports what planning needs ("first plan"); the other jobs come
-after it.
+after it. Python's garbage is collected before every job, so that none pays for the imports of
+another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLANNING = """
-import json, time
+import gc, json, time
 import jax, jax.numpy as jnp, optax, shardlib
 from flax import nnx
 from shardlib import models
@@ -46,10 +47,12 @@ for name, topology, rows, seq in (("llama3-8b", "v5e:16x16", 256, 4096), ("llama
     config = models.load(name)
     jobs[name] = (*models.build(config), models.example_batch(config, rows, seq), topology)
 found = {}
+gc.collect()
 start = time.process_time()
 shardlib.plan(*jobs["perceptron"][:2], optax.sgd(0.1), batch, topology="h100:8")
 found["first plan"] = time.process_time() - start
 for name, (init, loss, batch, topology) in jobs.items():
+    gc.collect()
     start = time.process_time()
     shardlib.plan(init, loss, optax.adamw(1e-4), batch, topology=topology)
     found[name] = time.process_time() - start
