@@ -78,11 +78,10 @@ def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> P
     used = _used_shapes(mesh.devices, topology)
     if used is None:
         return None
-    left = [list(shape) for shape in used]
-    spans: dict[str, tuple[Span, ...]] = {}
+    left, spans = used, dict[str, tuple[Span, ...]]()
     for axis in reversed(order or MESH_AXES):
         if mesh[axis] > 1:
-            spans[axis] = _take(mesh[axis], topology, used, left)
+            spans[axis], left = _take(mesh[axis], topology, used, left)
     return MappingProxyType({axis: spans[axis] for axis in mesh})
 
 
@@ -218,22 +217,29 @@ def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
+@lru_cache(maxsize=1 << 14)
 def _take(
-    ways: int, topology: Topology, used: Sequence[Sequence[int]], left: list[list[int]]
-) -> tuple[Span, ...]:
-    """Takes `ways` positions from what is left, innermost tier first."""
+    ways: int,
+    topology: Topology,
+    used: tuple[tuple[int, ...], ...],
+    left: tuple[tuple[int, ...], ...],
+) -> tuple[tuple[Span, ...], tuple[tuple[int, ...], ...]]:
+    """Takes `ways` positions from what is left of each tier, innermost tier first: the spans, and
+    what is left then.
+    """
     spans: list[Span] = []
+    then = list(left)
     for i in reversed(range(len(left))):
         share = math.gcd(ways, math.prod(left[i]))
         if share == 1:
             continue
         stride = tuple(u // rest for u, rest in zip(used[i], left[i], strict=True))
-        parts = _split(share, tuple(left[i]), stride, topology.tiers[i])
+        parts = _split(share, left[i], stride, topology.tiers[i])
         spans[:0] = [Span(i, dim, part, stride[dim]) for dim, part in enumerate(parts) if part > 1]
-        left[i] = [rest // part for rest, part in zip(left[i], parts, strict=True)]
+        then[i] = tuple(rest // part for rest, part in zip(left[i], parts, strict=True))
         ways //= share
     assert ways == 1, "the used devices are a multiple of every axis, prime by prime"
-    return tuple(spans)
+    return tuple(spans), tuple(then)
 
 
 @lru_cache(maxsize=1 << 14)
