@@ -48,10 +48,16 @@ def test_components_are_the_classes_of_tied_colours() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("world", "software"), (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla"))
+    ("world", "software"),
+    (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla"), ("two stacks", "xla")),
 )
 def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software: str) -> None:
-    problem = {"layers": worlds.layers, "experts": worlds.experts, "mlp": worlds.mlp}[world]()
+    problem = {
+        "layers": worlds.layers,
+        "experts": worlds.experts,
+        "mlp": worlds.mlp,
+        "two stacks": lambda: worlds.two_stacks(hidden=(512, 512), depth=(2, 2)),
+    }[world]()
     load, pricer = (
         prepare(problem, "nvidia", framework_profile(software)),
         Pricer(topology("2*h100:4"), framework_profile(software)),

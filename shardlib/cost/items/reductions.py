@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Hashable
 from dataclasses import replace
 
 from shardlib.cost.step.attention_kernels import (
@@ -55,6 +56,36 @@ def reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
         colours=colours,
         terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, group, choice)),
         segment=facts.layers.segment(facts.graph.ops[group[0]].region),
+        made_of=_made_of(facts, group),
+    )
+
+
+def _made_of(facts: Facts, group: tuple[int, ...]) -> Hashable:
+    """What the reductions of some ops follow from; None where these are kernels of attention or
+    products of experts.
+    """
+    ops = [facts.graph.ops[index] for index in group]
+    if not facts.plain(group, [value for op in ops for value in op.results]) or any(
+        op.kind in KERNELS or op.kind in GROUPED for op in ops
+    ):
+        return None
+    values = facts.graph.values
+    return (
+        "reductions",
+        *(
+            (
+                (op.rule, op.category == "gather", facts.trips[op.region]),
+                (facts.factors[index], facts.rows[index]),
+                *(
+                    (
+                        (facts.names[value], value in facts.gradients),
+                        (values[value].shape, values[value].bytes, _reduced_bytes(facts, value)),
+                    )
+                    for value in op.results
+                ),
+            )
+            for index, op in zip(group, ops, strict=True)
+        ),
     )
 
 

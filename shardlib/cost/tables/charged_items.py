@@ -35,8 +35,8 @@ class Charged:
         self._entries: dict[Choice, dict[int, list[Entry]]] = {}
 
     def number(self, item: Item) -> int:
-        """The number of an item; those that are made of the same have one."""
-        key = id(item) if item.made_of is None else item.made_of
+        """The number of an item; those of a segment that are made of the same have one."""
+        key = id(item) if item.made_of is None else (item.segment, item.made_of)
         found = self._numbers.setdefault(key, len(self._items))
         if found == len(self._items):
             self._items.append(item)
