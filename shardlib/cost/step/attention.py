@@ -66,7 +66,7 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     ]
     rewritten = prune(replace(graph, ops=tuple(ops)))
     try:
-        check(rewritten)
+        check(rewritten, before=graph)
     except AssertionError:
         return None
     return replace(step, graph=rewritten)
