@@ -149,7 +149,9 @@ def fields(node: ast.ClassDef) -> int:
 def old_words(text: str) -> dict[str, int]:
     """How often each word is there that the field has others for, broken lines put together."""
     joined = re.sub(r"\n\s*(#:?\s)?\s*", " ", text)
-    found = {word: len(re.findall(rf"\b{word}\b(?!\.\w)", joined)) for word in OLD}
+    found = {
+        word: len(re.findall(rf"\b{word}\b(?!\.\w)", joined)) for word in OLD if word in joined
+    }
     return {word: count for word, count in found.items() if count}
 
 

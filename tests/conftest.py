@@ -106,7 +106,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "long: three seconds or more, a unit test one; a draw of one in four is run, none of --quick",
     )
     if not hasattr(config, "workerinput"):
-        keep_figures()
         config.option.draw = config.option.draw or _commit(
             config.rootpath
         )  # workers are given the options
@@ -116,7 +115,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
     # Traces are large and live long: looking through them all for garbage takes a tenth of the time.
     gc.set_threshold(50_000, 50, 100)
-    watch()
+    # Who has workers runs no test, and needs no JAX.
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        keep_figures()
+        watch()
 
 
 def _commit(root: Path) -> str:
@@ -220,18 +222,18 @@ def _without_compiler(item: pytest.Item) -> str | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of other tiers are not even imported for a quick run."""
+    """Files of other tiers, and modules without examples, are not even imported for a quick
+    run.
+    """
     if (
         config.option.quick
         and collection_path.suffix == ".py"
         and collection_path.is_relative_to(config.rootpath)
     ):
-        own = "mark.unit" in collection_path.read_text()
-        return (
-            None
-            if own or tier_of(str(collection_path.relative_to(config.rootpath))) == "unit"
-            else True
-        )
+        path, text = str(collection_path.relative_to(config.rootpath)), collection_path.read_text()
+        if path.startswith("shardlib/") and ">>>" not in text:
+            return True
+        return None if "mark.unit" in text or tier_of(path) == "unit" else True
     return None
 
 
@@ -287,6 +289,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    # Modules and their syntax trees stay to the end: nobody needs to look through them for garbage.
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # At its end pytest looks for garbage several times. Here that is mostly traces, which nothing
+    # finalises.
+    if session.config.option.quick:
+        gc.freeze()
 
 
 def _quick(item: pytest.Item) -> bool:

@@ -94,13 +94,13 @@ def test_schedules_are_in_the_order_of_their_bubbles() -> None:
     assert held == [32, 8, 8 + 7 / 4, 8]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages", "micro"),
-    list(itertools.product([one.name for one in pipelines()], (2, 3, 8), (2, 3, 4, 8, 40))),
-)
-def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(
-    schedule: str, stages: int, micro: int
-) -> None:
+@pytest.mark.parametrize("schedule", [one.name for one in pipelines()])
+def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(schedule: str) -> None:
+    for stages, micro in itertools.product((2, 3, 8), (2, 3, 4, 8, 40)):
+        _hold_the_places_of_their_ring(schedule, stages, micro)
+
+
+def _hold_the_places_of_their_ring(schedule: str, stages: int, micro: int) -> None:
     for virtual in (
         (1, 2, 5) if schedule in ("gpipe", "interleaved") and micro % stages == 0 else (1,)
     ):

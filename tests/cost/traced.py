@@ -73,7 +73,9 @@ def problem(name: str, policies: tuple[str, ...] = ("none", "full", "dots")) -> 
     config = CONFIGS[name]
     init, loss = models.build(config)
     batch = models.example_batch(config, BATCH, SEQ)
-    return trace(read(init), loss, batch, optimizer=optax.adamw(1e-4), policies=policies).problem
+    return trace(
+        read(init), loss, batch, optimizer=optax.adamw(1e-4), policies=policies, rows="mean"
+    ).problem
 
 
 def plain(name: str) -> Problem:

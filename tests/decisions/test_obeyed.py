@@ -22,7 +22,7 @@ LISTED = [(word, value) for word, entry in TABLE.items() for value in entry.choi
 #: and a perceptron for the values that a plan has by default.
 BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
     ("attention", "traced"): {"world": "layers"},  # the kernel of cuDNN would be faster
-    ("attention", "splash"): {"world": "layers", "where": "v5e:1x2"},
+    ("attention", "splash"): {"where": "v5e:1x2"},
     ("experts", "dropless"): {"world": "experts", "calls": "dropless"},
     ("experts", "capacity"): {"world": "experts", "calls": "capacity"},
     ("gather", "once"): {"where": "h100:4"},  # stages, and weights that are sharded beside them

@@ -62,13 +62,18 @@ seconds = st.floats(0.1, 10)
     ids=lambda module: module.__name__,
 )
 def test_examples(module) -> None:
-    assert doctest.testmod(module).failed == 0 < doctest.testmod(module).attempted
+    failed, attempted = doctest.testmod(module)
+    assert failed == 0 < attempted
 
 
-@pytest.mark.parametrize(("schedule", "stages", "micro", "virtual"), CASES)
-def test_every_stage_does_everything_once_and_nothing_before_what_it_needs(
-    schedule: str, stages: int, micro: int, virtual: int
-) -> None:
+@pytest.mark.parametrize("schedule", sorted({case[0] for case in CASES}))
+def test_every_stage_does_everything_once_and_nothing_before_what_it_needs(schedule: str) -> None:
+    for name, stages, micro, virtual in CASES:
+        if name == schedule:
+            _keeps_the_order(name, stages, micro, virtual)
+
+
+def _keeps_the_order(schedule: str, stages: int, micro: int, virtual: int) -> None:
     spans = simulate(
         orders(schedule, stages=stages, microbatches=micro, virtual=virtual),
         Durations(forward=1.0, backward=1.5, weights=0.7, hop=0.25),
