@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ import pytest
 
 from benchmarks.published.cases import GIB, Case, case_of
 from benchmarks.published.document import Document, read
-from benchmarks.published.fitting import Sample, fit, halves
 from benchmarks.published.machines import compact, topology_of
 from benchmarks.published.pricing import Bench, boundless
 from benchmarks.published.recompute import Recompute, recompute_of
@@ -553,22 +551,6 @@ def test_pairs_of_competing_plans() -> None:
         1,
         2,
     ), "b and c are measured alike; c is predicted faster than a and was slower"
-
-
-def test_fit_finds_a_figure_and_leaves_alone_what_the_runs_do_not_show() -> None:
-    samples = [
-        Sample(id=str(i), source="s", split=str(i), measured_s=work / 0.5)
-        for i, work in enumerate((1.0, 2.0, 4.0))
-    ]
-    start = {"matmul": 0.8, "memory": 0.9}
-    values = fit(
-        samples,
-        lambda figures: [work / figures["matmul"] for work in (1.0, 2.0, 4.0)],
-        start,
-        ("matmul", "memory"),
-    )
-    assert values["matmul"] == pytest.approx(0.5, rel=0.05) and values["memory"] == 0.9
-    assert math.isclose(sum(map(len, halves(samples))), 3)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ lowering of a combination deletes its row**, and from then on all three follow: 
 
 >>> [gap.says for gap in broken(frozenset({"routed", "reduction dtype"}))]
 ['a reduction_dtype of gradients where tokens are routed to experts']
->>> broken(frozenset({"routed", "context", "stages"}))
+>>> broken(frozenset({"routed", "stages"}))
 []
 """
 
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from shardlib.axes import MeshShape
 from shardlib.decisions.dtypes import LOWERED_DTYPES, LOWERED_PRODUCTS, lowered_dtypes
 from shardlib.decisions.pins import Pins
-from shardlib.decisions.readers import ANY_GROUP
 from shardlib.decisions.table import Decisions
 from shardlib.errors import PinError, raise_all
 from shardlib.schedules.table import lowered as schedule_lowered
@@ -78,20 +77,13 @@ GAPS: tuple[Gap, ...] = (
 def facts(decisions: Decisions) -> frozenset[str]:
     """What of a plan the rows speak of."""
     one = decisions
-    mixed = bool(one.remat_classes)
     return frozenset(
         name
         for name, true in {
             "stages": one.mesh["stage"] > 1,
-            "context": one.mesh["context"] > 1,
-            "programs": one.pipeline == "programs" and one.mesh["stage"] > 1,
             "one program": one.pipeline != "programs",
             "routed": one.experts != "none",
-            "disk": "disk" in one.offload,
             "activations on host": "activations" in one.offload,
-            "nothing rematerialised": one.remat == "none" and not mixed,
-            "some layers": one.remat_layers > 0 and not mixed,
-            "layer groups apart": mixed,
             "reduction dtype": "reduction_dtype" in dict(one.dtypes),
             "dtype without lowering": any(not has_lowering(*pair) for pair in one.dtypes),
             "schedule without lowering": not schedule_lowered(one.schedule),
@@ -103,20 +95,13 @@ def facts(decisions: Decisions) -> frozenset[str]:
 def facts_of_pins(pins: Pins) -> frozenset[str]:
     """What all plans under pins have of what the rows speak of."""
     sizes = dict(pins.mesh if pins.mesh is not None else pins.axes)
-    apart = bool(pins.remat_classes) and pins.remat_classes != ANY_GROUP
     return frozenset(
         name
         for name, true in {
             "stages": pins.staged,
-            "context": sizes.get("context", 1) > 1 or pins.context not in (None, "none"),
-            "programs": pins.pipeline == "programs",
             "one program": pins.pipeline != "programs",
             "routed": pins.experts not in (None, "none") or sizes.get("expert", 1) > 1,
-            "disk": "disk" in (pins.offload or ()),
             "activations on host": "activations" in (pins.offload or ()),
-            "nothing rematerialised": pins.remat == "none" and not apart,
-            "some layers": (pins.remat_layers or 0) > 0 and not apart,
-            "layer groups apart": apart,
             "reduction dtype": "reduction_dtype" in dict(pins.dtypes),
             "dtype without lowering": any(
                 not has_lowering(word, dtype)
@@ -184,10 +169,7 @@ def along(mesh: Mapping[str, NDArray[np.int64]] | MeshShape) -> dict[str, NDArra
     Args:
         mesh: sizes of mesh axes, arrays [candidates].
     """
-    return {
-        "stages": np.atleast_1d(mesh["stage"]) > 1,
-        "context": np.atleast_1d(mesh["context"]) > 1,
-    }
+    return {"stages": np.atleast_1d(mesh["stage"]) > 1}
 
 
 def require(found: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:

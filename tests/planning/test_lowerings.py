@@ -23,18 +23,9 @@ from tests.planning import worlds
 #: What asks for each fact: pins, and the decisions of a plan that has it.
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stages": ({"mesh.stage": 2}, {"mesh": {"stage": 2}}),
-    "context": ({"mesh.context": 2}, {"mesh": {"context": 2}}),
     "routed": ({"experts": "dropless"}, {"experts": "dropless"}),
-    "programs": ({"pipeline": "programs"}, {"pipeline": "programs", "mesh": {"stage": 2}}),
     "one program": ({}, {}),
-    "disk": ({"offload": ["disk"]}, {"offload": ("disk",)}),
     "activations on host": ({"offload": ["activations"]}, {"offload": ("activations",)}),
-    "nothing rematerialised": ({"remat": "none"}, {"remat": "none"}),
-    "some layers": ({"remat": "full", "remat_layers": 1}, {"remat": "full", "remat_layers": 1}),
-    "layer groups apart": (
-        {"remat_classes": {"layers": ["full", 1]}},
-        {"remat_classes": (("layers", "full", 1),)},
-    ),
     "reduction dtype": (
         {"reduction_dtype": "bfloat16"},
         {"dtypes": (("reduction_dtype", "bfloat16"),)},

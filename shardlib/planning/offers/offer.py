@@ -42,13 +42,8 @@ class Block:
             offer: the decisions of the rows.
             candidates: position of each row's candidate.
         """
-        known = facts(offer.decisions)
-        if offer.groups is not None:
-            known = (known | {"layer groups apart"}) - {"nothing rematerialised"}
-        elif offer.layers is not None:
-            known |= {"some layers"}
-        sizes = {axis: self.c.sizes[axis][candidates] for axis in ("stage", "context")}
-        return lowered(known, along(sizes), self.gaps)
+        stages = {"stage": self.c.sizes["stage"][candidates]}
+        return lowered(facts(offer.decisions), along(stages), self.gaps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class Variants:
         if fast is None or wanted == 0 or self.room.apart or "partly" not in self._able.remat:
             return
         legal = fast.step_seconds < seen.limit
-        legal &= lowered(facts(offer.decisions) | {"some layers"}, along(c.sizes), self.room.gaps)
+        legal &= lowered(facts(offer.decisions), along(c.sizes), self.room.gaps)
         if wanted is None:
             legal &= (fast.peak_bytes > self.capacity) & (
                 fast.step_seconds < rematerialised.step_seconds
