@@ -42,7 +42,9 @@ class Axis:
         collectives: kinds of collectives (`shardlib.collective.KINDS`) that run along it alone, by
             their role in a step: "block" (compute waits for it), "context" (along the sequence),
             "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or
-            go around, once in a collective; or heads are exchanged) and "stage" (between stages).
+            go around, once in a collective; or heads are exchanged), "stage" (between stages) and
+            "ends" (where all stages compute embedding and head: to the first stage and from the
+            last).
             Those of gradients and of stored parameters run over several axes, and follow from
             `splits` and `stores`.
         waits: whether compute waits for the most of them; otherwise they move parameters and
@@ -72,7 +74,10 @@ STAGE = Axis(
     splits="nothing",
     stores=False,
     computes=False,
-    collectives={"stage": ("collective-permute",)},
+    collectives={
+        "stage": ("collective-permute",),
+        "ends": ("all-gather", "reduce-scatter"),
+    },
     waits=True,
     links=0,
 )

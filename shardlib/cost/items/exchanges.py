@@ -182,22 +182,22 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
 
 def boundary_items(facts: Facts) -> list[Item]:
     """What a pipeline stage hands to the next, and its cotangent on the way back: the residual
-    stream, once for each microbatch.
+    stream, once for each microbatch. Where all stages compute embedding and head, a device has a
+    part of it there: what enters the first stage, or goes back to the last, is gathered over the
+    stages, and what leaves is scattered.
     """
     carried = [value for value in facts.layers.carried if value >= 0][:1]
 
     def item(value: int) -> Item:
         def terms(choice: Choice) -> tuple[Term, ...]:
-            return (
-                Transfer(
-                    kind="collective-permute",
-                    group="stage",
-                    bytes=amount(
-                        float(facts.graph.values[value].bytes), facts.value_cut(value, choice)
-                    ),
-                    trips=2,
-                    cause="between stages",
-                ),
+            size = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+            return tuple(
+                Transfer(kind=kind, group=group, bytes=size, trips=2, cause=cause)
+                for kind, group, cause in (
+                    ("collective-permute", "stage", "between stages"),
+                    ("all-gather", "ends", "into the stages"),
+                    ("reduce-scatter", "ends", "out of the stages"),
+                )
             )
 
         return Item(colours=named(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)

@@ -20,6 +20,7 @@ from shardlib.axes import (
     EXPERT,
     MESH_AXES,
     REPLICA_AXES,
+    STAGE,
     STORED_AXES,
     TENSOR,
     TOKEN_AXES,
@@ -71,6 +72,13 @@ def tokens(*, experts: bool = False, tensor: bool = False) -> Group:
     return Group((*axes, *((TENSOR.name,) if tensor else ())), experts)
 
 
+def on_all_stages(group: Group) -> Group:
+    """The devices of a group, of all stages: embedding and head of a pipeline in one program are
+    computed by all of them.
+    """
+    return Group((STAGE.name, *group.axes), group.of_experts)
+
+
 def _but_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis != EXPERT.name)
 
@@ -80,7 +88,8 @@ class Slot:
     """A kind of collective over a group, in one of the roles that pricing tells apart.
 
     Attributes:
-        role: of `shardlib.axes.Axis.collectives`; "block" over the axes that split tokens, too; or
+        role: of `shardlib.axes.Axis.collectives`; "block" over the axes that split tokens, and
+            "ends" over those and the stages, too; or
             "gather" (parameters, ZeRO 3), "reduce" (gradients, ZeRO 0 and 1) or "scatter"
             (gradients, ZeRO 2 and 3).
         group: the devices.
@@ -96,6 +105,8 @@ _TOKENS = tuple(
     tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
 )
 _STORED = (stored(), stored(experts=True))
+_OF_ENDS = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
+_REPLICAS_OF_ENDS = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
 SLOTS: tuple[Slot, ...] = (
     *(
         Slot(role, along(AXES[name]), kind)
@@ -104,12 +115,13 @@ SLOTS: tuple[Slot, ...] = (
         for kind in kinds
     ),
     Slot("block", tokens(), "all-reduce"),
+    Slot("ends", on_all_stages(tokens()), "all-reduce"),
     *(Slot("gather", group, "all-gather") for group in _STORED),
-    *(Slot("reduce", group, "all-reduce") for group in _TOKENS),
+    *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OF_ENDS)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(
         Slot("scatter", group, "all-reduce")
-        for group in (replicas(), replicas(tensor=True), *_TOKENS)
+        for group in (replicas(), replicas(tensor=True), *_TOKENS, *_REPLICAS_OF_ENDS, *_OF_ENDS)
     ),
 )
 #: Groups of devices that collectives of a step run over.
@@ -151,6 +163,15 @@ def steps(
     )
 
 
+def shards(slot: Slot, ways: int) -> int:
+    """Results of a collective of a slot in what a device has of the array, for a group of so many
+    devices: of a ring as many as messages; of what leaves the stages, which no measure divides by
+    their number, a shard for each.
+    """
+    scattered = slot.role == "ends" and slot.kind == "reduce-scatter"
+    return ways if scattered or slot.role == "ring" else 1
+
+
 def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCost:
     """The cost of one collective of a slot."""
     spans = spans_of(slot.group, placement)
@@ -161,9 +182,9 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
             sum(share * cost.seconds_per_byte for share, cost in found),
         )
     found = collective_cost(slot.kind, spans, topology)
+    ways = shards(slot, math.prod(span.ways for span in spans))
     if slot.role != "ring":
-        return found
-    ways = math.prod(span.ways for span in spans)
+        return LinearCost(found.latency_s, found.seconds_per_byte / ways)
     return LinearCost((ways - 1) * found.latency_s, (ways - 1) / ways * found.seconds_per_byte)
 
 
@@ -233,7 +254,7 @@ def _ways_by_tier(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -
 def _way(slot: Slot) -> tuple[str, str]:
     """All of a slot that its cost depends on, beside where its group lies."""
     stepwise = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-    return slot.kind, "steps" if stepwise else "ring" if slot.role == "ring" else ""
+    return slot.kind, "steps" if stepwise else slot.role if slot.role in ("ring", "ends") else ""
 
 
 @lru_cache(maxsize=16)

@@ -14,14 +14,14 @@ import numpy as np
 from shardlib.cost.machine.collective_tables import SLOTS, Slot, stored
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
-from shardlib.cost.pricing.pipeline_stages import (
-    passes_over_weights,
-)
-from shardlib.cost.pricing.stage_shares import on_stage, shares_of
+from shardlib.cost.pricing.pipeline_stages import passes_over_ends, passes_over_weights
+from shardlib.cost.pricing.stage_shares import on_stage, shares_moved
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import ends_on_all_stages
 from shardlib.cost.terms.knobs import Knobs
+from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 
 Array = np.ndarray
 
@@ -38,7 +38,8 @@ def exposed(
 
     Args:
         s: sums of the terms, by segment and candidate.
-        scale: part of each segment that the fullest stage has, [segments, candidates].
+        scale: part of each segment whose parameters the fullest stage moves, [segments,
+            candidates].
         how: ZeRO stage, schedule and the like.
         c: candidates.
         pricer: machine and framework profile.
@@ -51,7 +52,7 @@ def exposed(
     reduced, gathered = _reduced(s, scale, how, c, profile), np.zeros(len(c))
     if how.zero:
         gathered = (
-            on_stage(s.collectives.gather, scale) * passes_over(how, c)[0]
+            _in_step(s.collectives.gather, scale, passes_over(how, c)[0], how, c, profile)
             if how.zero >= 3
             else _updated_gather(s, scale, c)
         )
@@ -100,7 +101,7 @@ def saved_by_gathering_once(
     Returns:
         Array [candidates]; negative where it costs.
     """
-    scale, compute = shares_of(how, model, c, pricer.profile), s.kernels.compute.sum(0) / c.stage
+    scale, compute = shares_moved(how, model, c, pricer.profile), s.kernels.compute.sum(0) / c.stage
     use, once = (
         exposed(s, scale, replace(how, gather=gather), c, pricer, compute)
         for gather in ("use", "once")
@@ -112,18 +113,31 @@ def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, profile: Framewor
     """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
     ZeRO 2 and 3, and where the framework does so, but for those of experts on their devices.
     """
-    seconds = on_stage(
-        s.collectives.scatter if scatters(profile, how) else s.collectives.reduce, scale
-    )
+    seconds = s.collectives.scatter if scatters(profile, how) else s.collectives.reduce
+    once = np.ones(len(c))
     if once_a_step(profile, how):
-        return seconds
+        return _in_step(seconds, scale, once, how, c, profile)
     if how.zero >= 2:
-        return seconds * passes_over(how, c)[1]
+        return _in_step(seconds, scale, passes_over(how, c)[1], how, c, profile)
     if in_the_last(profile, how):
-        return seconds + np.where(
+        return _in_step(seconds, scale, once, how, c, profile) + np.where(
             c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
         )
-    return seconds * np.where(c.stage > 1, 1, c.micro)
+    return _in_step(seconds, scale, np.where(c.stage > 1, 1, c.micro), how, c, profile)
+
+
+def _in_step(
+    seconds: Array, scale: Array, times: Array, how: Knobs, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Seconds of a step of what is moved so many times in it, but for what lies outside of the
+    layers of a pipeline in one program, see `passes_over_ends`.
+    """
+    moved = seconds * scale
+    found = moved.sum(0) * times
+    if not ends_on_all_stages(profile):
+        return found
+    ends = moved[OUTSIDE_LAYERS] * (passes_over_ends(how, c, profile) - times)
+    return found + np.where(c.stage > 1, ends, 0.0)
 
 
 def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:

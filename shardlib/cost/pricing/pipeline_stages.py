@@ -15,7 +15,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.gradient_reduction import once_a_step
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import ends_on_all_stages
+from shardlib.cost.terms.knobs import Knobs
 from shardlib.schedules.table import named
+from shardlib.schedules.timetable import Timetable
 
 Array = np.ndarray
 
@@ -54,6 +60,58 @@ def passes_over_weights(
     if named(schedule).forward_first and virtual > 1:
         return np.full_like(every, groups), np.full_like(every, groups), min(1.0, 2 / virtual)
     return np.full_like(every, 0.5), np.ones_like(every), 1.0
+
+
+def passes_over_ends(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+    """How often the parameters of embedding and head are gathered, and their gradients reduced, in
+    a step of a pipeline whose stages all compute both: once, where those of layers are, but for
+    rounds of chunks, and in every microbatch otherwise.
+
+    Args:
+        how: schedule, ZeRO stage, and when weights are gathered.
+        c: candidates.
+        profile: framework profile.
+
+    Returns:
+        Array [candidates].
+    """
+    assert ends_on_all_stages(profile)
+    late = how.zero < 2 or how.gather == "once" or once_a_step(profile, how)
+    rounds = named(how.schedule).forward_first and how.virtual > 1
+    return np.where(late and not rounds, 1.0, c.micro)
+
+
+def turns(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+    """How often a stage does its part for a microbatch in a step: in a pipeline in one program it
+    does so while it waits, too, with what nobody asks for.
+
+    Args:
+        how: schedule, virtual stages and groups of microbatches.
+        c: candidates.
+        profile: framework profile.
+
+    Returns:
+        Array [candidates].
+    """
+    if profile.pipeline != "lockstep":
+        return np.asarray(c.micro, dtype=float)
+    return np.array(
+        [
+            (
+                how.accumulation
+                * Timetable(
+                    schedule=how.schedule,
+                    stages=int(stages),
+                    microbatches=int(micro) // how.accumulation,
+                    virtual=how.virtual,
+                ).forward_ticks
+                / how.virtual
+                if stages > 1
+                else float(micro)
+            )
+            for stages, micro in zip(c.stage, c.micro, strict=True)
+        ]
+    )
 
 
 def slowest(

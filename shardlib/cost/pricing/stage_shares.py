@@ -9,7 +9,7 @@ import numpy as np
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.terms.framework_profiles import XLA, ends_on_all_stages
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 from shardlib.schedules.schedule import Pipelines
@@ -75,6 +75,17 @@ def shares_at_rest(
     """
     found = shares_of(how, model, c, profile)
     if profile.embedding_and_head == "spread":
+        found[OUTSIDE_LAYERS] = 1.0
+    return found
+
+
+def shares_moved(how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
+    """Part of each segment's parameters that the fullest stage gathers, and whose gradients it
+    reduces: as `shares_of`, but every stage does so with all of embedding and head where it
+    computes them for a part of the sequence.
+    """
+    found = shares_of(how, model, c, profile)
+    if ends_on_all_stages(profile):
         found[OUTSIDE_LAYERS] = 1.0
     return found
 

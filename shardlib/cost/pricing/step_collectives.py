@@ -10,14 +10,23 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.cost.machine.collective_tables import ALONG, Group, Slot, slot_cost, spans_of, steps
+from shardlib.cost.machine.collective_tables import (
+    ALONG,
+    Group,
+    Slot,
+    shards,
+    slot_cost,
+    spans_of,
+    steps,
+)
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
-from shardlib.cost.pricing.pipeline_stages import passes_over_weights
-from shardlib.cost.pricing.stage_shares import shares_of
+from shardlib.cost.pricing.pipeline_stages import passes_over_ends, passes_over_weights, turns
+from shardlib.cost.pricing.stage_shares import shares_moved
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.tables.pricer import Pricer, moves
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import ends_on_all_stages
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Item, Transfer
 from shardlib.hardware.placement import Placement
@@ -39,6 +48,29 @@ class Placed:
     mesh: MeshShape
     placement: Placement
     candidate: Candidates
+
+
+#: Roles of what moves parameters and their gradients.
+_OF_PARAMETERS = ("gather", "reduce", "scatter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """What the fullest stage does in a step.
+
+    Attributes:
+        shares: part of each segment whose parameters it moves.
+        turns: how often it does its part for a microbatch.
+        ends: whether it is one of several that all compute embedding and head.
+        how, candidate, profile: the decisions, the candidate and the software.
+    """
+
+    shares: Array
+    turns: float
+    ends: bool
+    how: Knobs
+    candidate: Candidates
+    profile: FrameworkProfile
 
 
 def collectives(
@@ -71,9 +103,17 @@ def collectives(
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
     profile, topology = pricer.profile, pricer.topology
-    shares = shares_of(how, model, c, profile)[:, 0]
+    stage = _Stage(
+        shares=shares_moved(how, model, c, profile)[:, 0],
+        turns=float(turns(how, c, profile)[0]),
+        ends=mesh["stage"] > 1 and ends_on_all_stages(profile),
+        how=how,
+        candidate=c,
+        profile=profile,
+    )
     roles = {
         "block",
+        "ends",
         *ALONG[how.context],
         "scatter" if scatters(profile, how) else "reduce",
         *(("gather",) if how.zero >= 3 else ()),
@@ -90,9 +130,10 @@ def collectives(
             if staged
             else ((1.0, slot_cost(slot, placement, topology)),)
         )
-        hops = math.prod(mesh[axis] for axis in axes) if slot.role == "ring" else 1
+        parted = shards(slot, math.prod(mesh[axis] for axis in axes))
+        hops = parted if slot.role == "ring" else 1
         for share, cost in parts:
-            key = (slot.kind, axes, round(size * share / hops), cause)
+            key = (slot.kind, axes, round(size * share / parted), cause)
             number, before = found.get(key, (0.0, 0.0))
             found[key] = (
                 number + count * max(1, hops - 1),
@@ -107,17 +148,20 @@ def collectives(
     ):
         for term in item.terms(choice):
             if isinstance(term, Transfer):
-                for slot, size, count in moves(term, c.shapes, pricer):
-                    runs = (
-                        float(count[0]) * part * _runs(slot, item.segment, shares, how, c, profile)
-                    )
+                for slot, size, count in moves(term, item.segment, c.shapes, pricer):
+                    runs = float(count[0]) * part * _runs(term, slot, item.segment, stage)
                     if slot.role in roles and loops and term in loops:
                         message, each, hop = loops[term]
                         key = ("collective-permute", ("tensor",), round(message), term.cause)
                         number, before = found.get(key, (0.0, 0.0))
                         found[key] = number + each * runs, before + each * hop * runs
                     elif slot.role in roles:
-                        note(slot, float(size[0]), runs, term.cause)
+                        note(
+                            slot,
+                            float(size[0]) / _parts(slot, item.segment, stage),
+                            runs,
+                            term.cause,
+                        )
     if how.zero in (1, 2):
         for group, size in updated.items():
             note(
@@ -140,37 +184,42 @@ def collectives(
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _runs(
-    slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, profile: FrameworkProfile
-) -> float:
+def _runs(term: Transfer, slot: Slot, segment: int, at: _Stage) -> float:
     """Executions in a step of what happens once in a microbatch."""
-    micro, stages = int(c.micro[0]), int(c.stage[0])
-    if slot.role == "stage":
-        return micro * how.virtual
-    once = slot.role in ("reduce", "scatter") and (
-        once_a_step(profile, how)
-        or (
-            slot.role == "reduce"
-            and (stages > 1 or (in_the_last(profile, how) and not slot.group.of_experts))
-        )
-    )
+    role, micro = slot.role, int(at.candidate.micro[0])
+    if role == "stage":
+        return at.turns * at.how.virtual
+    ends = at.ends and segment == OUTSIDE_LAYERS
+    every = micro if ends or segment < 0 else at.turns
+    if role not in _OF_PARAMETERS:
+        return every * (float(at.shares[segment]) if segment >= 0 else 1.0)
+    # In a pipeline in one program, gradients of vectors wait for nothing.
+    waits = not at.ends or len(term.shape) > 1
+    times = _times(slot, ends, at) if waits else None
+    return (every if times is None else times) * float(at.shares[segment])
+
+
+def _times(slot: Slot, ends: bool, at: _Stage) -> float | None:
+    """How often a stage gathers parameters or reduces gradients in a step; None: in every
+    microbatch.
+    """
+    how, c, profile = at.how, at.candidate, at.profile
+    if ends:
+        return None if passes_over_ends(how, c, profile)[0] > 1 else 1.0
+    if slot.role != "gather" and once_a_step(profile, how):
+        return 1.0
+    if slot.role == "reduce":
+        last = in_the_last(profile, how) and not slot.group.of_experts
+        return 1.0 if int(c.stage[0]) > 1 or last else None
+    if how.gather == "use":
+        return None
     pairs, reductions, _ = passes_over_weights(
         how.schedule, how.gather, how.virtual, c.micro, how.accumulation
     )
-    times = (
-        1
-        if once
-        else (
-            float(pairs[0])
-            if slot.role == "gather"
-            else float(reductions[0])
-            if slot.role == "scatter"
-            else micro
-        )
-    )
-    return times * (
-        float(shares[segment])
-        if segment >= 0
-        or (segment == OUTSIDE_LAYERS and slot.role in ("gather", "reduce", "scatter"))
-        else 1.0
-    )
+    return float((pairs if slot.role == "gather" else reductions)[0])
+
+
+def _parts(slot: Slot, segment: int, at: _Stage) -> int:
+    """Parts of an activation that stages share out where all compute embedding and head."""
+    apart = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
+    return int(at.candidate.stage[0]) if at.ends and apart else 1

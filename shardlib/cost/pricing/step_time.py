@@ -53,10 +53,11 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
-    return np.where(c.stage > 1, s.collectives.passes * chunks_of(how, c), 0.0) * (
-        1 - pricer.profile.send_overlap
-    )
+    """Seconds of handing a microbatch from stage to stage and back, and into the stages and out of
+    them where all compute embedding and head, that nothing hides.
+    """
+    hops = np.where(c.stage > 1, s.collectives.passes * chunks_of(how, c), 0.0)
+    return hops * (1 - pricer.profile.send_overlap) + s.collectives.ends
 
 
 def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
@@ -102,7 +103,8 @@ def seconds_by_part(
 
     Args:
         s: sums of the terms, by segment and candidate.
-        scale: part of each segment that the fullest stage has, [segments, candidates].
+        scale: part of each segment whose parameters the fullest stage moves, [segments,
+            candidates].
         how: ZeRO stage, schedule and the like.
         model: counts of layers.
         pricer: machine and framework profile.

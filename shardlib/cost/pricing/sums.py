@@ -187,6 +187,7 @@ def sums(
             gather=role("gather"),
             routed=role("reduce", experts=True),
             passes=role("stage")[OUTSIDE_LAYERS],
+            ends=role("ends")[OUTSIDE_LAYERS],
         ),
         stored=StoredBytes(
             parameters=rest[:, Q.PARAMETERS][:, at],

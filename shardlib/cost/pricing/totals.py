@@ -16,7 +16,13 @@ import numpy as np
 from shardlib.axes import TOKEN_AXES
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.device_memory import bytes_by_part, heap_share, stored_bytes
-from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
+from shardlib.cost.pricing.stage_shares import (
+    on_stage,
+    pipelines_of,
+    shares_at_rest,
+    shares_moved,
+    shares_of,
+)
 from shardlib.cost.pricing.step_time import seconds_by_part
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
@@ -84,7 +90,8 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     scale, resting = shares_of(how, model, c, profile), shares_at_rest(how, model, c, profile)
     held = named(how.schedule).in_flight(pipelines_of(how, c, profile))
     parameters, frozen, gradients, state = stored_bytes(s, resting, how, model, profile, c)
-    seconds, flops = seconds_by_part(s, scale, how, model, pricer, c)
+    moved = shares_moved(how, model, c, profile)
+    seconds, flops = seconds_by_part(s, moved, how, model, pricer, c)
     made, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, profile)
     heap = heap_share(pricer, c.stage)
     memory, stacks = {name: size * heap for name, size in made.items()}, stacks * heap

@@ -74,6 +74,7 @@ class Collectives(_ByCandidate):
         routed: those of `reduce` that are gradients of experts on their devices.
         passes: handing activations to the next stage and cotangents back, a chunk; array
             [candidates].
+        ends: what all stages do together before and after the layers, array [candidates].
     """
 
     block: Array
@@ -86,6 +87,7 @@ class Collectives(_ByCandidate):
     gather: Array
     routed: Array
     passes: Array
+    ends: Array
 
 
 @dataclass(frozen=True, kw_only=True)

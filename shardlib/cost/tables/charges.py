@@ -14,6 +14,7 @@ from shardlib.cost.machine.collective_tables import (
     INDEX,
     Slot,
     along,
+    on_all_stages,
     replicas,
     stored,
     tokens,
@@ -32,6 +33,7 @@ from shardlib.cost.tables.measures import (
 )
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
 from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import ends_on_all_stages
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Compute, Resident, Stored, Term, Transfer
 from shardlib.propagation.assignment import Cut, has
 
@@ -59,22 +61,27 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 }
 
 
-def moved(term: Transfer, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
+def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
     and over `term.trips`.
 
     Args:
         term: the transfer.
+        segment: a layer group, or what is outside of layers.
         profile: framework profile.
     """
+    all_stages = segment == OUTSIDE_LAYERS and ends_on_all_stages(profile)
     size, once = part(term.bytes), Part().by(*_counts(term))
     if term.group in _ROLES:
         role, axis = _ROLES[term.group]
         sharded = term.kind == "reduce-scatter"
         moved = size.by(Ways(axis.name)) if sharded else size
         return [(Slot(role, along(axis), term.kind), moved, once)]
+    if term.group == "ends":
+        return [(Slot("ends", along(STAGE), term.kind), size, once)] if all_stages else []
     if term.group == "sum":
-        return [(Slot("block", tokens(), "all-reduce"), size, once)]
+        role, group = ("ends", on_all_stages(tokens())) if all_stages else ("block", tokens())
+        return [(Slot(role, group, "all-reduce"), size, once)]
     experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
     sharded, replicated = (
         once.by(DividesStored(term.shape, term.cut, term.frozen, profile.flat, divides))
@@ -83,13 +90,16 @@ def moved(term: Transfer, profile: FrameworkProfile) -> list[tuple[Slot, Part, P
     if term.group == "gather":
         return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
     everywhere, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
+    alike = replicas(tensor=tensor)
+    if all_stages and not experts:
+        everywhere, alike = on_all_stages(everywhere), on_all_stages(alike)
     scattered = (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded)
     if term.again:
         return [scattered]
     return [
         (Slot("reduce", everywhere, "all-reduce"), size, once),
         scattered,
-        (Slot("scatter", replicas(tensor=tensor), "all-reduce"), shard, sharded),
+        (Slot("scatter", alike, "all-reduce"), shard, sharded),
         (Slot("scatter", everywhere, "all-reduce"), size, replicated),
     ]
 
@@ -112,7 +122,7 @@ def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Cha
         case Compute():
             return _compute(segment, term)
         case Transfer():
-            return _transfer(term, profile)
+            return _transfer(segment, term, profile)
         case Resident():
             return _resident(term, profile)
         case Stored():
@@ -133,9 +143,9 @@ def _counts(term: Compute | Transfer) -> tuple[Counts, ...]:
     return () if term.heads is None else (Counts(term.heads),)
 
 
-def _transfer(term: Transfer, profile: FrameworkProfile) -> Iterator[Charge]:
+def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Charge]:
     load = (Load(term.routed),) if term.routed is not None else ()
-    for slot, size, count in moved(term, profile):
+    for slot, size, count in moved(term, segment, profile):
         yield COUNTS + INDEX[slot], count, term.trips
         yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
 

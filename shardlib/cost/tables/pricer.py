@@ -32,12 +32,15 @@ from shardlib.propagation.assignment import Choice
 Array = np.ndarray
 
 
-def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Array, Array]]:
+def moves(
+    term: Transfer, segment: int, shapes: Shapes, pricer: Pricer
+) -> list[tuple[Slot, Array, Array]]:
     """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
     is 0 where its role has none.
 
     Args:
         term: the transfer.
+        segment: a layer group, or what is outside of layers.
         shapes: sizes of mesh axes and microbatches.
         pricer: machine and framework profile.
 
@@ -50,7 +53,7 @@ def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Ar
             term.bytes.total * evaluate(size, shapes, pricer.constants),
             term.trips * evaluate(count, shapes, pricer.constants),
         )
-        for slot, size, count in moved(term, pricer.profile)
+        for slot, size, count in moved(term, segment, pricer.profile)
     ]
 
 

@@ -34,6 +34,13 @@ def gathers(one: FrameworkProfile) -> tuple[str, ...]:
     )
 
 
+def ends_on_all_stages(one: FrameworkProfile) -> bool:
+    """Whether the devices of all stages compute embedding and head, each for a part of the
+    sequence: pipelines in one program do. Otherwise the first and the last stage do.
+    """
+    return one.pipeline == "lockstep" and one.embedding_and_head == "spread"
+
+
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
 XLA = FrameworkProfile(
     name="xla",

@@ -159,9 +159,9 @@ class Transfer:
     Attributes:
         kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
         group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a
-            kernel of attention: which one counts is a decision), "expert", "stage", "gather" (a
-            parameter over the axes that it is stored over, ZeRO 3 only), "gradient" or "sum" (over
-            all axes that shard tokens).
+            kernel of attention: which one counts is a decision), "expert", "stage", "ends" (over
+            stage, before and after the layers), "gather" (a parameter over the axes that it is
+            stored over, ZeRO 3 only), "gradient" or "sum" (over all axes that shard tokens).
         bytes: of the array before it is sharded over the group itself.
         trips: executions per microbatch.
         shape: shape of the array, to see whether fsdp divides it.

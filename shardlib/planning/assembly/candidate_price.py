@@ -9,6 +9,7 @@ import numpy as np
 
 from shardlib.cost.machine.collective_tables import Group, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
+from shardlib.cost.pricing.stage_shares import shares_moved
 from shardlib.cost.pricing.sums import sums
 from shardlib.cost.pricing.totals import Totals, combine
 from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
@@ -119,11 +120,8 @@ class OnMachine:
     def updated(self) -> dict[Group, float]:
         """Bytes of parameters on a device that are gathered after the update, by group."""
         rest = self.tally(self.load.rest)[..., self.c.shape]
-        chunks, stages = self.candidate.decisions.virtual_stages, self.candidate.mesh["stage"]
-        shares = np.array(
-            [chunks * np.ceil(n / (stages * chunks)) / n for n in self.load.counts]
-            + [1.0, 1 / stages]
-        )
+        how, profile = self.candidate.decisions, self.pricer.profile
+        shares = shares_moved(how, self.load.model, self.c, profile)[:, 0]
         experts = float((rest[:, Q.EXPERTS, 0] * shares).sum())
         return {
             stored(): float((rest[:, Q.PARAMETERS, 0] * shares).sum()) - experts,

@@ -27,6 +27,7 @@ from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import Tally
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import BYTES, COUNTS, ROWS, Q
+from shardlib.cost.terms.framework_profiles import ends_on_all_stages
 from shardlib.decisions.table import Decisions
 from shardlib.planning.bounds.step_time import waited
 from shardlib.planning.space.table_components import Parts, Scope, Under
@@ -109,11 +110,10 @@ class Traffic:
         self._values, self._shape, self._layers = values, shape, len(model.counts)
         # what hides where a profile says it itself is no part of `Tick.loaded`
         known = profile.gather_overlap is None and profile.reduce_overlap is None
-        ends = (
-            np.where(stages > 1, model.largest_end, 1.0)
-            if profile.embedding_and_head == "owners"
-            else 1 / stages
-        )
+        if profile.embedding_and_head == "owners":
+            ends = np.where(stages > 1, model.largest_end, 1.0)
+        else:
+            ends = np.ones(len(stages)) if ends_on_all_stages(profile) else 1 / stages
         self._shares = np.stack([*[1 / stages] * self._layers, np.ones(len(stages)), ends])
         if links is None:
             links = best_links({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)

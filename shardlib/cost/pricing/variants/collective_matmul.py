@@ -149,7 +149,9 @@ def saving(
     for loop in sorted(
         loops(facts, choice) if prices.ways > 1 else [], key=lambda loop: not loop.matmuls
     ):
-        ((slot, size, count),) = moves(loop.transfer, c.shapes, pricer)
+        ((slot, size, count),) = moves(
+            loop.transfer, facts.layers.segment(loop.region), c.shapes, pricer
+        )
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
         shard = float(size[0]) / (prices.ways if slot.kind == "all-gather" else 1)
         hop = prices.permute.seconds(shard)
