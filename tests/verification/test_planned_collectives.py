@@ -1,6 +1,7 @@
 """What the compilers of TPUs and GPUs make of small programs is what was planned, byte by byte:
 where tensor shards the sequence or the width of heads of attention, where matmuls need a sequence
-whole, and where rows of a gradient end inside of a tile of memory.
+whole, where rows of a gradient end inside of a tile of memory, and where all stages of a pipeline
+compute embedding and head.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ RULES = {
 }
 
 
-def verified(where, pin, **changed):
+def verified(where, pin, batch=16, **changed):
     """A small model under a pinned plan, with full rematerialisation."""
     config = replace(CONFIG, **changed)
     init, loss = models.build(config)
@@ -51,7 +52,7 @@ def verified(where, pin, **changed):
         init,
         loss,
         optax.adamw(1e-3),
-        models.example_batch(config, 16, 512),
+        models.example_batch(config, batch, 512),
         topology=where,
         pin={"microbatches": 1, "remat": "full", **pin},
     )
@@ -169,3 +170,28 @@ def test_a_slice_of_learned_positions_moves_no_rows_between_devices(where):
     planned, compiled = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
     moved = ("collective-permute", ("fsdp", "tensor"))
     assert compiled.get(moved, 0) <= planned.get(moved, 0)
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("schedule", "pin"),
+    [
+        ("1f1b", {"zero": 1}),
+        ("1f1b", {"zero": 3, "mesh": {"stage": 2, "fsdp": 2, "tensor": 4}}),
+        ("1f1b", {"zero": 3, "gather": "use"}),
+        ("gpipe", {"zero": 3, "gather": "once"}),
+    ],
+    ids=str,
+)
+def test_pipelines_communicate_as_planned_at_their_ends(schedule, pin):
+    """Embedding and head are computed by all stages, over which the slow network lies: what enters
+    the first one is gathered, what leaves the last scattered, and their gradients are reduced.
+    """
+    pin = {"mesh": {"stage": 2, "fsdp": 8}, "microbatches": 4, "schedule": schedule, **pin}
+    found = verified("2*h100:8", pin, batch=32)
+    row = compared(found, shardlib.topology("2*h100:8"))
+    assert row["planned"] > 0.99 and row["missing"] < 0.02, row["by_key"]
+    assert row["slow"] == 0, row["by_key"]
+    ends = ("all-gather", ("stage",)), ("reduce-scatter", ("stage",))
+    planned, compiled = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
+    assert [planned[key] for key in ends] == [compiled[key] for key in ends]

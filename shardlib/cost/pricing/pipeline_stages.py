@@ -41,8 +41,9 @@ def passes_over_weights(
     Gathered at every "use", that is twice (forward, backward) and once in every microbatch.
     Gathered "once" that is once each, or twice and once where all microbatches go through one chunk
     of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a
-    time, while stages go over from one to the next, and groups of microbatches that go through the
-    pipeline one after the other do that once each.
+    time, while stages go over from one to the next, so that one chunk's sums are reduced before
+    there are any, and groups of microbatches that go through the pipeline one after the other do
+    that once each.
 
     Args:
         schedule: name of the pipeline schedule.
@@ -58,7 +59,8 @@ def passes_over_weights(
     if gather == "use":
         return every, every, 0.0
     if named(schedule).forward_first and virtual > 1:
-        return np.full_like(every, groups), np.full_like(every, groups), min(1.0, 2 / virtual)
+        reduced = groups * (virtual + 1) / virtual
+        return np.full_like(every, groups), np.full_like(every, reduced), min(1.0, 2 / virtual)
     return np.full_like(every, 0.5), np.ones_like(every), 1.0
 
 
@@ -76,9 +78,9 @@ def passes_over_ends(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Ar
         Array [candidates].
     """
     assert ends_on_all_stages(profile)
-    late = how.zero < 2 or how.gather == "once" or once_a_step(profile, how)
     rounds = named(how.schedule).forward_first and how.virtual > 1
-    return np.where(late and not rounds, 1.0, c.micro)
+    late = once_a_step(profile, how) or (how.gather == "once" and not rounds)
+    return np.where(how.zero < 2 or late, 1.0, c.micro)
 
 
 def turns(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:

@@ -207,7 +207,7 @@ def _certificate(
     return Search(
         evaluations=best.counts["priced"],
         candidates=candidates,
-        lower_bound=bound,
+        lower_bound=min(bound, step_seconds),  # sums round differently
         gap=max(0.0, 1 - bound / step_seconds),
         seconds=seconds,
         rejected=_rejected(best, candidate),
