@@ -3,9 +3,10 @@
 With m microbatches and S stages, a stage is busy for `tick` seconds with one microbatch, forward
 and backward: its layers and its part of embedding and head.
 
-    step = m x tick + groups x waiting(schedule) + exposed parameters and gradients + optimizer
-           + overhead
+    step = m x (tick + ends) + groups x waiting(schedule) + exposed parameters and gradients
+           + optimizer + overhead
 
+"ends" is what all stages exchange when a microbatch enters and leaves a pipeline in one program.
 "compute" and "exposed" are what a stage is busy with on the average; "bubble" is the rest: waiting,
 and stages that have less work than the slowest.
 """
@@ -49,19 +50,20 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
     each = named(how.schedule).waiting(
         pipelines_of(how, c, pricer.profile), tick, s.kernels.weights / stages
     )
-    return c.micro * tick + np.where(stages > 1, how.accumulation * each, 0.0)
+    busy = c.micro * (tick + s.collectives.ends)
+    return busy + np.where(stages > 1, how.accumulation * each, 0.0)
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of handing a microbatch from stage to stage and back, and into the stages and out of
-    them where all compute embedding and head, that nothing hides.
-    """
-    hops = np.where(c.stage > 1, s.collectives.passes * chunks_of(how, c), 0.0)
-    return hops * (1 - pricer.profile.send_overlap) + s.collectives.ends
+    """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
+    return np.where(c.stage > 1, s.collectives.passes * chunks_of(how, c), 0.0) * (
+        1 - pricer.profile.send_overlap
+    )
 
 
 def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of one microbatch on the slowest stage, forward and backward.
+    """Seconds of one microbatch on the slowest stage, forward and backward, but for what all stages
+    do together when it enters and leaves: nobody does that while others wait.
 
     Args:
         s: sums of the terms, by segment and candidate; it keeps the result.
@@ -118,7 +120,7 @@ def seconds_by_part(
     block = s.collectives.block + s.along(how)
     compute, blocked = (
         s.kernels.compute.sum(0) / stages,
-        block.sum(0) / stages + _passes(s, how, pricer, c),
+        block.sum(0) / stages + _passes(s, how, pricer, c) + s.collectives.ends,
     )
     starved = _starved(s, s.kernels.compute + block, c)
     bubble = np.where(

@@ -47,9 +47,8 @@ def _seconds(one: OnMachine, program: Program) -> StageSeconds:
         sums(one.tally(items), stored, [], model, pricer, c)
         for items in (program.work, program.forward)
     )
-    # of what a microbatch sends, one half goes forward
-    passes, ends = ahead.collectives.passes / 2, ahead.collectives.ends / 2
-    roles = replace(ahead.collectives, passes=passes, ends=ends)
+    # of the two messages of a microbatch, one goes forward
+    roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
     ahead = replace(ahead, collectives=roles)
     whole, forward = (float(tick_seconds(part, how, model, pricer, c)[0]) for part in (both, ahead))
     weights = float(both.kernels.weights[0]) / one.candidate.mesh["stage"]
