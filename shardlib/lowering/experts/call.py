@@ -213,57 +213,11 @@ def on_their_devices(
             " sharded, and the plan has no layout of them\nTry: tokens [batch, sequence, features],"
             " or experts='none'"
         )
-    form, up = site.call.form, site.avals[3].shape
-    view, known = site.views[3], parameters[3]
-    held = (
-        Layout()
-        if known is None or view is None
-        else Layout(*(() if source is None else known.compute[source] for source in view.dims))
-    )
-    shared = tuple(
-        axis
-        for axis in (held[0] if held else ())
-        if axis == "expert"
-        and up[0] % machine.ways(("expert",)) == 0
-        and machine.ways(("expert",)) > 1
-    )
-    hidden = tuple(
-        axis
-        for axis in (held[2] if held else ())
-        if axis == "tensor" and up[2] % machine.ways(("tensor",)) == 0
-    )
-    along = (
-        ()
-        if form.capacity is not None or len(layout) < 3
-        else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")
-    )  # capacities count tokens in the order of the whole sequence
-    tokens = machine.parts(layout[0]), machine.parts(along)
-    where = Where(
-        expert=machine.parts(shared),
-        ways=machine.ways(shared),
-        every=(*tokens[0], *tokens[1]),
-        grouped=grouped,
-    )
-    placed = Placed(
-        form=form,
-        where=where,
-        tokens=tokens,
-        over=machine.parts(hidden),
-        scattered=bool(hidden) and len(layout) > 2 and layout[1] == (*along, *hidden),
-        matrices=tuple(
-            Matrices.of(
-                parameters[3 + k],
-                () if (one := site.views[3 + k]) is None else one.dims,
-                site.avals[3 + k].shape,
-                {0: shared, _HIDDEN[name]: hidden},
-                machine,
-            )
-            for k, name in enumerate(("up", "down", "gate")[: len(site.avals) - 3])
-        ),
-    )
+    placed = _placed(site, parameters, layout, grouped, machine)
+    batch, sequence = placed.tokens
     rows, after = (
-        PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1]))
-        for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1])
+        PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
+        for along in (sequence, (*sequence, *placed.over) if placed.scattered else sequence)
     )
     specs = (after, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
     run = machine.manual(
@@ -276,6 +230,62 @@ def on_their_devices(
         return list(run(*arrays[:3], *(array.astype(arrays[0].dtype) for array in arrays[3:])))
 
     return call
+
+
+def _placed(
+    site: Site,
+    parameters: Sequence[ParameterLayout | None],
+    tokens: Layout,
+    grouped: Grouped,
+    machine: Machine,
+) -> Placed:
+    """How a call is sharded, see `on_their_devices`; `tokens` is the layout of its tokens."""
+    form = site.call.form
+    shared, hidden = _axes_of_matrices(site, parameters[3], machine)
+    along = (
+        ()
+        if form.capacity is not None or len(tokens) < 3
+        else tuple(axis for axis in tokens[1] if axis not in hidden and axis != "tensor")
+    )  # capacities count tokens in the order of the whole sequence
+    batch, sequence = machine.parts(tokens[0]), machine.parts(along)
+    where = Where(
+        expert=machine.parts(shared),
+        ways=machine.ways(shared),
+        every=(*batch, *sequence),
+        grouped=grouped,
+    )
+    return Placed(
+        form=form,
+        where=where,
+        tokens=(batch, sequence),
+        over=machine.parts(hidden),
+        scattered=bool(hidden) and len(tokens) > 2 and tokens[1] == (*along, *hidden),
+        matrices=tuple(
+            Matrices.of(
+                parameters[3 + k],
+                () if (view := site.views[3 + k]) is None else view.dims,
+                site.avals[3 + k].shape,
+                {0: shared, _HIDDEN[name]: hidden},
+                machine,
+            )
+            for k, name in enumerate(("up", "down", "gate")[: len(site.avals) - 3])
+        ),
+    )
+
+
+def _axes_of_matrices(
+    site: Site, up: ParameterLayout | None, machine: Machine
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes that experts are shared out over, and those that shard their hidden width."""
+    view, shape = site.views[3], site.avals[3].shape
+    if up is None or view is None:
+        return (), ()
+    experts, _, width = (() if source is None else up.compute[source] for source in view.dims)
+    ways, tensor = machine.ways(("expert",)), machine.ways(("tensor",))
+    return (
+        tuple(axis for axis in experts if axis == "expert" and ways > 1 and shape[0] % ways == 0),
+        tuple(axis for axis in width if axis == "tensor" and shape[2] % tensor == 0),
+    )
 
 
 def _grouped(plan: Plan, machine: Machine) -> Grouped:

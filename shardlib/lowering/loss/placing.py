@@ -7,22 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from shardlib.axes import MESH_AXES
 from shardlib.lowering.collective_matmul.groups import loops
 from shardlib.lowering.collective_matmul.matmuls import Matmul, matmuls
 from shardlib.lowering.loss.constraints import (
     constrained,
     manual_axes,
     one_layer,
-    whole,
     within,
 )
+from shardlib.lowering.loss.regions import on_this_mesh
 from shardlib.lowering.loss.substitutes import substitute
 from shardlib.lowering.loss.weight_placing import Placements, WeightPlacing
 from shardlib.lowering.mesh.collectives import Machine, machine_of
-from shardlib.lowering.mesh.device_mesh import on_mesh
 from shardlib.lowering.mesh.eight_bit import is_eight_bit
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.mesh.precision import Precision, is_real
@@ -41,7 +39,6 @@ from shardlib.lowering.weights.reduction_plan import (
 )
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
-from shardlib.tracing.element_lookup import by_elements, is_element_lookup
 from shardlib.tracing.program import (
     CUSTOM,
     Equation,
@@ -49,12 +46,6 @@ from shardlib.tracing.program import (
 )
 from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.walk import Together, Walk
-
-#: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
-#: aborts the process on those of arrays that two automatic axes shard (seen on CPU with JAX 0.12:
-#: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole
-#: arrays.
-INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,17 +120,7 @@ class Placing(WeightPlacing):
 
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
             if path in self.loss.slices:
-                i = self.loss.slices[path]
-                used = self._used(
-                    i,
-                    value,
-                    value.shape in kernels,
-                    within(mesh, one_layer(self.compute[i])),
-                    within(mesh, one_layer(self.gradient[i])),
-                )
-                return self._taken(
-                    i, used, self.interleaving.slices.get(path, {}), value.shape in kernels, mesh
-                )
+                return self._layer(path, value, value.shape in kernels, mesh)
             layout = self.placements.get((path, index))
             return (
                 value
@@ -148,45 +129,13 @@ class Placing(WeightPlacing):
             )
 
         def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
-            asked = equation.params.get("sharding")
-            if (
-                equation.name == "sharding_constraint"
-                and isinstance(asked, NamedSharding)
-                and (manual or len(self.mesh.axis_names) > len(MESH_AXES))
-            ):
-                return [
-                    jax.lax.with_sharding_constraint(
-                        operands[0], within(mesh, on_mesh(mesh, asked))
-                    )
-                ]
-            if (
-                manual and isinstance(asked, NamedSharding)
-                # of the mesh that was traced under, where all axes were automatic: it asks for
-                # nothing
-            ):
-                return bind(equation, operands, sharding=None)
-            if is_element_lookup(equation):
-                return by_elements(equation, operands)
-            if manual and equation.name in INDEXED:
-                return [
-                    whole(result, mesh)
-                    for result in bind(equation, [whole(operand, mesh) for operand in operands])
-                ]
+            done = on_this_mesh(equation, operands, mesh, len(self.mesh.axis_names))
+            if done is not None:
+                return done
             if equation.path in functions:
                 return [functions[equation.path](*operands)]
             if equation.name in CUSTOM and has_matmul(equation.eqn):
-                return bind(
-                    equation,
-                    [
-                        (
-                            value
-                            if (layout := self.placements.get((f"{equation.path}/operand", at)))
-                            is None
-                            else constrained(value, layout, self.plan, mesh, equation.path)
-                        )
-                        for at, value in enumerate(operands)
-                    ],
-                )
+                return bind(equation, self._operands(equation, operands, mesh))
             use, pins = (
                 self.uses[equation.path] if equation.path in narrow else None,
                 Pins.of(equation, self.placements, mesh),
@@ -209,6 +158,29 @@ class Placing(WeightPlacing):
                 together={} if manual else self.together(mesh),
             )
         )
+
+    def _layer(
+        self, path: str, value: jax.Array, kernel: bool, mesh: Mesh | AbstractMesh
+    ) -> jax.Array:
+        """The slice of a stacked parameter that one layer uses, laid out."""
+        i = self.loss.slices[path]
+        compute, gradient = (
+            within(mesh, one_layer(one[i])) for one in (self.compute, self.gradient)
+        )
+        used = self._used(i, value, kernel, compute, gradient)
+        return self._taken(i, used, self.interleaving.slices.get(path, {}), kernel, mesh)
+
+    def _operands(
+        self, equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
+    ) -> list[jax.Array]:
+        """Operands of a custom call, laid out where the plan says how."""
+        layouts = [
+            self.placements.get((f"{equation.path}/operand", at)) for at in range(len(operands))
+        ]
+        return [
+            value if layout is None else constrained(value, layout, self.plan, mesh, equation.path)
+            for value, layout in zip(operands, layouts, strict=True)
+        ]
 
     def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
         """The matmuls that run in loops over the tensor axis, by path."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import jax
@@ -17,7 +18,7 @@ from shardlib.errors import PlanError
 from shardlib.lowering.accumulation.microbatches import part_of
 from shardlib.lowering.host_memory.disk.step import writer as disk_writer
 from shardlib.lowering.loss.contribution.contributions import contribution, whole_batch
-from shardlib.lowering.loss.contribution.share import Share, as_it_is
+from shardlib.lowering.loss.contribution.share import Contribution, Share, as_it_is
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.program.checks.unsupported import require_functions, require_lowered
@@ -28,10 +29,8 @@ from shardlib.lowering.program.loss_scale import scaled
 from shardlib.lowering.program.options import BuildOptions
 from shardlib.lowering.program.part import Part, PlannedLoss, kernel_findings, part_as_planned
 from shardlib.lowering.program.program import Program
-from shardlib.lowering.program.step import (
-    StepParts,
-)
-from shardlib.lowering.program.store import abstract_state, store_of
+from shardlib.lowering.program.step import Run, StepParts
+from shardlib.lowering.program.store import Store, abstract_state, store_of
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import shapes_of_batch
 from shardlib.lowering.runtime.random_keys import with_keys
@@ -81,52 +80,27 @@ def build_program(
     shapes = shapes_of_batch(batch)
     store = store_of(plan, model, optimizer, mesh)
     cut_batch = shardings.batch_shardings(plan, shapes, mesh)
-    dims = shardings.batch_dims(
-        batch_axes
-        or {
-            shardings.batch_path(path): ()
-            for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
-        }
-    )
+    dims = shardings.batch_dims(batch_axes or _unnamed(shapes))
     part = part_as_planned(
         plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, planned
     )
     dims = with_keys(dims, shapes, part.traced.program)
     require_functions(plan, part.traced.read(store.parameters), lost=part.lost)
-    share = (
-        as_it_is(part.traced, dims, cut_batch)
-        if planned.rows is None or planned.traced is None
-        else contribution(
-            plan,
-            whole_batch(planned.traced, planned.rows, model, shapes, dims),
-            Share(traced=part.traced, dims=dims, shardings=cut_batch, under=part.mesh),
-            mesh,
-        )
+    share = _contribution(
+        plan,
+        model,
+        planned,
+        Share(traced=part.traced, dims=dims, shardings=cut_batch, under=part.mesh),
+        shapes,
+        mesh,
     )
     part = _scaled(replace(part, traced=share.traced), model, options.guards)
     driver = driver_of(plan, model, mesh, store, part, share, planned, options)
-    kept = driver.run.kept
-    if kept is not None and options.guards is not None and options.guards.scale is not None:
-        raise PlanError(
-            "a gradient exchange that keeps what it does not send cannot be scaled with a loss"
-            " whose scale changes\nTry: guards without a scale"
-        )
-    parts = StepParts(
-        run=driver.run,
-        optimizer=store.optimizer,
-        partition=model.partition,
-        params=store.trained,
-        gather=gather_updated(plan, store.trained_params, mesh),
-        precision=store.precision,
-        updated=store.precision.updated(store.trained_params),
-        guards=options.guards,
-        opt_state=store.opt_shardings,
-    )
-    state = abstract_state(plan, model, store, mesh, options.guards, kept)
+    _require_scale(driver.run, options.guards)
+    state = abstract_state(plan, model, store, mesh, options.guards, driver.run.kept)
     writer, disk_findings = (
         disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
     )
-    interleaving = planned.interleaving
     return Program(
         plan=chosen,
         mesh=mesh,
@@ -134,22 +108,18 @@ def build_program(
         optimizer=optimizer,
         state=state,
         batch=shardings.with_shardings(shapes, cut_batch),
-        findings=tuple(
-            dict.fromkeys(
-                (
-                    *plan.findings,
-                    *model.findings,
-                    *device_findings,
-                    *store.findings,
-                    *disk_findings,
-                    *part.findings,
-                    *kernel_findings(chosen, plan, part.lost),
-                    *(() if interleaving is None else interleaving.findings),
-                    *driver.findings,
-                )
-            )
+        findings=_each_once(
+            plan.findings,
+            model.findings,
+            device_findings,
+            store.findings,
+            disk_findings,
+            part.findings,
+            kernel_findings(chosen, plan, part.lost),
+            () if planned.interleaving is None else planned.interleaving.findings,
+            driver.findings,
         ),
-        parts=parts,
+        parts=_step_parts(plan, model, store, driver.run, options.guards, mesh),
         evaluated=Evaluation(
             plan=plan,
             mesh=mesh,
@@ -163,6 +133,65 @@ def build_program(
         disk=writer,
         source=planned.traced,
     )
+
+
+def _unnamed(batch: Tree) -> dict[str, LogicalAxes]:
+    """No logical axes for any array of a batch, by path."""
+    return {
+        shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(batch)
+    }
+
+
+def _contribution(
+    plan: Plan,
+    model: Model,
+    planned: PlannedLoss,
+    part: Share,
+    shapes: Tree,
+    mesh: Mesh | AbstractMesh,
+) -> Contribution:
+    """What a microbatch contributes to the loss of the batch; the loss as it is where nothing is
+    known of its rows.
+    """
+    if planned.rows is None or planned.traced is None:
+        return as_it_is(part.traced, part.dims, part.shardings)
+    batch = whole_batch(planned.traced, planned.rows, model, shapes, part.dims)
+    return contribution(plan, batch, part, mesh)
+
+
+def _require_scale(run: Run, guards: Guards | None) -> None:
+    """Raises where the loss is scaled, and gradients that wait for the next step are not."""
+    if run.kept is not None and guards is not None and guards.scale is not None:
+        raise PlanError(
+            "a gradient exchange that keeps what it does not send cannot be scaled with a loss"
+            " whose scale changes\nTry: guards without a scale"
+        )
+
+
+def _step_parts(
+    plan: Plan,
+    model: Model,
+    store: Store,
+    run: Run,
+    guards: Guards | None,
+    mesh: Mesh | AbstractMesh,
+) -> StepParts:
+    """What a step is made of."""
+    return StepParts(
+        run=run,
+        optimizer=store.optimizer,
+        partition=model.partition,
+        params=store.trained,
+        gather=gather_updated(plan, store.trained_params, mesh),
+        precision=store.precision,
+        updated=store.precision.updated(store.trained_params),
+        guards=guards,
+        opt_state=store.opt_shardings,
+    )
+
+
+def _each_once(*findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*findings)))
 
 
 def _runnable(plan: Plan, options: BuildOptions) -> Plan:

@@ -20,8 +20,9 @@ from shardlib.lowering.pipeline.lockstep.gradient_sums import Fixed, Made
 from shardlib.lowering.pipeline.lockstep.stage_values import Held
 from shardlib.lowering.pipeline.lockstep.staged_loss import StagedLoss
 from shardlib.lowering.pipeline.lockstep.ticks import Ticks
+from shardlib.lowering.pipeline.shared.layer_loop import PARAMETERS
 from shardlib.lowering.pipeline.shared.linearised import is_floating
-from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Values
+from shardlib.lowering.pipeline.shared.partition import Arrays, Values
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
 
 

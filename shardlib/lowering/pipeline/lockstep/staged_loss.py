@@ -14,7 +14,8 @@ from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.lockstep.gradient_sums import Sums
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.shared.ends import Ends
-from shardlib.lowering.pipeline.shared.partition import STATE, Arrays, Cut
+from shardlib.lowering.pipeline.shared.layer_loop import STATE
+from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.tracing.rewriting.dependence import needed

@@ -23,6 +23,7 @@ from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.planning.plan import Plan
+from shardlib.schedules.orders import Task
 from shardlib.schedules.table import orders
 
 #: Layers of a chunk that are written out one after the other; more of them are a loop.
@@ -53,36 +54,10 @@ def stage_programs(
         PlanError: devices that this process does not have, or a schedule that has no order of this
             kind.
     """
-    others = f"there are {jax.process_count()} processes"
-    if isinstance(mesh, AbstractMesh) or any(
-        device.process_index != jax.process_index() for device in mesh.devices.flat
-    ):
-        raise PlanError(
-            "pipeline='programs' runs from one process that has all devices, and"
-            f" {'here are none' if isinstance(mesh, AbstractMesh) else others}"
-            "\nTry: pipeline='lockstep'"
-        )
-    cut, places = pipeline.cut, Places.of(mesh)
-    try:
-        group = orders(
-            plan.schedule,
-            stages=plan.mesh["stage"],
-            microbatches=plan.microbatches // plan.accumulation,
-            virtual=plan.virtual_stages,
-        )
-    except ValueError as error:
-        raise PlanError(
-            f"pipeline='programs' cannot follow the plan: {error}\nTry: pipeline='lockstep', or"
-            " another schedule"
-        ) from error
-    firsts = range(0, plan.microbatches, plan.microbatches // plan.accumulation)
-    order = tuple(
-        tuple(
-            replace(task, microbatch=first + task.microbatch) for first in firsts for task in tasks
-        )
-        for tasks in group
+    places, order = Places.of(_with_devices(mesh)), _order(plan)
+    dealing = Dealing(
+        layers=pipeline.cut.layers, stages=len(places.stages), virtual=plan.virtual_stages
     )
-    dealing = Dealing(layers=cut.layers, stages=len(places.stages), virtual=plan.virtual_stages)
     opening = Opening(
         pipeline=pipeline,
         places=places,
@@ -97,38 +72,88 @@ def stage_programs(
         mesh=MeshShape({**plan.mesh, "stage": 1}),
         parameters=tuple(without_axes(one, ("stage",)) for one in plan.parameters),
     )
-    works = []
-    for number, layers in enumerate(dealing.counts):
-        here = places.stages[number % len(places.stages)]
-        moved = jax.tree.map(
-            lambda sharding, here=here: NamedSharding(here, sharding.spec), vars(params)
+    works = tuple(_work(number, opening, alone) for number in range(dealing.chunks))
+    return StagePrograms(plan=plan, opening=opening, works=works, order=order)
+
+
+def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh, if this process has all of its devices.
+
+    Raises:
+        PlanError: it has not.
+    """
+    others = f"there are {jax.process_count()} processes"
+    if isinstance(mesh, AbstractMesh) or any(
+        device.process_index != jax.process_index() for device in mesh.devices.flat
+    ):
+        raise PlanError(
+            "pipeline='programs' runs from one process that has all devices, and"
+            f" {'here are none' if isinstance(mesh, AbstractMesh) else others}"
+            "\nTry: pipeline='lockstep'"
         )
-        laid_out = Placing.of(
-            pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements
+    return mesh
+
+
+def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
+    """What each stage does, one after the other: the schedule, once for each group of microbatches.
+
+    Raises:
+        PlanError: the schedule has no order of this kind.
+    """
+    try:
+        group = orders(
+            plan.schedule,
+            stages=plan.mesh["stage"],
+            microbatches=plan.microbatches // plan.accumulation,
+            virtual=plan.virtual_stages,
         )
-        placing = replace(laid_out, reductions=pipeline.placing.reductions)
-        known = gathered(placing, cut, here)
-        chunk = Chunk(
-            cut=cut,
-            layers=layers,
-            padded=False,
-            saved=pipeline.remat.of_chunk(number // len(places.stages), layers),
-            walk=placing.walk,
-            known=known,
-            unrolled=layers <= WRITTEN_OUT,
+    except ValueError as error:
+        raise PlanError(
+            f"pipeline='programs' cannot follow the plan: {error}\nTry: pipeline='lockstep', or"
+            " another schedule"
+        ) from error
+    firsts = range(0, plan.microbatches, plan.microbatches // plan.accumulation)
+    return tuple(
+        tuple(
+            replace(task, microbatch=first + task.microbatch) for first in firsts for task in tasks
         )
-        works.append(
-            Work(
-                cut=cut,
-                placing=placing,
-                chunk=chunk,
-                first=dealing.first(number),
-                last=number == dealing.chunks - 1,
-                travelling=pipeline.stages.travelling,
-                entering=pipeline.stages.entering,
-                loss=pipeline.loss_position,
-                in_parts=opening.in_parts,
-                remat=pipeline.remat,
-            )
-        )
-    return StagePrograms(plan=plan, opening=opening, works=tuple(works), order=order)
+        for tasks in group
+    )
+
+
+def _work(number: int, opening: Opening, alone: Plan) -> Work:
+    """The work of one chunk of layers, on the mesh of its stage.
+
+    Args:
+        number: of the chunk.
+        opening: of the pipeline.
+        alone: the plan without stages.
+    """
+    pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
+    cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
+    moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))
+    laid_out = Placing.of(
+        pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements
+    )
+    placing = replace(laid_out, reductions=pipeline.placing.reductions)
+    chunk = Chunk(
+        cut=cut,
+        layers=layers,
+        padded=False,
+        saved=pipeline.remat.of_chunk(number // len(stages), layers),
+        walk=placing.walk,
+        known=gathered(placing, cut, here),
+        unrolled=layers <= WRITTEN_OUT,
+    )
+    return Work(
+        cut=cut,
+        placing=placing,
+        chunk=chunk,
+        first=dealing.first(number),
+        last=number == dealing.chunks - 1,
+        travelling=pipeline.stages.travelling,
+        entering=pipeline.stages.entering,
+        loss=pipeline.loss_position,
+        in_parts=opening.in_parts,
+        remat=pipeline.remat,
+    )

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.chunk import Chunk, Operands
+from shardlib.lowering.pipeline.shared.layer_loop import PARAMETERS
 from shardlib.lowering.pipeline.shared.linearised import is_floating
-from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values
+from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
 from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
 from shardlib.tracing.rewriting.binding import as_array
 from shardlib.tracing.rewriting.dependence import needed

@@ -24,8 +24,9 @@ from shardlib.lowering.mesh.shardings import ParameterShardings, batch_path
 from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
 from shardlib.lowering.pipeline.per_stage.shards import Places
+from shardlib.lowering.pipeline.shared.layer_loop import PARAMETERS
 from shardlib.lowering.pipeline.shared.linearised import is_floating
-from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Values
+from shardlib.lowering.pipeline.shared.partition import Arrays, Values
 from shardlib.lowering.reading.use import as_dtype
 from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.tracing.rewriting.interpreter import evaluate_equations

@@ -1,58 +1,38 @@
 """Where does a traced loss fall apart into what comes before the layers, the layers, and what comes
 after them?
 
-The loop over layers is the scan that multiplies matrices; of several, the one with the most layers,
-the last of equals. Every value of the loss is labelled with what it is made from (parameters,
-frozen ones, model state, batch), and every operand of the loop gets a role:
-
-    weights      made from trained parameters, one slice a layer: sharded over the stages
-    tables       made from frozen parameters or from nothing (flags and the like), one slice a
-                 layer: sharded over the stages
-    drawn        made from model state, or from keys of the batch, one slice a layer: random keys;
-                 another value in every microbatch
-    shared       made from trained parameters, the same for all layers
-    travelling   the loop's carry, and what is made from the batch (masks, positions, encoder
-                 outputs): hops from stage to stage
-
-Stacked results of the layers that the rest of the loss reads travel too, in a buffer that every
-stage writes its layers' slices into.
+The loop over layers, and what its operands are, stands in
+`shardlib.lowering.pipeline.shared.layer_loop`. What travels hops from stage to stage; stacked
+results of the layers that the rest of the loss reads travel too, in a buffer that every stage
+writes its layers' slices into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import PlanError
-from shardlib.tracing.program import Equation, Program, has_matmul
+from shardlib.lowering.pipeline.shared.layer_loop import (
+    BATCH,
+    FROZEN,
+    KEY,
+    PARAMETERS,
+    STATE,
+    Roles,
+    loop_over_layers,
+    roles_of,
+)
+from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.rewriting.dependence import Labels, dependence, needed
 
-PARAMETERS, FROZEN, STATE, BATCH, KEY = "parameters", "frozen parameters", "state", "batch", "key"
 #: Arrays in some order.
 Arrays = list[Any]
 #: Arrays by number of the value in the traced loss.
 Values = dict[int, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """What the operands of the loop are, by position.
-
-    Attributes:
-        weights, tables, drawn: positions among the scanned operands.
-        shared, constant, travelling: positions among the constant operands; `constant` are made
-            from frozen parameters or from nothing.
-    """
-
-    weights: tuple[int, ...]
-    tables: tuple[int, ...]
-    drawn: tuple[int, ...]
-    shared: tuple[int, ...]
-    constant: tuple[int, ...]
-    travelling: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,50 +149,18 @@ def cut(
         PlanError: there is no such loop, or its layers are tied together by more than what can
             travel between stages.
     """
-    kinds = [
-        (
-            FROZEN
-            if i in frozen
-            else (
-                PARAMETERS
-                if i < parameters
-                else STATE
-                if i < parameters + state
-                else KEY
-                if i in keys
-                else BATCH
-            )
-        )
-        for i in range(len(program.inputs))
-    ]
-    inputs = [frozenset({kind}) for kind in kinds]
-    labels = dependence(program, inputs)
-    loop = _loop(program)
+    labels = dependence(program, _kinds(len(program.inputs), parameters, state, keys, frozen))
+    loop = loop_over_layers(program)
     constants, carried = scan_counts(loop.params)
     outputs, after_state = program.outputs[:results], program.outputs[results:]
-    made_from = frozenset[str]().union(*(labels[number] for number in after_state))
-    if not made_from <= {STATE}:
-        raise PlanError(
-            "the model state that a step leaves is made from"
-            f" {' and '.join(sorted(made_from - {STATE}))}, and microbatches of a pipeline are"
-            " under way together\nTry: a plan without stages (mesh axis stage=1), or a model whose"
-            " state depends on nothing but itself, random streams for example"
-        )
+    _require_own_state(labels, after_state)
     once, alone = _once(program, loop, parameters)
     done = {loop.path, *(equation.path for equation in once)}
     mixed = [equation for equation in program.equations if equation.path not in done]
-    roles = {
-        k: _role(number, labels[number], alone, k, loop)
-        for k, number in enumerate(loop.inputs[constants + carried :])
-    }
-    fixed = {
-        k: "shared" if PARAMETERS in labels[number] else "constant"
-        for k, number in enumerate(loop.inputs[:constants])
-        if number in alone
-    }
+    roles = roles_of(loop, labels, alone)
     entering = [
         *loop.inputs[constants : constants + carried],
-        *(loop.inputs[k] for k in range(constants) if k not in fixed),
+        *(loop.inputs[k] for k in roles.travelling),
     ]
     before, reads_before = needed(mixed, entering)
     after, reads_after = needed(mixed, outputs)
@@ -222,14 +170,7 @@ def cut(
         loop=loop,
         layers=loop.params["length"],
         labels=labels,
-        roles=Roles(
-            weights=tuple(k for k, role in roles.items() if role == "weights"),
-            tables=tuple(k for k, role in roles.items() if role == "tables"),
-            drawn=tuple(k for k, role in roles.items() if role == "drawn"),
-            shared=tuple(k for k, role in fixed.items() if role == "shared"),
-            constant=tuple(k for k, role in fixed.items() if role == "constant"),
-            travelling=tuple(k for k in range(constants) if k not in fixed),
-        ),
+        roles=roles,
         exits=tuple(k for k, number in enumerate(loop.outputs[carried:]) if number in reads_after),
         once=tuple(once),
         kept=tuple(
@@ -244,33 +185,33 @@ def cut(
     )
 
 
-def _loop(program: Program) -> Equation:
-    """The scan over layers.
+def _kinds(
+    inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
+) -> list[Labels]:
+    """What each input of a loss is, see `cut`."""
 
-    Raises:
-        PlanError: there is none.
-    """
-    loops = [
-        equation
-        for equation in program.equations
-        if equation.name == "scan" and has_matmul(equation.eqn)
-    ]
-    if not loops:
-        names = (
-            ", ".join(
-                dict.fromkeys(
-                    equation.name for equation in program.equations if has_matmul(equation.eqn)
-                )
-            )
-            or "none"
-        )
+    def kind(position: int) -> str:
+        if position in frozen:
+            return FROZEN
+        if position < parameters:
+            return PARAMETERS
+        if position < parameters + state:
+            return STATE
+        return KEY if position in keys else BATCH
+
+    return [frozenset({kind(position)}) for position in range(inputs)]
+
+
+def _require_own_state(labels: Mapping[int, Labels], state: Sequence[int]) -> None:
+    """Raises where the model state after a step is made from more than that before it."""
+    made_from = frozenset[str]().union(*(labels[number] for number in state))
+    if not made_from <= {STATE}:
         raise PlanError(
-            "a pipeline needs layers that repeat, and the loss has none at its top level;"
-            f" operations that multiply matrices: {names}\nTry: layers under one jax.lax.scan"
-            " (nnx.vmap over the constructor, or nn.scan in Linen), or equal layers one after"
-            " another; or a plan without stages"
+            "the model state that a step leaves is made from"
+            f" {' and '.join(sorted(made_from - {STATE}))}, and microbatches of a pipeline are"
+            " under way together\nTry: a plan without stages (mesh axis stage=1), or a model whose"
+            " state depends on nothing but itself, random streams for example"
         )
-    return max(reversed(loops), key=lambda equation: equation.params["length"])
 
 
 def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
@@ -282,18 +223,3 @@ def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equat
             found.append(equation)
             known.update(equation.outputs)
     return found, known
-
-
-def _role(number: int, made: Labels, alone: set[int], position: int, loop: Equation) -> str:
-    if number not in alone and not made <= {STATE, KEY}:
-        raise PlanError(
-            f"the loop over layers at {loop.scope or loop.path} takes a slice of something made"
-            f" from the batch for every layer (operand {position}); a pipeline hands the same"
-            " values to all its stages\nTry: pass it to the layers whole, or a plan without stages"
-        )
-    if loop.params["reverse"]:
-        raise PlanError(
-            "the loop over layers runs from the last to the first, and stages take layers from the"
-            " first to the last\nTry: reverse the stack of parameters instead"
-        )
-    return "drawn" if number not in alone else "weights" if PARAMETERS in made else "tables"
