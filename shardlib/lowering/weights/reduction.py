@@ -15,6 +15,7 @@ fsdp one after another, the major one first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine, row_major
 from shardlib.lowering.reading.use import Use
 
-#: Columns of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
-LANES = 128
+#: Columns and rows of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
+LANES, SUBLANES = 128, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +100,43 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked:
     length, size = first.shape[0], first.size // first.shape[0]
     missing = -size % LANES if size > LANES else 0
     flat = jnp.pad(first.reshape(length, size), ((0, 0), (0, missing)))
-    rest = size + missing
-    rows = flat.reshape(length, rest // LANES, LANES) if rest % LANES == 0 else flat
+    ways = math.prod(jax.lax.axis_size(part) for part in parts)
+    whole = flat.shape[1] % LANES == 0 and length % (ways * SUBLANES) == 0
+    found = (
+        _tiles_scattered(flat, parts)
+        if whole
+        else _rows_scattered(flat, parts, moved=stacked or length > flat.shape[1])
+    )
+    return jnp.moveaxis(found[:, :size].reshape(-1, *first.shape[1:]), 0, dim)
+
+
+def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
+    """Scatters the rows of a matrix in blocks that are whole tiles, as they lie in memory: nothing
+    is padded. Rows as matrices of lanes would be: 10 x 128 columns of a row take 16 x 128.
+    """
+    length, size = flat.shape
+    tiles = flat.reshape(length // SUBLANES, SUBLANES, size // LANES, LANES).swapaxes(1, 2)
     for part in parts:
-        if (
-            stacked or rows.ndim == 2 or length > rest
-        ):  # else the matmul puts the longer dim innermost by itself
+        tiles = jax.lax.psum_scatter(row_major(tiles), part, scatter_dimension=0, tiled=True)
+    return tiles.swapaxes(1, 2).reshape(-1, size)
+
+
+def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> jax.Array:
+    """Scatters the rows of a matrix whose shards are no whole tiles, each as a matrix of lanes.
+
+    Args:
+        flat: the matrix.
+        parts: mesh axes, the major one first.
+        moved: whether rows are laid out one after the other first; else the matmul that makes them
+            puts the longer dim innermost by itself.
+    """
+    length, size = flat.shape
+    rows = flat.reshape(length, size // LANES, LANES) if size % LANES == 0 else flat
+    for part in parts:
+        if moved or rows.ndim == 2:
             rows = row_major(rows)
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
-    found = rows.reshape(rows.shape[0], rest)[:, :size]
-    return jnp.moveaxis(found.reshape(found.shape[0], *first.shape[1:]), 0, dim)
+    return rows.reshape(rows.shape[0], size)
 
 
 def reduction(
