@@ -44,7 +44,7 @@ class Axis:
             "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or
             go around, once in a collective; or heads are exchanged), "stage" (between stages) and
             "ends" (where all stages compute embedding and head: to the first stage and from the
-            last).
+            last) and "deal" (layers, which are stored in order, to stages of several chunks).
             Those of gradients and of stored parameters run over several axes, and follow from
             `splits` and `stores`.
         waits: whether compute waits for the most of them; otherwise they move parameters and
@@ -77,6 +77,7 @@ STAGE = Axis(
     collectives={
         "stage": ("collective-permute",),
         "ends": ("all-gather", "reduce-scatter"),
+        "deal": ("all-to-all", "all-gather"),
     },
     waits=True,
     links=0,

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardlib.cost.machine.collective_tables import SLOTS, Slot, stored
+from shardlib.axes import STAGE
+from shardlib.cost.machine.collective_tables import SLOTS, Slot, along, stored
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
 from shardlib.cost.pricing.pipeline_stages import passes_over_ends, passes_over_weights
-from shardlib.cost.pricing.stage_shares import on_stage, shares_moved
+from shardlib.cost.pricing.stage_shares import dealt, on_stage, shares_moved
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
@@ -138,6 +139,37 @@ def _in_step(
         return found
     ends = moved[OUTSIDE_LAYERS] * (passes_over_ends(how, c, profile) - times)
     return found + np.where(c.stage > 1, ends, 0.0)
+
+
+def dealt_out(s: Sums, how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile) -> Array:
+    """Seconds of a step in which layers are dealt out to stages of several chunks, and their
+    gradients back.
+
+    Args:
+        s: sums of the terms, by segment and candidate.
+        how: ZeRO stage and virtual stages.
+        model: counts of layers.
+        c: candidates.
+        profile: framework profile.
+    """
+    every, at = np.arange(len(c)), _DEALING[np.minimum(how.virtual % c.stage, 1)]
+    found = np.zeros(len(c))
+    for kept in (
+        s.stored.parameters_cut + s.stored.frozen_cut
+        if how.zero >= 3
+        else s.stored.parameters + s.stored.frozen,
+        s.stored.kept_cut if how.zero >= 2 else s.stored.kept,
+    ):
+        size = dealt(kept, how, model, c, profile)
+        cost = c.links.latency[at, every] + size * c.links.per_byte[at, every]
+        found += np.where(size > 0, cost, 0.0)
+    return found
+
+
+#: Numbers of the slots in which layers are dealt out where their chunks divide, and where not.
+_DEALING = np.array(
+    [SLOTS.index(Slot("deal", along(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
+)
 
 
 def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:

@@ -90,6 +90,33 @@ def shares_moved(how: Knobs, model: Model, c: Candidates, profile: FrameworkProf
     return found
 
 
+def dealt(
+    stored: Array, how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Bytes that a device has when layers were dealt out to stages of several chunks, as pipelines
+    in one program do with parameters in every step, and with gradients back: stored are the layers
+    in order, and stage s of S has chunks s, S + s, and so on. Where S does not divide the chunks of
+    a stage, the partitioner gathers all of them. Layers that do not divide are not counted.
+
+    Args:
+        stored: bytes by segment, of all stages, [segments, candidates].
+        how: with the virtual stages.
+        model: counts of layers.
+        c: candidates.
+        profile: framework profile.
+
+    Returns:
+        Array [candidates]; 0 where nothing is dealt out.
+    """
+    if how.virtual == 1 or not ends_on_all_stages(profile):
+        return np.zeros(len(c))
+    found = stored * shares_of(how, model, c, profile)
+    layers = np.zeros(len(c))
+    for k, count in enumerate(model.counts):
+        layers = layers + np.where(count % (c.stage * how.virtual), 0.0, found[k])
+    return np.where(c.stage > 1, layers * np.where(how.virtual % c.stage, c.stage, 1), 0.0)
+
+
 def _most(
     count: int, c: Candidates, virtual: Array, model: Model, profile: FrameworkProfile
 ) -> Array:

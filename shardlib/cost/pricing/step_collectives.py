@@ -12,7 +12,6 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.machine.collective_tables import (
     ALONG,
-    Group,
     Slot,
     shards,
     slot_cost,
@@ -77,7 +76,7 @@ def collectives(
     work: Sequence[tuple[Iterable[Item], Array]],
     choice: Choice,
     how: Knobs,
-    updated: Mapping[Group, float],
+    once: Mapping[tuple[Slot, str], float],
     at: Placed,
     model: Model,
     pricer: Pricer,
@@ -91,8 +90,7 @@ def collectives(
             of each segment that does.
         choice: the chosen colours.
         how: the other decisions.
-        updated: bytes of parameters on a device by process group, gathered
-            after the update by ZeRO 1 and 2.
+        once: bytes on a device of what moves once a step, by slot and cause.
         at: the candidate, and where it lies.
         model: layers.
         pricer: the machine and the software.
@@ -162,14 +160,8 @@ def collectives(
                             runs,
                             term.cause,
                         )
-    if how.zero in (1, 2):
-        for group, size in updated.items():
-            note(
-                Slot("gather", group, "all-gather"),
-                size,
-                1.0 if size else 0.0,
-                "updated parameters",
-            )
+    for (slot, cause), size in once.items():
+        note(slot, size, 1.0 if size else 0.0, cause)
     listed = [
         Collective(
             kind=kind,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.exposed_communication import exposed
+from shardlib.cost.pricing.exposed_communication import dealt_out, exposed
 from shardlib.cost.pricing.pipeline_stages import (
     bottleneck,
     slowest,
@@ -129,6 +129,7 @@ def seconds_by_part(
         0.0,
     )
     waited = blocked * micro + exposed(s, scale, how, c, pricer, compute)
+    waited = waited + dealt_out(s, how, model, c, pricer.profile)
     return {
         "compute": compute * micro,
         "exposed": waited,

@@ -56,7 +56,7 @@ def assemble(
         [(program.work, part) for program, part in programs],
         candidate.choice,
         how,
-        one.updated(),
+        one.once_a_step(),
         Placed(mesh=how.mesh, placement=one.placed, candidate=one.c),
         load.model,
         one.pricer,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.cost.machine.collective_tables import Group, stored
+from shardlib.axes import STAGE
+from shardlib.cost.machine.collective_tables import Slot, along, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.stage_shares import shares_moved
+from shardlib.cost.pricing.stage_shares import dealt, shares_moved
 from shardlib.cost.pricing.sums import sums
 from shardlib.cost.pricing.totals import Totals, combine
 from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
@@ -117,16 +118,29 @@ class OnMachine:
             if part.any()
         ]
 
-    def updated(self) -> dict[Group, float]:
-        """Bytes of parameters on a device that are gathered after the update, by group."""
+    def once_a_step(self) -> dict[tuple[Slot, str], float]:
+        """Bytes on a device of what moves once a step, by slot and cause: parameters after their
+        update, and layers that are dealt out to stages.
+        """
         rest = self.tally(self.load.rest)[..., self.c.shape]
-        how, profile = self.candidate.decisions, self.pricer.profile
-        shares = shares_moved(how, self.load.model, self.c, profile)[:, 0]
-        experts = float((rest[:, Q.EXPERTS, 0] * shares).sum())
-        return {
-            stored(): float((rest[:, Q.PARAMETERS, 0] * shares).sum()) - experts,
-            stored(experts=True): experts,
-        }
+        how, model, profile = self.candidate.decisions, self.load.model, self.pricer.profile
+        found: dict[tuple[Slot, str], float] = {}
+        if how.zero in (1, 2):
+            shares = shares_moved(how, model, self.c, profile)
+            experts = float((rest[:, Q.EXPERTS] * shares).sum())
+            sizes = float((rest[:, Q.PARAMETERS] * shares).sum()) - experts, experts
+            for flag, size in zip((False, True), sizes, strict=True):
+                slot = Slot("gather", stored(experts=flag), "all-gather")
+                found[slot, "updated parameters"] = size
+        parameters, gradients = (
+            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if how.zero >= 3 else (Q.PARAMETERS, Q.FROZEN),
+            (Q.KEPT_CUT if how.zero >= 2 else Q.KEPT,),
+        )
+        kind = "all-gather" if how.virtual_stages % how.mesh["stage"] else "all-to-all"
+        for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
+            size = dealt(rest[:, rows].sum(1), how, model, self.c, profile)
+            found[Slot("deal", along(STAGE), kind), cause] = float(size[0])
+        return found
 
     def _without_loops(self) -> Totals:
         one, load, c = self.candidate, self.load, self.c
