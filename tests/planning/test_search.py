@@ -182,7 +182,7 @@ def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> 
 @pytest.mark.parametrize(
     "pin",
     [
-        {"mesh": {"stage": 2, "fsdp": 2}},
+        {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3},
         {"mesh.stage": 2, "zero": 3, "microbatches": 4},
         {"schedule": "gpipe", "zero": 3},
     ],
