@@ -174,4 +174,4 @@ def test_the_planner_decides_for_loops_and_mesh_together():
     assert best.estimate.step_seconds == pytest.approx(
         min(plan.estimate.step_seconds for plan in each), rel=1e-9
     )
-    assert best.search.lower_bound <= best.estimate.step_seconds
+    assert best.search.lower_bound <= best.estimate.step_seconds * (1 + 1e-12)  # sums round
