@@ -178,6 +178,8 @@ def mesh_axis(name: str) -> str:
     Raises:
         PinError: the name is no mesh axis.
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(MESH_AXES)}")
     canonical = MESH_AXIS_ALIASES.get(name, name)
     if canonical not in MESH_AXES:
         near = difflib.get_close_matches(name, MESH_AXES, n=1)

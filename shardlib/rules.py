@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, LogicalAxes, MeshShape
 from shardlib.errors import RuleError, raise_all
 from shardlib.layout import Layout
@@ -80,7 +82,7 @@ class Rules:
         if isinstance(rules, Rules):
             return rules
         given: Any = rules
-        if isinstance(given, str) or not isinstance(given, Iterable):
+        if isinstance(given, str) or not np.iterable(given):
             raise RuleError(
                 f"sharding rules are {rules!r}; they are a list of pairs (logical axis, mesh axes)"
             )

@@ -129,6 +129,8 @@ class Pins:
         """
         if isinstance(pin, Pins):
             return pin
+        if not isinstance(pin, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PinError(f"pins are a mapping such as {{'zero': 3}}; these are {pin!r:.200}")
         failures: list[str] = []
         read: dict[str, Any] = {}
         axes: dict[str, int] = {}
@@ -139,7 +141,9 @@ class Pins:
                     failures.append(f"{word!r} is no decision; a decision is a word such as 'zero'")
                 elif word.startswith("mesh."):
                     axis = mesh_axis(word.removeprefix("mesh."))
-                    axes[axis] = MeshShape({axis: value})[axis]
+                    size = MeshShape({axis: value})[axis]
+                    if axes.setdefault(axis, size) != size:
+                        failures.append(f"{word}={size} contradicts mesh.{axis}={axes[axis]}")
                 elif word in DTYPES:
                     dtypes[word] = read_dtype(word, value)
                 elif word in WORDS:
@@ -227,6 +231,19 @@ def _unknown(word: str) -> str:
     near = [alias(word)] if alias(word) != word else near
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{word!r} is no decision{meant} (decisions are {', '.join(WORDS)} and mesh.AXIS)"
+
+
+def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
+    """Pins by their words, of keywords such as `tensor` or `tp`.
+
+    Raises:
+        PinError: two keywords that stand for the same word have different values.
+    """
+    found: dict[str, PinValue] = {}
+    for word, value in pin.items():
+        if str(found.setdefault(alias(word), value)) != str(value):
+            raise PinError(f"{word}={value!r} contradicts {alias(word)}={found[alias(word)]!r}")
+    return found
 
 
 def alias(word: str) -> str:

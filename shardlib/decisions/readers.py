@@ -10,9 +10,12 @@ shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
+
+import numpy as np
 
 from shardlib.axes import MeshShape, mesh_axis
 from shardlib.errors import PinError
@@ -32,6 +35,8 @@ HOSTED: tuple[str, ...] = ("optimizer", "activations")
 OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
 #: Remat policies of layers.
 REMAT: tuple[str, ...] = ("none", "dots", "full")
+#: Characters of a wrong value that a message repeats.
+MOST_SHOWN = 200
 
 
 def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
@@ -39,11 +44,39 @@ def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
 
     def read(word: str, value: PinValue) -> PinValue:
         legal = tuple(values)
-        if value not in legal or isinstance(value, bool) != isinstance(legal[0], bool):
-            raise PinError(f"{word} is {value!r}; it is one of {', '.join(map(repr, legal))}")
-        return value
+        plain = _plain(value)
+        for one in legal:
+            if type(one) is type(plain) and one == plain:
+                return one
+        near = _meant(plain, legal)
+        raise PinError(
+            f"{word} is {_short(value)}; it is one of {', '.join(map(repr, legal))}{near}"
+        )
 
     return read
+
+
+def _plain(value: object) -> object:
+    """A whole number or truth value of NumPy as Python's own; anything else as it is."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
+
+
+def _meant(value: object, legal: Sequence[object]) -> str:
+    """The legal value that is spelt almost so, as a question; empty where none is."""
+    spelt = {str(one).lower(): one for one in legal}
+    near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
+    fits = isinstance(value, str) and len(value) < MOST_SHOWN and near
+    return f"; did you mean {spelt[near[0]]!r}?" if fits else ""
+
+
+def _short(value: object) -> str:
+    """A value for a message, of which a long one is shortened."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def integer(least: int) -> Callable[[str, PinValue], int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardlib.decisions.pins import PinMapping, Pins, alias
+from shardlib.decisions.pins import PinMapping, Pins, aliased
 from shardlib.decisions.readers import PinValue
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
@@ -165,7 +165,7 @@ class Plan(PlanData):
                 " explain plan.json --why-not ...`, or plan again"
             )
         try:
-            other = self.source.why_not({alias(word): value for word, value in pin.items()})
+            other = self.source.why_not(aliased(pin))
         except InfeasibleError as error:
             return str(error)
         return self.diff(other)
