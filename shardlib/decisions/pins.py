@@ -32,6 +32,7 @@ from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PinError, ShardlibError, raise_all
 from shardlib.rules import Rules
 from shardlib.schedules.table import named
+from shardlib.untrusted.shown import shown
 
 #: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
 #: for.
@@ -130,7 +131,7 @@ class Pins:
         if isinstance(pin, Pins):
             return pin
         if not isinstance(pin, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PinError(f"pins are a mapping such as {{'zero': 3}}; these are {pin!r:.200}")
+            raise PinError(f"pins are a mapping such as {{'zero': 3}}; these are {shown(pin)}")
         failures: list[str] = []
         read: dict[str, Any] = {}
         axes: dict[str, int] = {}

@@ -21,6 +21,7 @@ from shardlib.axes import MeshShape, mesh_axis
 from shardlib.errors import PinError
 from shardlib.rules import Rules
 from shardlib.untrusted.json_types import Json
+from shardlib.untrusted.shown import VALUE, shown
 
 #: What a decision is pinned to or decided as: a word, a number, a truth value, or a value such as
 #: `MeshShape`; its entry in the table says which.
@@ -35,8 +36,6 @@ HOSTED: tuple[str, ...] = ("optimizer", "activations")
 OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
 #: Remat policies of layers.
 REMAT: tuple[str, ...] = ("none", "dots", "full")
-#: Characters of a wrong value that a message repeats.
-MOST_SHOWN = 200
 
 
 def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
@@ -50,7 +49,7 @@ def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
                 return one
         near = _meant(plain, legal)
         raise PinError(
-            f"{word} is {_short(value)}; it is one of {', '.join(map(repr, legal))}{near}"
+            f"{word} is {shown(value)}; it is one of {', '.join(map(repr, legal))}{near}"
         )
 
     return read
@@ -69,14 +68,8 @@ def _meant(value: object, legal: Sequence[object]) -> str:
     """The legal value that is spelt almost so, as a question; empty where none is."""
     spelt = {str(one).lower(): one for one in legal}
     near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
-    fits = isinstance(value, str) and len(value) < MOST_SHOWN and near
+    fits = isinstance(value, str) and len(value) <= VALUE and near
     return f"; did you mean {spelt[near[0]]!r}?" if fits else ""
-
-
-def _short(value: object) -> str:
-    """A value for a message, of which a long one is shortened."""
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def integer(least: int) -> Callable[[str, PinValue], int]:

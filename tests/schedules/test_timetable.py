@@ -31,6 +31,11 @@ TABLES = [
 SCHEDULES = sorted({table.schedule for table in TABLES})
 
 
+def tables_of(schedule):
+    """The timetables of a schedule."""
+    return [table for table in TABLES if table.schedule == schedule]
+
+
 def ticks_of(table, direction):
     """(microbatch, chunk, stage) -> tick; every piece of work is done once."""
     found = {}
@@ -46,9 +51,8 @@ def ticks_of(table, direction):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_microbatch_passes_every_chunk_in_order_one_tick_after_another(schedule):
-    for table in TABLES:
-        if table.schedule == schedule:
-            _passes_every_chunk_in_order(table)
+    for table in tables_of(schedule):
+        _passes_every_chunk_in_order(table)
 
 
 def _passes_every_chunk_in_order(table):
@@ -72,9 +76,8 @@ def _passes_every_chunk_in_order(table):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_stage_remembers_is_there_when_it_goes_back(schedule):
-    for table in TABLES:
-        if table.schedule == schedule:
-            _remembers_what_goes_back(table)
+    for table in tables_of(schedule):
+        _remembers_what_goes_back(table)
 
 
 def _remembers_what_goes_back(table):

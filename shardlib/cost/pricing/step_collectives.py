@@ -29,6 +29,7 @@ from shardlib.cost.terms.framework_profiles import ends_on_all_stages
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS, Item, Transfer
 from shardlib.hardware.placement import Placement
+from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
@@ -97,47 +98,17 @@ def collectives(
         loops: of collectives in whose place loops run: bytes of a message, how many there are in
             place of one execution, and seconds of one (`cost/pricing/variants`).
     """
-    mesh, placement, c = at.mesh, at.placement, at.candidate
+    c, profile, stages = at.candidate, pricer.profile, at.mesh["stage"]
     assert len(c) == 1
-    found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
-    profile, topology = pricer.profile, pricer.topology
     stage = _Stage(
         shares=shares_moved(how, model, c, profile)[:, 0],
         turns=float(turns(how, c, profile)[0]),
-        ends=mesh["stage"] > 1 and ends_on_all_stages(profile),
+        ends=stages > 1 and ends_on_all_stages(profile),
         how=how,
         candidate=c,
         profile=profile,
     )
-    roles = {
-        "block",
-        "ends",
-        *ALONG[how.context],
-        "scatter" if scatters(profile, how) else "reduce",
-        *(("gather",) if how.zero >= 3 else ()),
-        *(("stage",) if mesh["stage"] > 1 else ()),
-    }
-
-    def note(slot: Slot, size: float, count: float, cause: str) -> None:
-        axes = tuple(axis for axis in mesh if axis in slot.group.axes)
-        if not axes or not count:
-            return
-        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-        parts = (
-            steps(slot.kind, spans_of(slot.group, placement), topology)
-            if staged
-            else ((1.0, slot_cost(slot, placement, topology)),)
-        )
-        parted = shards(slot, math.prod(mesh[axis] for axis in axes))
-        hops = parted if slot.role == "ring" else 1
-        for share, cost in parts:
-            key = (slot.kind, axes, round(size * share / parted), cause)
-            number, before = found.get(key, (0.0, 0.0))
-            found[key] = (
-                number + count * max(1, hops - 1),
-                before + cost.seconds(size * share) * count,
-            )
-
+    roles, found = _roles(how, stages, profile), _Found(at, pricer.topology)
     for item, part in (
         (item, part)
         for items, parts in work
@@ -145,35 +116,96 @@ def collectives(
         if (part := float(parts[item.segment]))
     ):
         for term in item.terms(choice):
-            if isinstance(term, Transfer):
-                for slot, size, count in moves(term, item.segment, c.shapes, pricer):
-                    runs = float(count[0]) * part * _runs(term, slot, item.segment, stage)
-                    if slot.role in roles and loops and term in loops:
-                        message, each, hop = loops[term]
-                        key = ("collective-permute", ("tensor",), round(message), term.cause)
-                        number, before = found.get(key, (0.0, 0.0))
-                        found[key] = number + each * runs, before + each * hop * runs
-                    elif slot.role in roles:
-                        note(
-                            slot,
-                            float(size[0]) / _parts(slot, item.segment, stage),
-                            runs,
-                            term.cause,
-                        )
+            if not isinstance(term, Transfer):
+                continue
+            for slot, size, count in moves(term, item.segment, c.shapes, pricer):
+                if slot.role not in roles:
+                    continue
+                runs = float(count[0]) * part * _runs(term, slot, item.segment, stage)
+                if loops and term in loops:
+                    message, each, hop = loops[term]
+                    key = ("collective-permute", ("tensor",), round(message), term.cause)
+                    found.add(key, each * runs, each * hop * runs)
+                else:
+                    of_each = float(size[0]) / _parts(slot, item.segment, stage)
+                    found.note(slot, of_each, runs, term.cause)
     for (slot, cause), size in once.items():
-        note(slot, size, 1.0 if size else 0.0, cause)
-    listed = [
-        Collective(
-            kind=kind,
-            axes=axes,
-            bytes=size,
-            count=math.ceil(count - 1e-9),
-            seconds=seconds,
-            cause=cause,
+        found.note(slot, size, 1.0 if size else 0.0, cause)
+    return found.listed()
+
+
+def _roles(how: Knobs, stages: int, profile: FrameworkProfile) -> set[str]:
+    """The roles whose collectives a plan has."""
+    return {
+        "block",
+        "ends",
+        *ALONG[how.context],
+        "scatter" if scatters(profile, how) else "reduce",
+        *(("gather",) if how.zero >= 3 else ()),
+        *(("stage",) if stages > 1 else ()),
+    }
+
+
+#: What tells collectives of a step apart: kind, mesh axes, bytes of each, cause.
+_Key = tuple[str, tuple[str, ...], int, str]
+
+
+class _Found:
+    """Collectives of a step, equal ones added up.
+
+    Args:
+        at: the candidate, and where it lies.
+        topology: the machine.
+    """
+
+    def __init__(self, at: Placed, topology: Topology) -> None:
+        self._at, self._topology = at, topology
+        self._sums: dict[_Key, tuple[float, float]] = {}
+
+    def add(self, key: _Key, count: float, seconds: float) -> None:
+        """Takes in so many collectives that take so many seconds together."""
+        number, before = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = number + count, before + seconds
+
+    def note(self, slot: Slot, size: float, count: float, cause: str) -> None:
+        """Takes in the collectives of a slot, by each step that they are made of.
+
+        Args:
+            slot: of a role of the plan.
+            size: bytes of each.
+            count: how many in a step.
+            cause: what needs them.
+        """
+        mesh, placement = self._at.mesh, self._at.placement
+        axes = tuple(axis for axis in mesh if axis in slot.group.axes)
+        if not axes or not count:
+            return
+        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+        parts = (
+            steps(slot.kind, spans_of(slot.group, placement), self._topology)
+            if staged
+            else ((1.0, slot_cost(slot, placement, self._topology)),)
         )
-        for (kind, axes, size, cause), (count, seconds) in found.items()
-    ]
-    return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
+        parted = shards(slot, math.prod(mesh[axis] for axis in axes))
+        hops = parted if slot.role == "ring" else 1
+        for share, cost in parts:
+            key = (slot.kind, axes, round(size * share / parted), cause)
+            self.add(key, count * max(1, hops - 1), cost.seconds(size * share) * count)
+
+    def listed(self) -> tuple[Collective, ...]:
+        """All of them, the slowest first."""
+        found = [
+            Collective(
+                kind=kind,
+                axes=axes,
+                bytes=size,
+                count=math.ceil(count - 1e-9),
+                seconds=seconds,
+                cause=cause,
+            )
+            for (kind, axes, size, cause), (count, seconds) in self._sums.items()
+        ]
+        return tuple(sorted(found, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
 def _runs(term: Transfer, slot: Slot, segment: int, at: _Stage) -> float:

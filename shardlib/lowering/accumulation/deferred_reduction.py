@@ -1,8 +1,8 @@
 """How are gradients reduced once a step, when the batch is worked through in several microbatches?
 
 A gradient that is stored replicated (ZeRO 0 and 1) is a sum over the examples of all devices and
-all microbatches. Every device adds up its own examples first: the backward pass of a microbatch
-leaves the sums of each device where they are, and that of the last one adds its own and reduces
+all microbatches. Their reduction is deferred: the backward pass of a microbatch leaves the partial
+sums of each device where they are, and that of the last one adds to them and all-reduces
 them, operation by operation, beside the rest of the backward pass. So the communicated bytes are
 those of one microbatch. Gradients of other operations than contractions and lookups (norms, biases,
 routed experts) are reduced in every microbatch by the compiler, as are those of weights that

@@ -153,8 +153,8 @@ def checked(
 
 
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
-    """Euclidean norm of all elements of all arrays, float32 at least: every device adds up its own
-    pieces, and one reduction adds up all devices.
+    """Euclidean norm of all elements of all arrays, float32 at least: every device sums its
+    shards, and one all-reduce the sums of all devices.
 
     Args:
         leaves: arrays, at least one.

@@ -29,8 +29,8 @@ def sums(
 
     Args:
         arrays: by path.
-        shardings: how arrays are sharded, where that is known: every device then adds up its own
-            piece in one pass, and only the sums travel.
+        shardings: how arrays are sharded, where that is known: every device then sums its
+            shard in one pass, and only the sums are communicated.
     """
     rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)

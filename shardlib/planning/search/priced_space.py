@@ -89,34 +89,48 @@ def priced_space(
     Raises:
         PinError: the pins make no sense, or allow no plan.
     """
-    able = load.framework.able if load.framework is not None else ANYTHING
-    _require_able(load.framework, pins)
-    require(
-        facts_of_pins(pins),
-        "the pins ask for what has no lowering",
-        gaps_of(load),
-    )
-    rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
-    fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
-    if pins.mesh is not None and pins.mesh.devices > topology.devices:
-        raise PinError(
-            f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
-            f" {topology.devices}"
-        )
-    called, ours = "attention" in load.problem.functions, bool(gaps_of(load))
-    if ours and pins.context in ("ring", "ulysses") and not called:
-        raise PinError(
-            f"context={pins.context!r} is pinned, and {load.problem.model} does not call attention"
-            " as a function\nTry: shardlib.attention in the model, or context='all-gather'"
-        )
-    offloaded = [part for part in pins.offload or () if part != "disk"]
-    if offloaded and not topology.chip.host_bytes_per_s:
-        raise PinError(
-            f"offload={offloaded} needs the rate between host memory and {topology.chip.name},"
-            f" which {topology.name} does not give\n"
-            "Try: host_bytes_per_s in the chip of a topology file"
-        )
+    rules = _require_possible(load, topology, pins)
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
+    rooms, runs = _explorers(load, topology, pins, rules, wanted, any_plan=any_plan)
+    if ranking is None and not any_plan:
+        most = max(devices for devices, _ in runs)
+        for devices, explorer in runs:
+            if 0 < devices == most and not explorer.flat:
+                explorer.seed(devices)
+    for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
+        if devices:
+            explorer.run(devices, ranking, slack)
+    explorer = runs[0][1]
+    if explorer.best.fastest is None and not any_plan:
+        for one in dict.fromkeys(explorer for _, explorer in runs):
+            one.minimum_memory()
+    if explorer.best.minimum_memory is None and not any_plan:
+        lacking = layers_lacking(load.problem.model, load.class_names, load.counts, pins)
+        if lacking:
+            raise PinError(lacking)
+        raise explain_empty(load.problem, load.colouring, pins, wanted)
+    return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
+
+
+def _explorers(
+    load: Workload,
+    topology: Topology,
+    pins: Pins,
+    rules: Rules | None,
+    wanted: int,
+    *,
+    any_plan: bool,
+) -> tuple[list[Space], list[tuple[int, Explorer]]]:
+    """The spaces, one for each way to compute attention in each dtype, and an explorer for each
+    number of devices that a plan may use; 0 devices where a space has no plan.
+
+    Args:
+        load, topology, pins, any_plan: as `priced_space` takes them.
+        rules: pinned rules, in the colours of the model.
+        wanted: devices that a plan should use.
+    """
+    able = load.framework.able if load.framework is not None else ANYTHING
+    fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
     every = dict.fromkeys(
         effective(one, load.problem, load.profile, pins.dtypes)
         for one in combinations(pins.dtypes, pins.allow)
@@ -142,24 +156,44 @@ def priced_space(
                     any_plan=any_plan,
                 )
             runs.append((devices if counts else 0, explorers[machine]))
-    if ranking is None and not any_plan:
-        most = max(devices for devices, _ in runs)
-        for devices, explorer in runs:
-            if 0 < devices == most and not explorer.flat:
-                explorer.seed(devices)
-    for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
-        if devices:
-            explorer.run(devices, ranking, slack)
-    explorer = runs[0][1]
-    if explorer.best.fastest is None and not any_plan:
-        for one in dict.fromkeys(explorer for _, explorer in runs):
-            one.minimum_memory()
-    if explorer.best.minimum_memory is None and not any_plan:
-        lacking = layers_lacking(load.problem.model, load.class_names, load.counts, pins)
-        if lacking:
-            raise PinError(lacking)
-        raise explain_empty(load.problem, load.colouring, pins, wanted)
-    return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
+    return rooms, runs
+
+
+def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules | None:
+    """Whether model and machine can have what is pinned.
+
+    Returns:
+        Pinned rules, in the colours of the model; None where none are pinned.
+
+    Raises:
+        PinError: they cannot.
+    """
+    _require_able(load.framework, pins)
+    require(
+        facts_of_pins(pins),
+        "the pins ask for what has no lowering",
+        gaps_of(load),
+    )
+    rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
+    if pins.mesh is not None and pins.mesh.devices > topology.devices:
+        raise PinError(
+            f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
+            f" {topology.devices}"
+        )
+    called, ours = "attention" in load.problem.functions, bool(gaps_of(load))
+    if ours and pins.context in ("ring", "ulysses") and not called:
+        raise PinError(
+            f"context={pins.context!r} is pinned, and {load.problem.model} does not call attention"
+            " as a function\nTry: shardlib.attention in the model, or context='all-gather'"
+        )
+    offloaded = [part for part in pins.offload or () if part != "disk"]
+    if offloaded and not topology.chip.host_bytes_per_s:
+        raise PinError(
+            f"offload={offloaded} needs the rate between host memory and {topology.chip.name},"
+            f" which {topology.name} does not give\n"
+            "Try: host_bytes_per_s in the chip of a topology file"
+        )
+    return rules
 
 
 def _require_able(framework: Framework | None, pins: Pins) -> None:

@@ -96,7 +96,7 @@ def _change(
     label: str, old: float, new: float, text: Callable[[float], str]
 ) -> tuple[str, str, str, str]:
     difference, ratio = text(abs(new - old)), new / old if old else 0.0
-    if float(difference.split()[0].replace(",", "")) == 0:
+    if not any(digit in difference for digit in "123456789"):
         return label, text(old), text(new), "="
     told = f" ({ratio_text(ratio)})" if 1 / TELLING <= ratio <= TELLING else ""
     return label, text(old), text(new), f"{'+' if new > old else '-'}{difference}{told}"
