@@ -269,6 +269,17 @@ class MeshShape(Mapping[str, int]):
         """
         return math.prod(self[axis] for axis in axes)
 
+    def in_order(self, first: Iterable[str]) -> tuple[str, ...]:
+        """The axes larger than 1, some of them before all others.
+
+        >>> MeshShape(stage=2, data=2, tensor=2).in_order(["tensor", "fsdp", "stage"])
+        ('tensor', 'stage', 'data')
+
+        Args:
+            first: names of mesh axes in their order; those of size 1 are left out.
+        """
+        return tuple(axis for axis in dict.fromkeys((*first, *MESH_AXES)) if axis in self)
+
     def __str__(self) -> str:
         return " x ".join(f"{axis}={self[axis]}" for axis in self) or "one device"
 

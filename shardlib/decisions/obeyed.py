@@ -1,4 +1,5 @@
-"""Whether a plan has what was pinned: asked of every answer, of every decision with listed values.
+"""Whether a plan has what was pinned: asked of every answer, of every decision but those that
+plans say in other words than pins.
 
 A pin of a decision that the search does not know is obeyed only where its entry of the table says
 `searched=False`; a search that passes over a pin in silence would lie to whoever reads the plan.
@@ -14,15 +15,21 @@ Try: no such pin, and tell us; a decision that is not searched needs searched=Fa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardlib.decisions.entry import ANY
 from shardlib.decisions.pins import Pins
+from shardlib.decisions.readers import PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PlanError, raise_all
 
+#: What plans say in other words than pins: rules are completed, layers are counted in the fullest
+#: stage, dtypes of the traced model are not said.
+RETOLD: tuple[str, ...] = ("rules", "remat_layers", "remat_classes", "dtypes")
+
 
 def require_obeyed(pins: Pins, plan: Decisions) -> None:
-    """Raises where a plan decides otherwise than its pins; values that are not listed, such as
-    rules, are not compared.
+    """Raises where a plan decides otherwise than its pins; those of `RETOLD` are not compared.
 
     Args:
         pins: the user's decisions.
@@ -32,9 +39,9 @@ def require_obeyed(pins: Pins, plan: Decisions) -> None:
         PlanError: it does, all of it listed: a mistake of the search.
     """
     missed = [
-        f"{word} is pinned to {value!r}, and the plan has {getattr(plan, word)!r}"
-        for word, value in pins.given
-        if word in TABLE and TABLE[word].choices and value not in (ANY, getattr(plan, word))
+        f"{word} is pinned to {value!r}, and the plan has {found!r}"
+        for word, value, found in _compared(pins, plan)
+        if value not in (ANY, found)
     ]
     if missed:
         raise_all(
@@ -44,3 +51,14 @@ def require_obeyed(pins: Pins, plan: Decisions) -> None:
             hint="no such pin, and tell us; a decision that is not searched needs searched=False in"
             " the table",
         )
+
+
+def _compared(pins: Pins, plan: Decisions) -> Iterator[tuple[str, PinValue, PinValue]]:
+    """(pin, its value, that of the plan) of all that can be compared."""
+    for word, value in pins.given:
+        if word == "axes":
+            yield from ((f"mesh.{axis}", size, plan.mesh[axis]) for axis, size in value)
+        elif word == "axis_order":
+            yield word, plan.mesh.in_order(value), plan.axis_order or tuple(plan.mesh)
+        elif word in TABLE and word not in RETOLD:
+            yield word, value, getattr(plan, word)

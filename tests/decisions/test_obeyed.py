@@ -1,13 +1,15 @@
-"""A plan has what was pinned: every value that the table lists."""
+"""A plan has what was pinned: every value that the table lists, meshes and orders, counts."""
 
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from shardlib.axes import MeshShape
 from shardlib.decisions.obeyed import require_obeyed
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import TABLE, Decisions
@@ -60,5 +62,70 @@ def test_a_plan_has_what_was_pinned(word: str, value: Any) -> None:
 def test_a_plan_that_decides_otherwise_is_none() -> None:
     pins = Pins.parse({"zero": 3, "remat": "full", "collective_matmul": "any", "microbatches": 2})
     with pytest.raises(PlanError) as caught:
-        require_obeyed(pins, Decisions(zero=3, remat="dots", collective_matmul="loop"))
+        require_obeyed(
+            pins, Decisions(zero=3, remat="dots", collective_matmul="loop", microbatches=2)
+        )
     assert "pins: remat is pinned to 'full', and the plan has 'dots'\n" in str(caught.value)
+
+
+#: A plan, and pins that it does not obey, with what is said of them.
+MADE = Decisions(
+    mesh=MeshShape(data=2, tensor=4), microbatches=2, axis_order=("tensor", "data"), offload=()
+)
+MISSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"mesh": {"data": 8}}, "mesh is pinned to MeshShape(data=8), and the plan has MeshShape("),
+    ({"mesh": {"data": 2}}, "mesh is pinned to MeshShape(data=2), and"),
+    ({"mesh.tensor": 2}, "mesh.tensor is pinned to 2, and the plan has 4"),
+    ({"mesh.stage": 2}, "mesh.stage is pinned to 2, and the plan has 1"),
+    ({"microbatches": 4}, "microbatches is pinned to 4, and the plan has 2"),
+    ({"offload": ["optimizer"]}, "offload is pinned to ('optimizer',), and the plan has ()"),
+    ({"axis_order": ["data", "tensor"]}, "axis_order is pinned to ('data', 'tensor'), and"),
+    ({"axis_order": ["stage", "data"]}, "axis_order is pinned to ('data', 'tensor'), and"),
+)
+
+
+@pytest.mark.parametrize(("pin", "says"), MISSED, ids=str)
+def test_meshes_orders_and_counts_are_held_to_their_pins(pin: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        require_obeyed(Pins.parse(pin), MADE)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"mesh": {"data": 2, "tensor": 4}, "axis_order": ["tensor", "data"]},
+        {"mesh.tensor": 4, "mesh.stage": 1, "microbatches": 2},
+        {"axis_order": ["stage", "tensor", "data"], "offload": []},
+        {"axis_order": ["tensor"]},
+    ],
+)
+def test_pins_that_a_plan_has_are_obeyed(pin: dict[str, Any]) -> None:
+    require_obeyed(Pins.parse(pin), MADE)
+
+
+def test_the_usual_order_is_an_order() -> None:
+    usual = Decisions(mesh=MeshShape(data=2, tensor=4))
+    require_obeyed(Pins.parse({"axis_order": ["data", "tensor"]}), usual)
+    with pytest.raises(PlanError, match="axis_order is pinned"):
+        require_obeyed(Pins.parse({"axis_order": ["tensor"]}), usual)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "found"),
+    [
+        ("mesh.fsdp", 2, {"fsdp": 2}),
+        ("microbatches", 2, 2),
+        ("accumulation", 2, 2),
+        ("virtual_stages", 2, 2),
+        ("offload", [], []),
+        ("offload", ["optimizer"], ["optimizer"]),
+        ("offload", ["optimizer", "activations"], ["optimizer", "activations"]),
+        ("axis_order", ["tensor", "data"], ["tensor", "data"]),
+    ],
+)
+def test_a_plan_has_what_was_pinned_of_no_listed_value(word: str, value: Any, found: Any) -> None:
+    ordered = word == "axis_order"
+    beside, where = ({"mesh": {"data": 2, "tensor": 2}}, "h100:4") if ordered else ({}, "h100:2")
+    load = _load(where, "stack", "attention")
+    plan = planner.search(load.problem, where, {word: value, **beside}, load=load)
+    assert plan.decisions[word.partition(".")[0]] == found

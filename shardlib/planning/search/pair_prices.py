@@ -280,11 +280,7 @@ class PairPricer:
         """The places of a mesh; with `usual`, one of them."""
         wanted = self.room.pins.axis_order
         if wanted is not None:
-            order = tuple(
-                axis
-                for axis in (*wanted, *(a for a in MESH_AXES if a not in wanted))
-                if axis in mesh
-            )
+            order = mesh.in_order(wanted)
             placement = place(mesh, self.topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
         if usual or not self.room.limits.able.free:
