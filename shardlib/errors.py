@@ -21,9 +21,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+#: What stands between a message and what the user could try.
+HINT = "\nTry: "
+
 
 class ShardlibError(Exception):
-    """Base of every error that shardlib raises on purpose."""
+    """Base of every error that shardlib raises on purpose.
+
+    Attributes:
+        failures: what is wrong, one by one, where `raise_all` lists it; otherwise ().
+    """
+
+    failures: tuple[str, ...] = ()
 
 
 class AnnotationError(ShardlibError, ValueError):
@@ -176,4 +185,20 @@ def raise_all(
     body = (
         f"{what}: {failures[0]}" if len(failures) == 1 else "\n  - ".join([f"{what}:", *failures])
     )
-    raise kind(f"{body}\nTry: {hint}" if hint else body)
+    error = kind(f"{body}{HINT}{hint}" if hint else body)
+    error.failures = (*failures[:-1], f"{failures[-1]}{HINT}{hint}" if hint else failures[-1])
+    raise error
+
+
+def hoisted(failures: Sequence[str]) -> tuple[list[str], str]:
+    """Failures without what each says to try, and all of that as one hint.
+
+    >>> hoisted(["zero is 7\\nTry: 0 to 3", "remat is 1"])
+    (['zero is 7', 'remat is 1'], '0 to 3')
+
+    Args:
+        failures: one line per failure, some with a second line "Try: ...".
+    """
+    parts = [one.partition(HINT) for one in failures]
+    hints = dict.fromkeys(hint for _, _, hint in parts if hint)
+    return [says for says, _, _ in parts], "; ".join(hints)

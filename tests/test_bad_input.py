@@ -132,7 +132,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"rules": [("mlp", "tenser")]}),
         shardlib.PinError,
         (
-            "pins are not usable: sharding rules are not usable: 'mlp' -> 'tenser' is no mesh"
+            "pins are not usable: rules: 'mlp' -> 'tenser' is no mesh"
             " axis\nTry: mesh axes are stage, data, fsdp, expert, context, tensor"
         ),
     ),
@@ -240,8 +240,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"mesh": {"tensor": 3}}),
         shardlib.PinError,
         (
-            "tensor=3 divides no colour that it could shard; colours with their largest common size"
-            " are embed (16), classes (8), mlp (64), hidden (64)\nTry: a tensor axis that divides"
+            "tensor=3 divides no dimension that it could shard; dimensions with their largest common"
+            " size are embed (16), classes (8), mlp (64), hidden (64)\nTry: a tensor axis that divides"
             " one of them"
         ),
     ),
@@ -310,6 +310,30 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
             " Write '2*cpu:1000000' for 2 domains joined by loopback"
         ),
     ),
+    "more alternatives than anyone reads": (
+        lambda: plan(topology="h100:1").alternatives(10**9),
+        shardlib.ArgumentError,
+        (
+            "alternatives: count is 1000000000; it is at most 1000, as every alternative becomes a"
+            " whole plan that is compared with this one, which takes hundredths of a second\nTry:"
+            " plan.alternatives(10), and plan.why_not(...) for a plan further down"
+        ),
+    ),
+    "sizes that no mesh has": (
+        lambda: plan(pin={"mesh": {"data": 0, "tensor": 1.5}, "zero": 7}),
+        shardlib.PinError,
+        (
+            "pins are not usable:\n"
+            "  - mesh axis 'data' has size 0; sizes are integers of at least 1\n"
+            "  - mesh axis 'tensor' has size 1.5; sizes are integers of at least 1\n"
+            "  - zero is 7; it is one of 0, 1, 2, 3"
+        ),
+    ),
+    "microbatches of one part": (
+        lambda: plan(topology="h100:1", pin={"microbatches": 3}),
+        shardlib.PinError,
+        "microbatches=3 does not divide the 8 examples of the batch\nTry: one of 1, 2, 4, 8",
+    ),
     "a negative number of alternatives": (
         lambda: plan(topology="h100:1").alternatives(-1),
         ArgumentError,
@@ -367,13 +391,18 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
             "pins are not usable:\n"
             "  - mesh.tensor=2 contradicts mesh={'data': 8}\n"
             "  - zero=3 shards over fsdp, which is pinned to 1\n"
-            "  - sequence_parallel=True shards the sequence over tensor, which is pinned to 1"
+            "  - sequence_parallel=True shards the sequence over tensor, which is pinned to 1\n"
+            "Try: mesh, or mesh.tensor alone; mesh.fsdp=2 or more, or zero=0; mesh.tensor=2 or more,"
+            " or sequence_parallel=False"
         ),
     ),
     "a mesh larger than the topology": (
         lambda: plan(pin={"mesh": {"data": 16}}),
         shardlib.PinError,
-        "the mesh data=16 has 16 devices and cpu:8 has 8",
+        (
+            "the mesh data=16 has 16 devices and cpu:8 has 8\nTry: a smaller mesh, or a topology of"
+            " as many devices"
+        ),
     ),
     "more devices than there are": (
         lambda: shardlib.compile(

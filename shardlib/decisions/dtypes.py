@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
+
 from shardlib.errors import PinError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.untrusted.json_types import Json
+from shardlib.untrusted.shown import shown
 
 #: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
 #: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
@@ -43,21 +46,40 @@ Allowed = tuple[tuple[str, tuple[str, ...]], ...]
 def read_dtype(word: str, value: object) -> str:
     """A dtype of floating-point numbers; an error names those that have a lowering.
 
+    >>> import numpy as np
+    >>> read_dtype("moment_dtype", np.float16), read_dtype("moment_dtype", np.dtype("float32"))
+    ('float16', 'float32')
+
     Args:
         word: of the decision, for messages.
-        value: as it was given.
+        value: its name; or a dtype or scalar type of NumPy or JAX, such as `jnp.bfloat16`.
 
     Raises:
         PinError: it is none.
     """
-    if value not in [name for name in ITEMSIZE if "float" in name]:
+    name = _name(value)
+    if name is None or "float" not in name or name not in ITEMSIZE:
         legal = lowered_dtypes(word.rpartition(".")[2])
         meant = SHORT.get(value.lower()) if isinstance(value, str) else None
         raise PinError(
-            f"{word} is {value!r}; it is one of {', '.join(legal)}"
+            f"{word} is {shown(value)}; it is one of {', '.join(legal)}"
             + (f"; did you mean {meant!r}?" if meant in legal else "")
         )
-    return str(value)
+    return name
+
+
+def _name(value: object) -> str | None:
+    """What a dtype is called: by its name, or as an object of NumPy or JAX; None for what is none
+    of these.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, np.dtype | type):
+        return None
+    try:
+        return np.dtype(cast("type[Any]", value)).name
+    except TypeError:
+        return None
 
 
 def lowered_dtypes(word: str) -> tuple[str, ...]:
@@ -101,8 +123,7 @@ def read_allowed(word: str, value: Json) -> Allowed:
         PinError: it is none, or what it names has no dtype.
     """
     listed = {
-        name: [dtypes] if isinstance(dtypes, str) else dtypes
-        for name, dtypes in _named(word, value).items()
+        name: [dtypes] if _name(dtypes) else dtypes for name, dtypes in _named(word, value).items()
     }
     for name, dtypes in listed.items():
         if not isinstance(dtypes, list | tuple):

@@ -29,7 +29,7 @@ from shardlib.decisions.dtypes import (
 )
 from shardlib.decisions.readers import GroupPolicies, PinValue
 from shardlib.decisions.table import TABLE, Decisions
-from shardlib.errors import PinError, ShardlibError, raise_all
+from shardlib.errors import HINT, PinError, ShardlibError, hoisted, raise_all
 from shardlib.rules import Rules
 from shardlib.schedules.table import named
 from shardlib.untrusted.shown import shown
@@ -144,7 +144,10 @@ class Pins:
                     axis = mesh_axis(word.removeprefix("mesh."))
                     size = MeshShape({axis: value})[axis]
                     if axes.setdefault(axis, size) != size:
-                        failures.append(f"{word}={size} contradicts mesh.{axis}={axes[axis]}")
+                        failures.append(
+                            f"{word}={size} contradicts mesh.{axis}={axes[axis]}"
+                            f"{HINT}mesh.{axis} once"
+                        )
                 elif word in DTYPES:
                     dtypes[word] = read_dtype(word, value)
                 elif word in WORDS:
@@ -152,15 +155,16 @@ class Pins:
                 else:
                     failures.append(_unknown(word))
             except ShardlibError as error:
-                failures.append(str(error))
+                failures += _told(word, error)
         failures += contradictions(read, axes)
         failures += [
-            f"{word}={dtypes[word]!r} contradicts dtypes={{{word!r}: {dtype!r}}}"
+            f"{word}={dtypes[word]!r} contradicts dtypes={{{word!r}: {dtype!r}}}{HINT}{word} once"
             for word, dtype in read.get("dtypes", ())
             if dtypes.get(word, dtype) != dtype
         ]
         if failures:
-            raise_all(PinError, "pins are not usable", failures)
+            says, hint = hoisted(failures)
+            raise_all(PinError, "pins are not usable", says, hint=hint)
         read["axes"] = () if "mesh" in read else tuple(sorted(axes.items()))
         read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls.of(**read)
@@ -182,8 +186,8 @@ class Pins:
 
     @property
     def _set(self) -> dict[str, Any]:
-        """What is pinned to more than nothing."""
-        return {word: value for word, value in self.given if value != ()}
+        """What is pinned; () is a value, such as nothing that is offloaded."""
+        return dict(self.given)
 
     @property
     def unsearched(self) -> Decisions:
@@ -227,6 +231,14 @@ class Pins:
         return ", ".join(f"{word}={value}" for word, value in self._set.items()) or "nothing"
 
 
+def _told(word: str, error: ShardlibError) -> list[str]:
+    """What is wrong with the value of a pin, with the decision that it is about."""
+    if not error.failures:
+        return [str(error)]
+    about = word.partition(".")[0]
+    return [one if about in one else f"{about}: {one}" for one in error.failures]
+
+
 def _unknown(word: str) -> str:
     near = difflib.get_close_matches(word, [*WORDS, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
     near = [alias(word)] if alias(word) != word else near
@@ -243,7 +255,10 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
     found: dict[str, PinValue] = {}
     for word, value in pin.items():
         if str(found.setdefault(alias(word), value)) != str(value):
-            raise PinError(f"{word}={value!r} contradicts {alias(word)}={found[alias(word)]!r}")
+            raise PinError(
+                f"{word}={value!r} contradicts {alias(word)}={found[alias(word)]!r}"
+                f"{HINT}{alias(word)} once"
+            )
     return found
 
 

@@ -153,14 +153,14 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
 
 
 def read_offload(word: str, value: Json) -> tuple[str, ...]:
-    """What is offloaded, in the order of `OFFLOAD`; "none" for nothing.
+    """What is offloaded, in the order of `OFFLOAD`; "none" or [] for nothing.
 
     Args:
         word: of the decision, for messages.
         value: one word or several.
 
     Raises:
-        PinError: something else is named, or optimizer state twice.
+        PinError: something else is named, something beside "none", or optimizer state twice.
     """
     words = cast(
         "list[Any]",
@@ -174,6 +174,8 @@ def read_offload(word: str, value: Json) -> tuple[str, ...]:
     )
     if any(one not in (*OFFLOAD, "none") for one in words):
         raise PinError(f"{word} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
+    if "none" in words and len(set(words)) > 1:
+        raise PinError(f"{word} is {value!r}; 'none' is for nothing at all\nTry: [], or no 'none'")
     if {"optimizer", "disk"}.issubset(words):
         raise PinError(
             f"{word} names 'optimizer' and 'disk': optimizer state rests in host memory or on"

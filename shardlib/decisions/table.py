@@ -209,16 +209,19 @@ class Decisions:
     )
     offload: tuple[str, ...] = decision(
         (),
-        meaning="optimizer state in host memory or on disk, activations in host memory; disk only"
-        " where it is pinned",
+        meaning="optimizer state in host memory or on disk, activations in host memory; `[]` for"
+        " nothing; disk only where it is pinned",
         label="host memory",
-        values='`["optimizer"]` or `["disk"]`, `["activations"]`',
+        values='`[]`, `["optimizer"]` or `["disk"]`, `["activations"]`',
         read=read_offload,
         write=lambda value, mesh: list(value),
     )
     axis_order: tuple[str, ...] = decision(
         (),
-        meaning="mesh axes from the outermost to the innermost links",
+        meaning="mesh axes from the outermost to the innermost links, each once; those left out"
+        " lie inside of them, in the usual order. An axis that a pinned mesh does not have is"
+        " refused; where the mesh is left to the planner, the order says how those of them lie that"
+        " the mesh has",
         values='`["stage", "data", "tensor"]`',
         label="links",
         read=read_axis_order,
@@ -235,7 +238,7 @@ class Decisions:
             (
                 "`param_dtype`, `matmul_dtype`, `gradient_dtype`, `reduction_dtype`,"
                 " `moment_dtype`",
-                '`"bfloat16"`, `"float8_e4m3fn"`, ...',
+                '`"bfloat16"`, `"float8_e4m3fn"`, ..., or objects such as `jnp.bfloat16`',
                 "dtype of stored parameters, of the operands of the products of layers' weights,"
                 " of gradients kept over microbatches, of gradients in collectives, of optimizer"
                 " state",

@@ -175,13 +175,13 @@ class Plan(PlanData):
         fast ones are one entry.
 
         Args:
-            count: how many at most.
+            count: how many at most, up to 1000: each becomes a whole plan.
 
         Returns:
             The alternatives, each with its seconds a step and peak bytes per device.
 
         Raises:
-            ArgumentError: `count` is no integer of at least 0.
+            ArgumentError: `count` is no integer from 0 to 1000.
             PlanError: the plan was read from a file and does not carry its model.
         """
         return source_of(self).alternatives(self, count)

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,14 @@ READ = (
     ({"zero": np.int64(2)}, {"zero": 2}),
     ({"sequence_parallel": np.True_}, {"sequence_parallel": True}),
     ({"mesh.tp": 2, "mesh.tensor": np.int64(2)}, {"axes": (("tensor", 2),)}),
+    ({"moment_dtype": jnp.bfloat16}, {"dtypes": (("moment_dtype", "bfloat16"),)}),
+    ({"dtypes": {"param_dtype": np.float32}}, {"dtypes": (("param_dtype", "float32"),)}),
+    ({"matmul_dtype": jnp.dtype("bfloat16")}, {"dtypes": (("matmul_dtype", "bfloat16"),)}),
+    ({"allow": {"moment_dtype": jnp.bfloat16}}, {"allow": (("moment_dtype", ("bfloat16",)),)}),
+    (
+        {"allow": {"moment_dtype": [np.dtype("float16"), jnp.bfloat16]}},
+        {"allow": (("moment_dtype", ("float16", "bfloat16")),)},
+    ),
 )
 REFUSED = (
     ({"zero": np.array(3)}, "zero is array(3); it is one of 0, 1, 2, 3"),
@@ -33,6 +42,11 @@ REFUSED = (
     ({"rules": np.array(2)}, "sharding rules are array(2); they are a list of pairs"),
     ({"mesh": {1: 2}}, "1 is no mesh axis"),
     ({"mesh.tp": 2, "mesh.tensor": 4}, "mesh.tensor=4 contradicts mesh.tensor=2"),
+    ({"moment_dtype": np.int32}, "it is one of float32, bfloat16, float16"),
+    ({"moment_dtype": np.zeros(2, np.float32)}, "it is one of float32, bfloat16, float16"),
+    ({"moment_dtype": dict}, "moment_dtype is <class 'dict'>; it is one of float32"),
+    ({"mesh": {"data": 0}}, "pins are not usable: mesh axis 'data' has size 0"),
+    ({"rules": [("a", "tenser")]}, "pins are not usable: rules: 'a' -> 'tenser' is no mesh axis"),
     ("zero=3", "pins are a mapping such as {'zero': 3}"),
 )
 

@@ -331,10 +331,10 @@ def test_chunks_of_stages_are_stages() -> None:
 
 
 def test_a_pin_without_effect_is_said() -> None:
-    pin = {"mesh": {"data": 8}, "axis_order": ["tensor"]}
+    pin = {"mesh.data": 8, "axis_order": ["tensor"]}
     (finding,) = [one for one in plan(pin).findings if one.code == "pin-without-effect"]
     assert finding.where == "axis_order" and finding.severity == "warning"
-    used = plan({**pin, "mesh": {"data": 2, "tensor": 4}})
+    used = plan({**pin, "mesh.data": 2, "mesh.tensor": 4})
     assert "pin-without-effect" not in {one.code for one in used.findings}
 
 
@@ -472,6 +472,10 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
         ({"mesh": {"data": 8}, "context": "ring"}, "context='ring' needs a context axis"),
         ({"offload": ["parameters"]}, "it is a list of 'optimizer', 'activations'"),
         ({"axis_order": ["data", "data"]}, "axis_order names an axis twice"),
+        (
+            {"mesh": {"data": 8}, "axis_order": ["tensor", "data"]},
+            "axis_order names tensor, and the pinned mesh has no such axis\nTry: axis_order without",
+        ),
     ],
 )
 def test_bad_pins(pin: dict[str, object], message: str) -> None:

@@ -350,7 +350,13 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
 @pytest.mark.parametrize(
     ("pin", "message"),
     [
-        ({"mesh": {"data": 32}}, "the mesh data=32 has 32 devices and h100:8 has 8"),
+        (
+            {"mesh": {"data": 32}},
+            (
+                "the mesh data=32 has 32 devices and h100:8 has 8\nTry: a smaller mesh, or a"
+                " topology of as many devices"
+            ),
+        ),
         (
             {"mesh": {"data": 3}},
             (
@@ -361,8 +367,8 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
         (
             {"mesh": {"tensor": 7}},
             (
-                "tensor=7 divides no colour that it could shard; colours with their largest common"
-                " size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor axis"
+                "tensor=7 divides no dimension that it could shard; dimensions with their largest"
+                " common size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor axis"
                 " that divides one of them"
             ),
         ),
@@ -375,11 +381,17 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
         ),
         (
             {"mesh": {"data": 8}, "mesh.data": 4},
-            "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}",
+            (
+                "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}\nTry: mesh, or"
+                " mesh.data alone"
+            ),
         ),
         (
             {"mesh": {"data": 8}, "zero": 3},
-            "pins are not usable: zero=3 shards over fsdp, which is pinned to 1",
+            (
+                "pins are not usable: zero=3 shards over fsdp, which is pinned to 1\nTry:"
+                " mesh.fsdp=2 or more, or zero=0"
+            ),
         ),
         (
             {"remat": "dots"},

@@ -16,10 +16,14 @@ from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.questions.counterfactual import changes
 from shardlib.planning.units.quantity import TIE
+from shardlib.untrusted.shown import shown
 
 #: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a
 #: large space is not ranked farther than needed.
 SLACKS = (1.02, 1.2, math.inf)
+#: How many alternatives can be asked for: each becomes a whole plan, to say what it decides
+#: differently, which takes hundredths of a second.
+MOST = 1000
 
 
 def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
@@ -27,23 +31,38 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
 
     Args:
         plan: a plan with its source.
-        count: how many at most.
+        count: how many at most, up to `MOST`.
 
     Raises:
-        ArgumentError: `count` is no integer of at least 0.
+        ArgumentError: `count` is no integer from 0 to `MOST`.
         PlanError: the plan was read from a file.
     """
-    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
-        raise ArgumentError(
-            f"alternatives: count is {count!r}; it is an integer of at least 0, how many plans are"
-            " wanted\nTry: plan.alternatives(10)"
-        )
+    _require_count(count)
     found: tuple[Alternative, ...] = ()
     for slack in SLACKS:
         found, whole = _within(plan, count, slack)
         if whole or len(found) >= count:
             break
     return found
+
+
+def _require_count(count: int) -> None:
+    """Raises where so many alternatives cannot be asked for.
+
+    Raises:
+        ArgumentError: `count` is no integer from 0 to `MOST`.
+    """
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+        raise ArgumentError(
+            f"alternatives: count is {shown(count)}; it is an integer of at least 0, how many plans"
+            " are wanted\nTry: plan.alternatives(10)"
+        )
+    if count > MOST:
+        raise ArgumentError(
+            f"alternatives: count is {shown(count)}; it is at most {MOST}, as every alternative"
+            " becomes a whole plan that is compared with this one, which takes hundredths of a"
+            " second\nTry: plan.alternatives(10), and plan.why_not(...) for a plan further down"
+        )
 
 
 def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:

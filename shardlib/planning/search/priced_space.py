@@ -178,7 +178,7 @@ def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules |
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
         raise PinError(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
-            f" {topology.devices}"
+            f" {topology.devices}\nTry: a smaller mesh, or a topology of as many devices"
         )
     called, ours = "attention" in load.problem.functions, bool(gaps_of(load))
     if ours and pins.context in ("ring", "ulysses") and not called:

@@ -79,17 +79,23 @@ def _batch_fault(
         )
     if pins.microbatches and size % (ways * pins.microbatches):
         return PinError(
-            f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each"
-            f" of the {ways} parts of the batch\nTry: one of"
+            f"microbatches={pins.microbatches} does not divide {_share(size, ways)}\nTry: one of"
             f" {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
         )
     if size // ways % (pins.accumulation or 1):
         return PinError(
             f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not"
-            f" divide the {size // ways} examples of each of the {ways} parts of the batch\nTry:"
-            f" one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+            f" divide {_share(size, ways)}\nTry: one of"
+            f" {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
         )
     return None
+
+
+def _share(size: int, ways: int) -> str:
+    """The examples that have to be divided further, in words."""
+    if ways == 1:
+        return f"the {size} examples of the batch"
+    return f"the {size // ways} examples of each of the {ways} parts of the batch"
 
 
 def _pipeline_fault(pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
@@ -198,13 +204,13 @@ def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length
     ]
     aside = (
         f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence ({length}) is"
-        " sharded in its place, beside another colour"
+        " sharded in its place, beside another dimension"
         if carried
         else ""
     )
     return PinError(
-        f"tensor={tensor} divides no colour that it could shard; colours with their largest common"
-        f" size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
+        f"tensor={tensor} divides no dimension that it could shard; dimensions with their largest"
+        f" common size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
     )
 
 
