@@ -58,6 +58,17 @@ class Shapes:
             fsdp=self.fsdp[which],
         )
 
+    def and_one(self) -> Shapes:
+        """These, and after them the shape of a program on one device."""
+        one = np.ones(1, dtype=np.int64)
+        return Shapes(
+            batch=np.concatenate([self.batch, one]),
+            context=np.concatenate([self.context, one]),
+            tensor=np.concatenate([self.tensor, one]),
+            expert=np.concatenate([self.expert, one]),
+            fsdp=np.concatenate([self.fsdp, one]),
+        )
+
     def stored_ways(self, cut: Cut) -> Array:
         """Ways that a parameter is stored sharded beside its sharding in compute: over fsdp,
         context and expert, which experts use up themselves.

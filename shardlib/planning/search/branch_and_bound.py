@@ -16,6 +16,7 @@ each place that the axes can have. Only what none of them excludes is priced.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -157,7 +158,9 @@ class Explorer:
         if devices in self._explored:
             return self._explored[devices]
         some = self.room.choices and self.room.routes
-        if not some or self._uncut.seconds / devices >= self.limit * reach:
+        if not some or (
+            np.isfinite(self.limit) and self._uncut.seconds / devices >= self.limit * reach
+        ):
             return []
         if self.best.fastest is None and self._uncut.resting_bytes / devices > self._most:
             self._large.add(devices)
@@ -170,7 +173,9 @@ class Explorer:
         if not len(sizes["micro"]):
             return []
         shapes, shape = distinct(sizes)
-        values = self.pricer.values(self.load.ledger.book, shapes)
+        values = self.pricer.values(self.load.ledger.book, shapes.and_one())
+        if self._uncut.values is None:
+            self._uncut = replace(self._uncut, values=values)
         self._explored[devices] = [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
             for routes in sorted(self.room.routes, reverse=True)  # hardly ever slower

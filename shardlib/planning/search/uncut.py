@@ -9,6 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from shardlib.cost.tables.basis_functions import Values
+from shardlib.cost.tables.measures import SIZES
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes
@@ -17,6 +19,8 @@ from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
+#: The shape of a program on one device.
+ONE = Shapes(**dict.fromkeys(SIZES, np.ones(1, dtype=np.int64)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +31,14 @@ class Uncut:
         load: the model.
         room: the space.
         pricer: the machine.
+        values: measures on shapes of which the last is that of one device, where they have been
+            evaluated; otherwise they are evaluated on this shape alone.
     """
 
     load: Workload
     room: Space
     pricer: Pricer
+    values: Values | None = None
 
     @cached_property
     def seconds(self) -> float:
@@ -58,10 +65,8 @@ class Uncut:
 
     def _total(self, key: tuple[str, bool] | None, *, routes: bool) -> Array:
         """Quantities of what rests, or of a program: array [segments, rows, 1]."""
-        one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-        values = self.pricer.values(
-            self.load.ledger.book,
-            Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one),
+        values = (
+            self.pricer.values(self.load.ledger.book, ONE) if self.values is None else self.values
         )
         colouring = self.load.colouring
         choice = Choice(
@@ -69,4 +74,5 @@ class Uncut:
             context=colouring.sequence_colour,
             expert=self.load.expert if routes else None,
         )
-        return self.load.ledger.uncut(key).on(values, zero).total(choice)[0]
+        last = np.array([len(values.shapes) - 1])
+        return self.load.ledger.uncut(key).on(values, last).total(choice)[0]
