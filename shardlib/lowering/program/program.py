@@ -30,6 +30,7 @@ from shardlib.lowering.program.step import (
     nothing_kept,
 )
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.runtime.batches import given as given_batch
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import dtype_of
@@ -93,10 +94,12 @@ class Program(LoweredProgram):
                 # its arrays are taken over one by one: half of them would be gone before one does
                 # not fit
             )
-        several, placed = self._several, self.put(batch)
-        run = self.compiled() if several is None else several.step
+        self._require_batch(batch)
+        several = self._several
         try:
-            return run(state, placed)
+            if several is None:
+                return self.compiled()(state, given_batch(batch, self.batch))
+            return several.step(state, placed_batch(batch, self.batch))
         except FOREIGN as error:
             require_own("step", state, self.state, error=error)
             raise
@@ -161,6 +164,11 @@ class Program(LoweredProgram):
             BatchError: tree, shapes or dtypes differ from the batch that was traced; all arrays
                 concerned are listed.
         """
+        self._require_batch(batch)
+        return placed_batch(batch, self.batch)
+
+    def _require_batch(self, batch: Tree) -> None:
+        """Refuses a batch that is not the one that was traced; see `put`."""
         expected, structure = jax.tree_util.tree_flatten_with_path(self.batch)
         if jax.tree.structure(batch) != structure:
             raise BatchError(
@@ -181,7 +189,6 @@ class Program(LoweredProgram):
                 failures,
                 hint="compile again for these shapes, or pad the batch",
             )
-        return placed_batch(batch, self.batch)
 
     @property
     def stored(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""How do the arrays of a batch get to where a program expects them?"""
+"""Puts the arrays of a batch where a program expects them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,36 @@ def placed(batch: Tree, asked: Tree) -> Tree:
         batch: arrays of the asked shapes and dtypes.
         asked: abstract, with shardings.
     """
+    return jax.tree.map(_placed, batch, asked)
+
+
+def given(batch: Tree, asked: Tree) -> Tree:
+    """A batch for the call of one compiled program: as `placed`, but arrays of NumPy are left to
+    the call, which puts them for less than half of what it costs to put them one by one.
+
+    Args:
+        batch: arrays of the asked shapes and dtypes.
+        asked: abstract, with shardings.
+    """
+    if jax.process_count() > 1:  # a call takes arrays that are alike in all processes, and compares
+        return placed(batch, asked)
     return jax.tree.map(
         lambda leaf, wanted: (
-            leaf
-            if isinstance(leaf, jax.Array) and leaf.sharding == wanted.sharding
-            else _placed_on(leaf, wanted)
+            np.asarray(leaf, wanted.dtype)
+            if isinstance(leaf, np.ndarray)
+            else _placed(leaf, wanted)
         ),
         batch,
         asked,
     )
 
 
-def _placed_on(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
+def _placed(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
     """A whole array as the step expects it. Several processes take each what its devices hold;
     `jax.device_put` would have them compare all of it first, every step.
     """
+    if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding:
+        return leaf
     if is_key(leaf):
         return placed_keys(leaf, asked.sharding)
     host = (
