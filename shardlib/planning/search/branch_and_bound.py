@@ -158,9 +158,7 @@ class Explorer:
         if devices in self._explored:
             return self._explored[devices]
         some = self.room.choices and self.room.routes
-        if not some or (
-            np.isfinite(self.limit) and self._uncut.seconds / devices >= self.limit * reach
-        ):
+        if not some or self._uncut.slower(devices, self.limit * reach):
             return []
         if self.best.fastest is None and self._uncut.resting_bytes / devices > self._most:
             self._large.add(devices)

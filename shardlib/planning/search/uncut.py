@@ -53,6 +53,10 @@ class Uncut:
         seconds = np.stack(totals)
         return float(seconds.min(0).sum() if self.room.apart else seconds.sum(1).min())
 
+    def slower(self, devices: int, limit: float) -> bool:
+        """Whether no plan on so many devices is faster than a limit in seconds."""
+        return bool(np.isfinite(limit)) and self.seconds / devices >= limit
+
     @cached_property
     def resting_bytes(self) -> float:
         """Bytes of parameters; however they are sharded, the device that has the most has at least
