@@ -172,8 +172,7 @@ class Explorer:
             return []
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes.and_one())
-        if self._uncut.values is None:
-            self._uncut = replace(self._uncut, values=values)
+        self._uncut = replace(self._uncut, values=values)
         self._explored[devices] = [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
             for routes in sorted(self.room.routes, reverse=True)  # hardly ever slower
