@@ -15,6 +15,7 @@ from shardlib.layout import Layout
 from shardlib.planning import planner
 from shardlib.planning.assembly import advice
 from shardlib.planning.assembly.advice import advise, critical_batch_tokens
+from shardlib.planning.assembly.findings import notes
 from shardlib.planning.assembly.situation import Situation
 from shardlib.planning.decisions.plan_data import Link, Rejected, Search
 from tests.planning import worlds
@@ -286,3 +287,17 @@ def test_plans_carry_the_advice():
     assert "below-ridge" in {finding.code for finding in plan.findings}  # 512 tokens on 8 devices
     large = planner.search(worlds.layers(batch=4096, seq=64), "h100:1")
     assert "below-ridge" not in {finding.code for finding in large.findings}
+
+
+def test_dimensions_that_the_search_leaves_out_are_said_in_the_words_of_users() -> None:
+    load, where = worlds.prepared(worlds.mlp), topology("h100:2")
+    plan = planner.search(load.problem, where, load=load)
+    (finding,) = [
+        one
+        for one in notes(load, where, plan, ("mlp.up:1", "vocab"))
+        if one.code == "dimensions-left-out"
+    ]
+    assert finding.message.endswith(
+        "these dimensions unsharded because there are too many: mlp.up:1, vocab"
+    )
+    assert "colour" not in f"{finding}" and "the same logical axis" in finding.hint

@@ -69,11 +69,12 @@ def notes(
     if left_out:
         found.append(
             Finding(
-                code="colours-left-out",
+                code="dimensions-left-out",
                 severity="info",
-                message="the search left these colours unsharded because there are too many: "
+                message="the search left these dimensions unsharded because there are too many: "
                 + ", ".join(left_out),
-                hint="name dims alike to merge their colours",
+                hint="the same logical axis for dims that may be sharded alike, which are one"
+                " dimension then",
             )
         )
     return tuple(found)
