@@ -107,7 +107,9 @@ class Rules:
             if unknown:
                 failures.append(f"{logical!r} -> {', '.join(map(repr, unknown))} is no mesh axis")
             elif len(set(axes)) < len(axes):
-                failures.append(f"{logical!r} -> {axes} uses a mesh axis twice")
+                failures.append(
+                    f"{logical!r} -> {', '.join(map(repr, axes))} uses a mesh axis twice"
+                )
             else:
                 entries.append((str(logical), axes))
         if failures:

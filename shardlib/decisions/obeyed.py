@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardlib.axes import MeshShape
 from shardlib.decisions.entry import ANY
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PlanError, raise_all
+from shardlib.untrusted.json_types import Json
 
 #: What plans say in other words than pins: rules are completed, layers are counted in the fullest
 #: stage, dtypes of the traced model are not said.
@@ -39,7 +41,7 @@ def require_obeyed(pins: Pins, plan: Decisions) -> None:
         PlanError: it does, all of it listed: a mistake of the search.
     """
     missed = [
-        f"{word} is pinned to {value!r}, and the plan has {found!r}"
+        f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, found)!r}"
         for word, value, found in _compared(pins, plan)
         if value not in (ANY, found)
     ]
@@ -62,3 +64,8 @@ def _compared(pins: Pins, plan: Decisions) -> Iterator[tuple[str, PinValue, PinV
             yield word, plan.mesh.in_order(value), plan.axis_order or tuple(plan.mesh)
         elif word in TABLE and word not in RETOLD:
             yield word, value, getattr(plan, word)
+
+
+def _plain(word: str, value: PinValue) -> Json:
+    """A value as a user writes it; the size of a single mesh axis as it is."""
+    return TABLE[word].write(value, MeshShape()) if word in TABLE else value

@@ -6,45 +6,38 @@ dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
 >>> pins = Pins.parse({"mesh.tensor": 8, "remat": "full"})
 >>> pins.axes, pins.mesh is None, pins.remat
 ((('tensor', 8),), True, 'full')
->>> str(pins.but(remat=None, zero=3))
-"axes=(('tensor', 8),), zero=3"
+>>> str(pins.but(zero=3))
+"mesh.tensor=8, zero=3, remat='full'"
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
-from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
+from shardlib.axes import MeshShape, mesh_axis
 from shardlib.decisions.contradictions import contradictions
 from shardlib.decisions.dtypes import (
     DTYPES,
     Allowed,
     Dtypes,
     ordered,
-    read_allowed,
     read_dtype,
 )
+from shardlib.decisions.pin_words import ENTRIES, pin_words, unknown
 from shardlib.decisions.readers import GroupPolicies, PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import HINT, PinError, ShardlibError, hoisted, raise_all
 from shardlib.rules import Rules
 from shardlib.schedules.table import named
+from shardlib.untrusted.json_types import JsonObject
 from shardlib.untrusted.shown import shown
 
 #: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
 #: for.
 PinMapping = Mapping[str, PinValue]
 T = TypeVar("T")
-#: What can be pinned beside decisions: dtypes one by one, and dtypes that the planner may choose.
-BESIDE: Mapping[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(DTYPES, read_dtype),
-    "allow": read_allowed,
-}
-#: Words that can be pinned.
-WORDS: tuple[str, ...] = (*TABLE, *BESIDE)
 #: Pins in their order; `axes` are single mesh axes, (name, size).
 _ORDER: tuple[str, ...] = ("mesh", "axes", *(word for word in TABLE if word != "mesh"), "allow")
 #: What is pinned to nothing is left to the planner; of other pins () is a value like any other.
@@ -150,10 +143,10 @@ class Pins:
                         )
                 elif word in DTYPES:
                     dtypes[word] = read_dtype(word, value)
-                elif word in WORDS:
-                    read[word] = (TABLE[word].read if word in TABLE else BESIDE[word])(word, value)
+                elif word in ENTRIES:
+                    read[word] = ENTRIES[word].read(word, value)
                 else:
-                    failures.append(_unknown(word))
+                    failures.append(unknown(word))
             except ShardlibError as error:
                 failures += _told(word, error)
         failures += contradictions(read, axes)
@@ -180,9 +173,18 @@ class Pins:
     def changed(self, other: Pins) -> Pins:
         """These pins with those that the others set; a mesh or an axis of the others takes the
         place of all axes.
+
+        Raises:
+            PinError: the others contradict what stays of these; all of it is listed.
         """
-        freed = {"mesh": None, "axes": ()} if other._set.keys() & {"mesh", "axes"} else {}
-        return self.but(**{**freed, **other._set})
+        sizes = {"mesh", "axes"}
+        freed = other._set.keys() | (sizes if other._set.keys() & sizes else set())
+        kept = Pins.of(**{word: value for word, value in self.given if word not in freed})
+        both = kept.but(**other._set)
+        if failures := contradictions(both._set, dict(both.axes)):
+            says, hint = hoisted(failures)
+            raise_all(PinError, f"{other} is not usable beside {kept}", says, hint=hint)
+        return both
 
     @property
     def _set(self) -> dict[str, Any]:
@@ -221,14 +223,23 @@ class Pins:
         )
 
     def without(self) -> dict[str, Pins]:
-        """For every pin, the other pins alone; used to find which pin to relax."""
+        """For every pin, in the user's words, the other pins alone; used to find which pin to
+        relax. Single mesh axes are relaxed together.
+        """
         return {
-            word: Pins.of(**{name: value for name, value in self._set.items() if name != word})
-            for word in self._set
+            " and ".join(pin_words(word, value)): Pins(
+                tuple(one for one in self.given if one[0] != word)
+            )
+            for word, value in self.given
         }
 
+    def to_json(self) -> JsonObject:
+        """The pins as plain data in the user's words, which `parse` reads."""
+        return {word: plain for given in self.given for word, plain in pin_words(*given).items()}
+
     def __str__(self) -> str:
-        return ", ".join(f"{word}={value}" for word, value in self._set.items()) or "nothing"
+        words = (f"{word}={shown(value)}" for word, value in self.to_json().items())
+        return ", ".join(words) or "nothing"
 
 
 def _told(word: str, error: ShardlibError) -> list[str]:
@@ -237,35 +248,3 @@ def _told(word: str, error: ShardlibError) -> list[str]:
         return [str(error)]
     about = word.partition(".")[0]
     return [one if about in one else f"{about}: {one}" for one in error.failures]
-
-
-def _unknown(word: str) -> str:
-    near = difflib.get_close_matches(word, [*WORDS, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
-    near = [alias(word)] if alias(word) != word else near
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{word!r} is no decision{meant} (decisions are {', '.join(WORDS)} and mesh.AXIS)"
-
-
-def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
-    """Pins by their words, of keywords such as `tensor` or `tp`.
-
-    Raises:
-        PinError: two keywords that stand for the same word have different values.
-    """
-    found: dict[str, PinValue] = {}
-    for word, value in pin.items():
-        if str(found.setdefault(alias(word), value)) != str(value):
-            raise PinError(
-                f"{word}={value!r} contradicts {alias(word)}={found[alias(word)]!r}"
-                f"{HINT}{alias(word)} once"
-            )
-    return found
-
-
-def alias(word: str) -> str:
-    """The pin word for a keyword such as `tensor` or `tp`: mesh axes become "mesh.tensor"."""
-    return (
-        f"mesh.{MESH_AXIS_ALIASES.get(word, word)}"
-        if word in MESH_AXES or word in MESH_AXIS_ALIASES
-        else word
-    )

@@ -152,6 +152,20 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
     return tuple(sorted(read))
 
 
+def write_group_policies(value: GroupPolicies) -> Json:
+    """Remat policies of layer groups as `read_group_policies` reads them.
+
+    >>> write_group_policies((("decoder", "dots", 3), ("encoder", "full", None)))
+    {'decoder': ['dots', 3], 'encoder': 'full'}
+
+    Args:
+        value: what is read.
+    """
+    if value == ANY_GROUP:
+        return "any"
+    return {name: policy if layers is None else [policy, layers] for name, policy, layers in value}
+
+
 def read_offload(word: str, value: Json) -> tuple[str, ...]:
     """What is offloaded, in the order of `OFFLOAD`; "none" or [] for nothing.
 

@@ -26,6 +26,7 @@ from shardlib.decisions.readers import (
     read_mesh,
     read_offload,
     read_rules,
+    write_group_policies,
 )
 from shardlib.rules import Rules
 from shardlib.schedules.table import SCHEDULES
@@ -102,7 +103,7 @@ class Decisions:
         values='`{"dense_layers": "none", "layers": ["full", 20]}`',
         label="remat policy",
         read=read_group_policies,
-        write=lambda value, mesh: {name: [policy, layers] for name, policy, layers in value},
+        write=lambda value, mesh: write_group_policies(value),
         late=True,
     )
     microbatches: int = decision(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardlib.decisions.pins import PinMapping, Pins, aliased
+from shardlib.decisions.pin_words import aliased
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.decisions.readers import PinValue
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
@@ -150,14 +151,14 @@ class Plan(PlanData):
 
         Args:
             pin: decisions by their words, as for `shardlib.plan`; a mesh axis by its own name. They
-                replace those pins of this plan that they contradict.
+                take the place of pins of the same words, an axis that of all; other pins stay.
 
         Returns:
             The difference to this plan as text, or why there is no such plan.
 
         Raises:
-            PinError: a pin is misspelt or allows no plan, or the plan was read from a file and does
-                not carry its model.
+            PinError: a pin is misspelt, contradicts a pin of this plan that stays, or allows no
+                plan; or the plan was read from a file and does not carry its model.
         """
         if self.source is None:
             raise PinError(

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.decisions.pins import Pins, aliased
+from shardlib.decisions.pin_words import aliased
+from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
 
 READ = (

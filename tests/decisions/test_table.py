@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,9 +47,9 @@ def test_pins_are_values() -> None:
     assert (pins.zero, pins.remat, pins.offload, pins.axes) == (3, None, (), (("tensor", 2),))
     assert pins == Pins.parse({"zero": 3, "mesh.tensor": 2, "offload": []})
     assert hash(pins) == hash(pins.but(zero=1).but(zero=3))
-    assert str(pins) == "axes=(('tensor', 2),), zero=3, offload=()"
+    assert str(pins) == "mesh.tensor=2, zero=3, offload=[]"
     assert pins.but(zero=None).zero is None and pins.but(axes=()).axes == ()
-    assert pins.changed(Pins.parse({"mesh": {"data": 2}})).axes == ()
+    assert pins.changed(Pins.parse({"mesh": {"fsdp": 2}})).axes == ()
 
 
 def test_nothing_offloaded_is_a_pin_like_any_other() -> None:
@@ -63,6 +65,66 @@ def test_an_order_of_no_axes_is_the_order_of_one_device_alone() -> None:
     for pin in ({}, {"mesh": {"data": 2}}, {"mesh.data": 1}):
         with pytest.raises(PinError, match=r"axis_order is \[\], which names no mesh axis\nTry: "):
             Pins.parse({**pin, "axis_order": []})
+
+
+#: Pins of every kind, as users write them, and their text.
+WRITTEN = (
+    ({}, "nothing"),
+    ({"mesh.data": 2, "mesh.tensor": 8}, "mesh.data=2, mesh.tensor=8"),
+    ({"mesh": {"tensor": 8}, "remat": "full"}, "mesh={'tensor': 8}, remat='full'"),
+    ({"mesh": {}, "sequence_parallel": False}, "mesh={}, sequence_parallel=False"),
+    ({"rules": [["mlp", ["tensor"]], ["embed", []]]}, "rules=[['mlp', ['tensor']], ['embed', []]]"),
+    (
+        {"remat_classes": {"decoder": ["dots", 3], "encoder": "full"}},
+        "remat_classes={'decoder': ['dots', 3], 'encoder': 'full'}",
+    ),
+    ({"remat_classes": "any"}, "remat_classes='any'"),
+    (
+        {"collective_matmul": "any", "offload": ["disk"]},
+        "collective_matmul='any', offload=['disk']",
+    ),
+    ({"axis_order": ["tensor", "data"]}, "axis_order=['tensor', 'data']"),
+    ({"dtypes": {"moment_dtype": "bfloat16"}}, "dtypes={'moment_dtype': 'bfloat16'}"),
+    ({"allow": {"moment_dtype": ["bfloat16"]}}, "allow={'moment_dtype': ['bfloat16']}"),
+    ({"microbatches": np.int64(4), "mesh.fsdp": np.int32(2)}, "mesh.fsdp=2, microbatches=4"),
+)
+
+
+@pytest.mark.parametrize(("pin", "text"), WRITTEN, ids=str)
+def test_pins_are_shown_as_users_write_them(pin: dict[str, Any], text: str) -> None:
+    pins = Pins.parse(pin)
+    assert str(pins) == text
+    assert pins.to_json() == pin and Pins.parse(json.loads(json.dumps(pins.to_json()))) == pins
+
+
+@pytest.mark.parametrize("word", TABLE)
+def test_the_default_of_every_decision_is_shown_as_users_write_it(word: str) -> None:
+    pins = Pins(((word, TABLE[word].default),))
+    assert pins.to_json() == {word: plain(Decisions())[word]}
+    assert str(pins) == f"{word}={pins.to_json()[word]!r}"
+
+
+def test_pins_that_are_left_out_have_the_words_of_users() -> None:
+    pins = Pins.parse({"mesh.data": 2, "mesh.tensor": 8, "zero": 0})
+    assert {word: str(others) for word, others in pins.without().items()} == {
+        "mesh.data and mesh.tensor": "zero=0",
+        "zero": "mesh.data=2, mesh.tensor=8",
+    }
+
+
+def test_changed_pins_are_checked_against_those_that_stay() -> None:
+    pins = Pins.parse({"zero": 3, "mesh.fsdp": 8, "remat": "none"})
+    assert str(pins.changed(Pins.parse({"mesh.tensor": 2, "remat": "full"}))) == (
+        "mesh.tensor=2, zero=3, remat='full'"
+    )
+    with pytest.raises(PinError) as error:
+        pins.changed(Pins.parse({"mesh": {"data": 2}, "remat_layers": 2}))
+    assert str(error.value) == (
+        "mesh={'data': 2}, remat_layers=2 is not usable beside zero=3, remat='none':\n"
+        "  - remat_layers=2 rematerialises layers, and remat is pinned to 'none'\n"
+        "  - zero=3 shards over fsdp, which is pinned to 1\n"
+        "Try: remat='full', or remat_layers=0; mesh.fsdp=2 or more, or zero=0"
+    )
 
 
 #: Pins that break each rule, in the order of the rules.

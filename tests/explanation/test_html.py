@@ -85,7 +85,7 @@ def test_answers_are_sections_of_their_own():
         "<h2>Alternatives</h2>",
         "<h2>What holds the plan back</h2>",
         "<h2>What more would buy</h2>",
-        "The pin on axes costs",
+        "The pin on mesh.tensor costs",
         "NVLink bandwidth -10.0%",
         plan.alternatives(1)[0].summary,
     ):

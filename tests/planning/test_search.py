@@ -438,6 +438,24 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
     assert "tensor" in plan.why_not(tensor=4)
 
 
+def test_why_not_says_the_rule_that_the_pins_break() -> None:
+    plan = planner.search(worlds.mlp(), "h100:2", {"zero": 3})
+    with pytest.raises(PinError) as error:
+        plan.why_not(mesh={"data": 2})
+    assert str(error.value) == (
+        "mesh={'data': 2} is not usable beside zero=3: zero=3 shards over fsdp, which is pinned to"
+        " 1\nTry: mesh.fsdp=2 or more, or zero=0"
+    )
+    with pytest.raises(PinError) as error:
+        plan.why_not(fsdp=1)
+    assert str(error.value) == (
+        "zero=3 shards what is stored over fsdp, expert, context, and none of them can be 2 or more"
+        " (pinned to 1: fsdp; of no use for world: expert, context)\nTry: mesh.fsdp=2 or more, or"
+        " zero=0"
+    )
+    assert "ZeRO 0" in plan.why_not(fsdp=1, zero=0)
+
+
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("world", "where"), CASES)

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import shardlib
+from shardlib.planning import planner
+from tests.planning import worlds
 
 BATCH = {"x": np.ones((8, 16), np.float32)}
 LAYERS = 3
@@ -35,6 +37,28 @@ def looped(params: Any, batch: Any) -> jax.Array:
         return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
 
     return ((jax.lax.scan(layer, batch["x"], params["layers"])[0] @ params["head"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("where", "pin", "why"),
+    [
+        ("h100:2", {"zero": 1, "mesh.fsdp": 1}, "pinned to 1: fsdp; of no use for world: expert"),
+        ("h100:2", {"zero": 3, "mesh.tensor": 2}, "no devices left: fsdp; of no use for world"),
+        ("h100:1", {"zero": 2}, "no devices left: fsdp; of no use for world: expert, context"),
+    ],
+)
+def test_nothing_that_zero_could_shard_over_is_said(
+    where: str, pin: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(shardlib.PinError) as error:
+        planner.search(worlds.mlp(), where, pin)
+    assert why in str(error.value) and str(error.value).endswith(", or zero=0")
+
+
+def test_pins_are_said_as_users_write_them() -> None:
+    with pytest.raises(shardlib.PinError) as error:
+        planner.search(worlds.mlp(), "h100:2", {"mesh.tensor": 8, "offload": [], "remat": "none"})
+    assert " under the pins mesh.tensor=8, remat='none', offload=[]\nTry: " in str(error.value)
 
 
 @pytest.mark.long

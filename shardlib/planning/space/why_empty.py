@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardlib.axes import BATCH_AXES, MESH_AXES, MeshShape
+from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, MeshShape
 from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.decisions.pins import Pins
 from shardlib.errors import BatchError, PinError, raise_all
@@ -54,6 +54,8 @@ def explain_empty(
     ]
     if beyond:
         return PinError(beyond[0])
+    if stored := _stored_fault(problem, colouring, pins, sizes, devices):
+        return stored
     return PinError(
         f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
         f" batch of {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
@@ -132,6 +134,35 @@ def _sequence_fault(
             f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
         )
     return None
+
+
+def _stored_fault(
+    problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int], devices: int
+) -> PinError | None:
+    """Why nothing can be stored sharded, as pinned `zero` asks."""
+    lacking = {
+        "expert": expert_colour(problem.forward, colouring.forward) is None,
+        "context": sequence_size(problem, colouring) == 1,
+    }
+    taken = math.prod(sizes.values()) * 2 > devices
+    why: dict[str, list[str]] = {}
+    for axis in STORED_AXES:
+        if sizes.get(axis) == 1:
+            why.setdefault("pinned to 1", []).append(axis)
+        elif axis not in sizes and lacking.get(axis):
+            why.setdefault(f"of no use for {problem.model}", []).append(axis)
+        elif axis not in sizes and taken:
+            why.setdefault("no devices left", []).append(axis)
+        else:
+            return None
+    if not pins.zero:
+        return None
+    reasons = "; ".join(f"{reason}: {', '.join(axes)}" for reason, axes in why.items())
+    enough = "mesh.fsdp=2 or more" if sizes.get("fsdp") == 1 else "more devices"
+    return PinError(
+        f"zero={pins.zero} shards what is stored over {', '.join(STORED_AXES)}, and none of them"
+        f" can be 2 or more ({reasons})\nTry: {enough}, or zero=0"
+    )
 
 
 def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
