@@ -16,7 +16,7 @@ from dataclasses import replace
 from shardlib.cost.items.parameter_gathers import gathered, gathered_bytes
 from shardlib.cost.profiles.retained_buffers import Life
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, block_scores
-from shardlib.cost.step.liveness import intervals, leaves_loop
+from shardlib.cost.step.liveness import accumulators, intervals, leaves_loop
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.framework import FrameworkProfile
@@ -76,10 +76,20 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
     found = _together(facts, found)
     return (
         (_overlapped(facts, found, turn) if profile.early_remat else found)
+        + _accumulated(facts)
         + _in_use(facts, profile)
         + (_blocks(facts) if profile.attention == "blocks" else [])
         + _casts(facts, found)
     )
+
+
+def _accumulated(facts: Facts) -> list[Life]:
+    """Sums that a loop adds to, for as long as it runs; gradients are counted elsewhere."""
+    return [
+        Life(value=one.carry, part="temporary", birth=one.first, death=one.last)
+        for one in accumulators(facts.graph)
+        if one.carry not in facts.gradients
+    ]
 
 
 def _together(facts: Facts, found: list[Life]) -> list[Life]:

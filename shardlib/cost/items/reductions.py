@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from shardlib.cost.step.attention_kernels import (
-    KERNELS,
-)
+from shardlib.cost.step.attention_kernels import KERNELS
+from shardlib.cost.step.liveness import accumulators
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
@@ -24,6 +23,7 @@ from shardlib.cost.terms.terms import (
     amount,
     named,
 )
+from shardlib.graph import Op
 from shardlib.propagation.assignment import Choice, has, kinds
 
 #: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
@@ -32,14 +32,29 @@ _LINEAR_VIEWS: frozenset[str] = frozenset(
 )
 
 
-def reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
-    """Reductions of partial results; `group` are ops whose results are added up, which the compiler
-    reduces once.
+@dataclass(frozen=True, kw_only=True)
+class Summands:
+    """Ops whose results are only added to each other, so that the compiler reduces them once.
+
+    Attributes:
+        ops: their numbers.
+        looped: whether a loop adds them to a sum that it carries. Partial sums over the batch are
+            then reduced once, after the loop (openxla/xla
+            `xla/service/while_loop_all_reduce_code_motion.cc`).
+    """
+
+    ops: tuple[int, ...]
+    looped: bool
+
+
+def reduce_item(facts: Facts, summands: Summands) -> Item:
+    """Reductions of partial results.
 
     Args:
         facts: of the step.
-        group: numbers of the ops.
+        summands: ops whose results are reduced together.
     """
+    group = summands.ops
     colours = frozenset[str]().union(
         *(
             named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]])
@@ -54,17 +69,17 @@ def reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
         colours |= {facts.sequence}  # how results come home depends on it
     return Item(
         colours=colours,
-        terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, group, choice)),
+        terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, summands, choice)),
         segment=facts.layers.segment(facts.graph.ops[group[0]].region),
-        made_of=_made_of(facts, group),
+        made_of=_made_of(facts, summands),
     )
 
 
-def _made_of(facts: Facts, group: tuple[int, ...]) -> Hashable:
+def _made_of(facts: Facts, summands: Summands) -> Hashable:
     """What the reductions of some ops follow from; None where these are kernels of attention or
     products of experts.
     """
-    ops = [facts.graph.ops[index] for index in group]
+    group, ops = summands.ops, [facts.graph.ops[index] for index in summands.ops]
     if not facts.plain(group, [value for op in ops for value in op.results]) or any(
         op.kind in KERNELS or op.kind in GROUPED for op in ops
     ):
@@ -72,6 +87,7 @@ def _made_of(facts: Facts, group: tuple[int, ...]) -> Hashable:
     values = facts.graph.values
     return (
         "reductions",
+        summands.looped,
         *(
             (
                 (op.rule, op.category == "gather", facts.trips[op.region]),
@@ -89,12 +105,12 @@ def _made_of(facts: Facts, group: tuple[int, ...]) -> Hashable:
     )
 
 
-def _reduced(facts: Facts, group: tuple[int, ...], choice: Choice) -> list[Needed]:
+def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
     found: dict[tuple[str, int, int], Transfer] = {}
     makers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for index in group:
+    for index in summands.ops:
         seen = Counter[str]()  # an op may have several results
-        for transfer in _reductions(facts, index, choice):
+        for transfer in _reductions(facts, index, choice, looped=summands.looped):
             seen[transfer.group] += 1
             key = transfer.group, seen[transfer.group], 0
             small, large = sorted(
@@ -108,7 +124,7 @@ def _reduced(facts: Facts, group: tuple[int, ...], choice: Choice) -> list[Neede
     return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
 
 
-def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...]:
+def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tuple[Transfer, ...]:
     op = facts.graph.ops[index]
     cut = facts.op_cut(index, choice)
     partial = {kind for f in op.rule.summed for kind in kinds(cut[f])}
@@ -192,7 +208,7 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                     kind="reduce",
                     group="sum",
                     bytes=replace(whole, batch=False, context=False),
-                    trips=trips,
+                    trips=facts.trips[facts.graph.regions[op.region].parent] if looped else trips,
                     shape=shape,
                     cut=where,
                     cause=cause,
@@ -229,41 +245,49 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
     return smallest
 
 
-def sum_groups(facts: Facts) -> list[tuple[int, ...]]:
+def sum_groups(facts: Facts) -> list[Summands]:
     """Ops with summed factors, grouped where their results are only added to each other (`add_any`
     of cotangents).
 
     Partial sums can be added before they are reduced, which XLA's all-reduce reassociation does
     (openxla/xla `xla/service/all_reduce_reassociate.cc`).
     """
-    producers = facts.graph.producers()
+    graph, producers = facts.graph, facts.graph.producers()
     leader: dict[int, int] = {}
 
     def origin(value: int) -> int | None:
         maker = producers.get(value)
-        while maker is not None and facts.graph.ops[maker].kind in _LINEAR_VIEWS:
-            maker = producers.get(facts.graph.ops[maker].operands[0])
+        while maker is not None and _is_view(graph.ops[maker]):
+            maker = producers.get(graph.ops[maker].operands[0])
         return maker
 
-    for op in facts.graph.ops:
+    for op in graph.ops:
         if op.kind != "add_any":
             continue
         if op.results[0] in facts.gradients and not facts.traits.adds_first:
             continue  # every use of a parameter reduces its part of the gradient where it is made
         makers = [origin(value) for value in op.operands]
-        summing = [
-            m for m in makers if m is not None and (facts.graph.ops[m].rule.summed or m in leader)
-        ]
+        summing = [m for m in makers if m is not None and (graph.ops[m].rule.summed or m in leader)]
         if len(summing) == len(op.operands):
             first = leader.get(summing[0], summing[0])
             for maker in summing:
                 leader[maker] = first
             leader[producers[op.results[0]]] = first
+    looped = {
+        leader.get(maker, maker)
+        for one in accumulators(graph)
+        if (maker := origin(one.added)) is not None
+    }
     groups: dict[int, list[int]] = defaultdict(list)
-    for index, op in enumerate(facts.graph.ops):
+    for index, op in enumerate(graph.ops):
         if op.rule.summed:
             groups[leader.get(index, index)].append(index)
-    return [tuple(group) for group in groups.values()]
+    return [Summands(ops=tuple(ops), looped=first in looped) for first, ops in groups.items()]
+
+
+def _is_view(op: Op) -> bool:
+    """Whether an op only rearranges or casts its operand; so does a sum over dims of size 1."""
+    return op.kind in _LINEAR_VIEWS or (op.kind == "reduce_sum" and not op.rule.summed)
 
 
 def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
@@ -273,4 +297,4 @@ def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
         facts: of the step.
         choice: what shards colours.
     """
-    return [one for group in sum_groups(facts) for one in _reduced(facts, group, choice)]
+    return [one for summands in sum_groups(facts) for one in _reduced(facts, summands, choice)]

@@ -10,7 +10,9 @@ weightings; pricing takes the largest of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,6 +60,47 @@ def leaves_loop(op: Op) -> bool:
     reads the first one.
     """
     return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulator:
+    """A carry of a loop that every iteration only adds to: the cotangent of what all layers read,
+    such as a bias of positions.
+
+    Attributes:
+        carry: value of the sum so far, in the body.
+        added: value that an iteration adds.
+        first, last: ops from which to which the sum is in memory: all of the loop.
+    """
+
+    carry: int
+    added: int
+    first: int
+    last: int
+
+
+def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
+    """The sums that loops of a program carry."""
+    producers, readers = graph.producers(), Counter[int]()
+    for op in graph.ops:
+        readers.update(set(op.operands))
+    extents = _extents(graph, _chains(graph))
+    found: list[Accumulator] = []
+    for op in graph.ops:
+        if op.kind != "carry" or len(op.operands) != 2:
+            continue
+        carry, total = op.operands
+        maker = graph.ops[producers[total]] if total in producers else None
+        if (
+            maker is not None
+            and maker.kind == "add_any"
+            and carry in maker.operands
+            and readers[carry] == 2  # the addition, and the op that takes it out of the loop
+        ):
+            added = maker.operands[maker.operands[0] == carry]
+            first, last = extents[op.region]
+            found.append(Accumulator(carry=carry, added=added, first=first, last=last))
+    return tuple(found)
 
 
 def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
