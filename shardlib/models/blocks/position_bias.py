@@ -57,4 +57,10 @@ def position_bias(
     found = distance_buckets(
         queries, keys, buckets=table.shape[0], max_distance=max_distance, both=both
     )
-    return jnp.moveaxis(jnp.take(table.astype(jnp.float32), found, axis=0, mode="clip"), -1, 0)
+    # A product with rows of ones, as in T5X: of a gather, a TPU pads each row of heads to 128 lanes.
+    return jnp.einsum(
+        "bh,bqk->hqk",
+        table.astype(jnp.float32),
+        jax.nn.one_hot(found, table.shape[0], axis=0, dtype=jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
