@@ -86,7 +86,7 @@ def deferred(
                 None
             ].astype(sums.dtype)
 
-        own = machine.manual(local, found.arguments, cuts)(activation, cotangent)
+        own = machine.manual(local, found.arguments, cuts)(activation, found.moved(cotangent))
         return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
 
     # Of what holds the sums, the backward pass wants the dtype alone.
@@ -114,7 +114,7 @@ def deferred(
 
         results = (found.kept, cuts) if machine.exchange.keeps else (found.kept,)
         gradient, *kept = machine.manual(local, (*found.arguments, cuts), results)(
-            activation, cotangent, sums
+            activation, found.moved(cotangent), sums
         )
         return (
             found.to_activation(activation, weight, cotangent),

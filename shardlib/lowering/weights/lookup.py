@@ -121,6 +121,13 @@ class Lookup(Apart):
         )
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
 
+    def moved(self, cotangent: Value) -> Value:
+        """The cotangent in the dtype in which the rows are used, of which it was made: compilers
+        for TPUs gather it as it is given.
+        """
+        rows = self.use.rows
+        return cotangent if rows is None else cotangent.astype(rows)
+
     def partial_sums(self, indices: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the table from one device's examples, inside a manual region.
 
@@ -221,6 +228,7 @@ def reduced_lookup(
         return found.plan.apply(found.partial_sums(indices, cotangent, dtype), machine)
 
     def backward(indices: Value, cotangent: Value) -> tuple[Value, None]:
+        cotangent = found.moved(cotangent)
         return machine.manual(local, found.arguments, found.kept)(indices, cotangent), None
 
     run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts
 from shardlib.lowering.reading.use import Use
@@ -40,6 +41,10 @@ class Apart:
     arguments: tuple[PartitionSpec, PartitionSpec]
     kept: PartitionSpec
     local_shape: tuple[int, ...]
+
+    def moved(self, cotangent: Value) -> Value:
+        """The cotangent of the result as it goes to the devices that make partial sums of it."""
+        return cotangent
 
 
 @dataclass(frozen=True, kw_only=True)
