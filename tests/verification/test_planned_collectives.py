@@ -17,6 +17,7 @@ from benchmarks.families import FAMILIES
 from benchmarks.planned_collectives import compared
 from shardlib import models
 from shardlib.models.config import TransformerConfig
+from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.verification.report import totals
 
 TPU, GPU = pytest.mark.compiler("tpu"), pytest.mark.compiler("gpu")
@@ -195,3 +196,42 @@ def test_pipelines_communicate_as_planned_at_their_ends(schedule, pin):
     ends = ("all-gather", ("stage",)), ("reduce-scatter", ("stage",))
     planned, compiled = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
     assert [planned[key] for key in ends] == [compiled[key] for key in ends]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_all_layers_add_to_is_reduced_once(where):
+    """The cotangent of a bias of positions that all layers of an encoder or a decoder read: 8 MiB
+    each, and three layers each.
+    """
+    config = EncoderDecoderConfig(
+        name="small",
+        vocab_size=1024,
+        encoder_layers=3,
+        decoder_layers=3,
+        embed=512,
+        heads=8,
+        head_dim=64,
+        mlp=1024,
+        max_seq=512,
+    )
+    init, loss = models.build(config)
+    found = shardlib.verify(
+        init,
+        loss,
+        optax.adamw(1e-3),
+        models.example_batch(config, 16, 512),
+        topology=where,
+        pin={"mesh": {"fsdp": 8}, "microbatches": 1, "remat": "full", "zero": 3},
+    )
+    planned, compiled = moved(found, "fsdp")
+    assert planned["all-reduce"] == pytest.approx(compiled["all-reduce"], rel=0.02)
+    assert compiled["all-reduce"] == pytest.approx(2 * 4 * 8 * 512 * 512, rel=0.02)
+
+
+@TPU
+def test_cotangents_of_looked_up_rows_travel_in_the_dtype_of_their_use():
+    """In float32, as the sums of the table's gradient are, they would be twice the bytes."""
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3}
+    rules = {**RULES["features"], "vocab": ["tensor"]}
+    planned, compiled = moved(verified("v5e:2x4", {**pin, "rules": rules}, layers=2), "tensor")
+    assert compiled["all-gather"] == pytest.approx(planned["all-gather"], rel=0.02)
