@@ -57,7 +57,7 @@ def position_bias(
     found = distance_buckets(
         queries, keys, buckets=table.shape[0], max_distance=max_distance, both=both
     )
-    # A product with rows of ones, as in T5X: of a gather, a TPU pads each row of heads to 128 lanes.
+    # A product with rows of ones, as in T5X: of a gather, TPUs pad each row of heads to 128 lanes.
     return jnp.einsum(
         "bh,bqk->hqk",
         table.astype(jnp.float32),
