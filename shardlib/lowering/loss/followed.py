@@ -12,7 +12,13 @@ from shardlib.propagation.contractions import followed_layouts
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 
 
-def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -> Placements:
+def followed(
+    plan: Plan,
+    traced: LossJaxpr,
+    order: Sequence[int],
+    states: int,
+    handed: Sequence[Layout] = (),
+) -> Placements:
     """Layouts that are followed from the parameters and the batch on, where those of the plan have
     no equations any more.
 
@@ -21,12 +27,13 @@ def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -
         traced: the loss.
         order: position of each parameter's layout in the plan.
         states: number of arrays of the model state.
+        handed: layouts of what the loss takes beside the batch, made of the whole batch before.
     """
     program = traced.program
     ranks = [len(program.avals[number].shape) for number in program.inputs]
     known = [plan.parameters[i].compute for i in order]
     known += [Layout.replicated(rank) for rank in ranks[len(known) : len(known) + states]]
-    known += [layout for _, layout in plan.batch_layouts]
+    known += [*(layout for _, layout in plan.batch_layouts), *handed]
     inputs = [
         layout if len(layout) == rank else Layout.replicated(rank)
         for layout, rank in zip(known, ranks, strict=True)

@@ -84,7 +84,11 @@ def driver_of(
         state,
         mesh,
         store.params,
-        StagedLayouts(layers=part.placements, around={} if part.lost else planned.around or {}),
+        StagedLayouts(
+            layers=part.placements,
+            around={} if part.lost else planned.around or {},
+            handed=share.handed,
+        ),
         key_inputs(share.dims, part.traced.closed_jaxpr),
         options.exchange,
     )

@@ -144,23 +144,18 @@ class Edits:
             )
         inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
         more = {f"batch.1.{at}": handed.dim for at, handed in enumerate(self.values)}
-        cut = [
-            named_sharding(
-                mesh,
-                (
-                    Layout()
-                    if handed.dim is None
-                    else Layout(*((),) * handed.dim, _row_axes(plan, dims))
-                ),
-            )
-            for handed in self.values
-        ]
+        layouts = tuple(
+            _handed_layout(handed, len(aval.shape), _row_axes(plan, dims))
+            for handed, aval in zip(self.values, avals, strict=True)
+        )
+        cut = [named_sharding(mesh, layout) for layout in layouts]
         return Contribution(
             traced=traced,
             prologue=lambda batch: (batch, _made(program, numbers, self, whole.inputs, batch, cut)),
             dims={**inner, **more},
             shardings=(shardings, cut),
             finish=finish,
+            handed=layouts,
         )
 
     def _results(
@@ -245,6 +240,11 @@ def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
         if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))
     ]
     return found[0] if found else ()
+
+
+def _handed_layout(handed: Handed, rank: int, rows: tuple[str, ...]) -> Layout:
+    """The layout of a value that is handed in: its rows are sharded like those of the batch."""
+    return Layout(*(rows if dim == handed.dim else () for dim in range(rank)))
 
 
 def _made(

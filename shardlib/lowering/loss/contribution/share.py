@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.graph.rows import Rows
+from shardlib.layout import Layout
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import BatchDims
 from shardlib.tracing.rows.proof import Inputs, Names
@@ -26,6 +27,7 @@ class Contribution:
         shardings: of each array of that batch.
         finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
             for the whole batch.
+        handed: layouts of what is handed in.
     """
 
     traced: LossJaxpr
@@ -33,6 +35,7 @@ class Contribution:
     dims: BatchDims
     shardings: Tree
     finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    handed: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,10 +48,12 @@ class StagedLayouts:
         layers: those of the plan.
         around: the same outside of the layers, where the stages may shard them too; empty where
             they are not known.
+        handed: of what the loss takes beside the batch, made of the whole batch before.
     """
 
     layers: Placements
     around: Placements
+    handed: tuple[Layout, ...] = ()
 
 
 def pipeline(
@@ -96,7 +98,11 @@ def pipeline(
         traced, placements, around = (
             looped,
             followed(
-                plan, looped, parameter_order(plan, params.compute), len(jax.tree.leaves(state))
+                plan,
+                looped,
+                parameter_order(plan, params.compute),
+                len(jax.tree.leaves(state)),
+                layouts.handed,
             ),
             {},
         )
