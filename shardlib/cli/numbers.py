@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from shardlib.errors import PlanError
@@ -33,19 +34,23 @@ def sizes(text: str) -> tuple[int, ...]:
     ascending.
 
     Raises:
-        PlanError: something else is written there, or a number is 0.
+        PlanError: something else is written there, a number is 0, or stands there twice.
     """
     match = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
     if match is not None and 0 < int(match[1]) <= int(match[2]):
         first, last = int(match[1]), int(match[2])
         return tuple(first << step for step in range((last // first).bit_length()))
     found = (
-        tuple(sorted({int(word) for word in text.split(",")}))
+        sorted(int(word) for word in text.split(","))
         if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text)
-        else ()
+        else []
     )
     if not found or found[0] < 1:
         raise PlanError(
             f"{text!r} says no numbers of devices\nTry: 8..16384 for doublings, or 8,24,48"
         )
-    return found
+    twice = [str(number) for number, after in itertools.pairwise(found) if number == after]
+    if twice:
+        once = ",".join(map(str, dict.fromkeys(found)))
+        raise PlanError(f"{text!r} names {', '.join(dict.fromkeys(twice))} twice\nTry: {once}")
+    return tuple(found)

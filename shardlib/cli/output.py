@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import typer
 
-from shardlib.errors import MissingFileError, ShardlibError
-from shardlib.untrusted import LIMITS, printable, read_bytes
+from shardlib.errors import ArgumentError, MissingFileError, ShardlibError
+from shardlib.untrusted import LIMITS, printable, read_bytes, shown
 from shardlib.untrusted.json_types import Json, JsonObject
 
 
@@ -80,15 +82,61 @@ def read_text(path: Path, what: str, hint: str, error: type[ShardlibError]) -> b
     return read_bytes(path, f"{what} file", error, limit=LIMITS.bytes, hint=hint)
 
 
+def writable(path: Path | None) -> Path | None:
+    """The path of a file that is to be written, as an option gave it; the callback of such options,
+    so that what cannot be written is said before anything is done.
+
+    Raises:
+        MissingFileError: its folder does not exist.
+        ArgumentError: it is a folder, or cannot be written.
+    """
+    if path is None:
+        return None
+    with _told(path):
+        if path.is_dir():
+            raise ArgumentError(
+                f"{path} is a folder, and a file is written there\nTry: {path / 'NAME'}"
+            )
+        if not path.parent.is_dir():
+            raise MissingFileError(f"the folder {path.parent} for {path.name} does not exist")
+        if not os.access(path if _exists(path) else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return path
+
+
 def write(path: Path, text: str) -> None:
     """Writes a file.
 
     Raises:
         MissingFileError: its folder does not exist.
+        ArgumentError: it is a folder, or cannot be written.
     """
-    if not path.parent.is_dir():
-        raise MissingFileError(f"the folder {path.parent} for {path.name} does not exist")
-    path.write_text(text)
+    writable(path)
+    with _told(path):
+        path.write_text(text)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something of that name; an error where there cannot be."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Says in one sentence why a file cannot be written."""
+    try:
+        yield
+    except ShardlibError:
+        raise
+    except (OSError, ValueError) as failure:  # a name that no file can have is a ValueError
+        reason = getattr(failure, "strerror", None) or str(failure)
+        raise ArgumentError(
+            f"{shown(str(path), 300)} cannot be written: {reason}\nTry: another file"
+        ) from failure
 
 
 @contextlib.contextmanager

@@ -57,6 +57,16 @@ def test_framework_on_other_chips(shell, card: Path) -> None:
     )
 
 
+def test_chips_without_a_framework(shell, card: Path) -> None:
+    words = ("plan", str(card), "-t", "cpu:8", "--batch", "16", "--seq", "64")
+    assert shell(*words, "--framework", "maxtext") == (
+        2,
+        "",
+        "error: framework 'maxtext' runs on chips of google and nvidia, and these are of cpu\n"
+        "Try: a machine with chips that it runs on, or no framework for programs of shardlib\n",
+    )
+
+
 @pytest.mark.long
 def test_configuration_is_written(shell, card: Path, tmp_path: Path) -> None:
     emitted, stored = tmp_path / "titan.toml", tmp_path / "plan.json"

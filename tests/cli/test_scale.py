@@ -59,6 +59,7 @@ def test_scale_strong_and_weak(shell, shallow: Path, tmp_path: Path):
     [
         (("--devices", "0"), "'0' says no numbers of devices"),
         (("--devices", "x", "--json"), "'x' says no numbers"),
+        (("--devices", "3,1,3,3"), "'3,1,3,3' names 3 twice\nTry: 1,3"),
         (("--devices", "8"), "the size of the batch of"),
     ],
 )

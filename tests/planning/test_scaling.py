@@ -115,8 +115,27 @@ def test_machines_that_hold_no_plan_are_points_too():
     assert found.points[2].efficiency == 1 and found.points[3].efficiency == pytest.approx(1)
     text = str(found)
     assert "lacks 3.00 GiB a device" in text and "no plan: no mesh" in text
-    nothing = made_up({1: InfeasibleError("m", short_bytes=1)})
-    assert nothing.enough is None and "No machine holds the model." in str(nothing)
+    assert [point.to_json()["fits"] for point in found.points] == [False, None, True, True]
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ({1: InfeasibleError("m", short_bytes=1)}, "no machine holds the model"),
+        ({1: PinError("p")}, "has a plan, and memory is not why"),
+        (
+            {1: InfeasibleError("m", short_bytes=1), 3: PinError("p")},
+            "has a plan, and memory is why for 1 alone",
+        ),
+    ],
+)
+def test_no_plan_at_all_is_blamed_on_memory_only_where_that_is_why(
+    times: dict[int, float | Exception], reason: str
+):
+    nothing = made_up(times)
+    assert nothing.enough is None and nothing.reason.endswith(reason)
+    text = " ".join(str(nothing).split())
+    assert f"{nothing.reason[0].upper()}{nothing.reason[1:]}." in text
 
 
 @pytest.mark.long

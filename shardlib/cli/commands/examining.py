@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardlib.cli.app import AsJson
-from shardlib.cli.output import echo, quiet_stdout, write
+from shardlib.cli.output import echo, quiet_stdout, writable, write
 
 
 def doctor_command(
@@ -49,6 +49,9 @@ def doctor_command(
 
     with quiet_stdout(as_json):
         joined = join()
+        first = joined is None or joined.process == 0
+        if first:  # the one that writes
+            writable(out)
         from shardlib.doctor.examine import examine
 
         if joined is None and topology is not None and topology.startswith("cpu:"):
@@ -60,7 +63,7 @@ def doctor_command(
             topology, run=str(run) if run is not None else None, seconds=seconds, measure=not quick
         )
         corrected = found.corrected() if out is not None else ""
-    if joined is None or joined.process == 0:
+    if first:
         if out is not None:
             write(out, corrected)
         echo(json.dumps(found.to_json()) if as_json else str(found), nl=True)

@@ -12,7 +12,7 @@ import typer
 from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile
 from shardlib.cli.groups import spread
 from shardlib.cli.inputs import make_plan, read_plan, replanned, with_source
-from shardlib.cli.output import echo, quiet_stdout, status, write
+from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.cli.pins import parse_allow, parse_pins, pin_text
 
 if TYPE_CHECKING:
@@ -74,11 +74,14 @@ def plan_command(
     sizes: Sizes,
     searching: Searching,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")
+        Path | None,
+        typer.Option("--out", "-o", callback=writable, help="Write the plan here, as JSON."),
     ] = None,
     emit: Annotated[
         Path | None,
-        typer.Option("--emit", help="Write the configuration of the --framework here."),
+        typer.Option(
+            "--emit", callback=writable, help="Write the configuration of the --framework here."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -129,7 +132,8 @@ def explain_command(
         ),
     ] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a report for the browser here.")
+        Path | None,
+        typer.Option("--html", callback=writable, help="Write a report for the browser here."),
     ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
@@ -171,9 +175,14 @@ def explain_command(
 
 def timeline_command(
     file: PlanFile,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it here.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", callback=writable, help="Draw it here.")
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev here.")
+        Path | None,
+        typer.Option(
+            "--perfetto", callback=writable, help="Write a trace for ui.perfetto.dev here."
+        ),
     ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
@@ -210,7 +219,8 @@ def replan_command(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")
+        Path | None,
+        typer.Option("--out", "-o", callback=writable, help="Write the new plan here, as JSON."),
     ] = None,
     changed: Changed = False,
     as_json: AsJson = False,

@@ -12,7 +12,7 @@ import typer
 from shardlib.cli.app import AsJson, Model, PinList
 from shardlib.cli.groups import spread
 from shardlib.cli.inputs import inputs_of
-from shardlib.cli.output import echo, quiet_stdout, status, write
+from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import BatchError
 
@@ -58,7 +58,9 @@ def scale_command(
     ] = "8..16384",
     growth: Growth,
     pin: PinList = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the curve here.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", callback=writable, help="Draw the curve here.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The best plan for every number of devices: time, efficiency, memory, and from where on more

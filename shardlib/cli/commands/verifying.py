@@ -13,7 +13,7 @@ from shardlib.cli.app import AsJson, Changed, Model, PinList
 from shardlib.cli.commands.planning import Sizes
 from shardlib.cli.groups import spread
 from shardlib.cli.inputs import inputs_of, origin_sizes, read_plan
-from shardlib.cli.output import echo, quiet_stdout, read_text, status, write
+from shardlib.cli.output import echo, quiet_stdout, read_text, status, writable, write
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import (
     PinError,
@@ -37,7 +37,8 @@ class Report:
         ),
     ] = None
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the report here, as JSON.")
+        Path | None,
+        typer.Option("--out", "-o", callback=writable, help="Write the report here, as JSON."),
     ] = None
     seconds: Annotated[
         float, typer.Option("--seconds", min=1, help="Time that the compiler may take.")

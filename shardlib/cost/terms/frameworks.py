@@ -101,4 +101,8 @@ def framework(name: str, vendor: str) -> Framework:
 
 
 def _others(vendor: str) -> str:
-    return " or ".join(one.name for one in frameworks().values() if vendor in dict(one.profiles))
+    """What to try where a framework does not run on the chips of a vendor."""
+    able = [one.name for one in frameworks().values() if vendor in dict(one.profiles)]
+    if able:
+        return " or ".join(able)
+    return "a machine with chips that it runs on, or no framework for programs of shardlib"

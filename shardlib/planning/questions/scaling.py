@@ -18,7 +18,7 @@ More devices *pay* as long as two things hold:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +73,13 @@ class Point:
         )
 
     def to_json(self) -> JsonObject:
-        """The point as plain data."""
+        """The point as plain data; "fits" is None where another reason than memory keeps it from
+        having a plan.
+        """
         data: dict[str, Any] = {
             "devices": self.devices,
             "topology": self.topology,
-            "fits": self.plan is not None,
+            "fits": True if self.plan is not None else False if self.short_bytes else None,
         }
         if self.plan is None:
             return {**data, "short_bytes": self.short_bytes, "message": self.message}
@@ -141,7 +143,11 @@ class Curve:
 
     @property
     def reason(self) -> str:
-        """Why the point after `enough` does not pay; empty where all do."""
+        """Why the point after `enough` does not pay, or why no point has a plan; empty where all
+        pay.
+        """
+        if not self.fitting:
+            return _nothing(self.points)
         last = self.enough
         beyond = [
             point for point in self.fitting if last is not None and point.devices > last.devices
@@ -171,6 +177,15 @@ class Curve:
 
     def __str__(self) -> str:
         return curve_text(self)
+
+
+def _nothing(points: Sequence[Point]) -> str:
+    """Why no point has a plan."""
+    short = [f"{point.devices:,}" for point in points if point.short_bytes]
+    if len(short) == len(points):
+        return "no machine holds the model"
+    lacking = f"memory is why for {', '.join(short)} alone" if short else "memory is not why"
+    return f"no number of devices has a plan, and {lacking}"
 
 
 def curve(
@@ -235,7 +250,7 @@ def curve_text(found: Curve) -> str:
     lines = [f"{found.model}", kinds[found.kind], *aligned(rows, right={0, 1, 2, 3, 4, 5})]
     last = found.enough
     if last is None:
-        lines += wrapped("  - ", "No machine holds the model.")
+        lines += wrapped("  - ", f"{found.reason[0].upper()}{found.reason[1:]}.")
     elif found.reason:
         lines += wrapped("  - ", f"More than {last.devices:,} devices do not pay: {found.reason}.")
     else:

@@ -56,9 +56,10 @@ def explain_empty(
         return PinError(beyond[0])
     if stored := _stored_fault(problem, colouring, pins, sizes, devices):
         return stored
+    machine = f"{devices} device{'s'[: devices != 1]}"
     return PinError(
-        f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
-        f" batch of {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
+        f"no mesh of {machine} over {', '.join(MESH_AXES)} fits {problem.model} with a batch of"
+        f" {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
         " number of devices"
     )
 

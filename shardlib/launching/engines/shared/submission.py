@@ -62,6 +62,19 @@ def _write(path: Path, text: str) -> None:
         stream.write(text)
 
 
+def _write_all(files: Mapping[str, str], folder: Path) -> None:
+    """Writes the files of a submission into its folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            _write(folder / name, text)
+    except OSError as failure:
+        raise LaunchError(
+            f"the files of the submission cannot be written into {folder}: {failure.strerror}"
+            "\nTry: --out with another folder"
+        ) from failure
+
+
 def submit(submission: Submission, folder: Path) -> str:
     """Writes the files into `folder`, runs the commands there, and gives what they printed.
 
@@ -71,7 +84,7 @@ def submit(submission: Submission, folder: Path) -> str:
 
     Raises:
         MissingPackageError: a program of the engine is not installed; nothing was written.
-        LaunchError: a command failed, with what it said.
+        LaunchError: the files cannot be written, or a command failed, with what it said.
     """
     missing = sorted({words[0] for words in submission.commands if shutil.which(words[0]) is None})
     if missing:
@@ -80,9 +93,7 @@ def submit(submission: Submission, folder: Path) -> str:
             " PATH\nTry: run this where it is installed, or --dry-run to see what would be"
             " submitted"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in submission.files.items():
-        _write(folder / name, text)
+    _write_all(submission.files, folder)
     said, environ = (
         list[str](),
         {
