@@ -178,7 +178,7 @@ class _Numbering:
                     inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope, (eqn, *within)
                 )
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
-                form = form_of(eqn.params.get("name", ""))
+                form = form_of(eqn)
                 if form is not None:
                     call = Call(
                         path=f"{prefix}{index}", form=form, inputs=inputs, outputs=tuple(outputs)
@@ -265,7 +265,7 @@ def called(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
     values of their operands.
     """
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        form = form_of(str(eqn.params.get("name", "")))
+        form = form_of(eqn)
         if form is not None:
             yield form, tuple(var.aval for var in eqn.invars)
             continue

@@ -63,7 +63,7 @@ class Rewriting:
             within = here[len(scope) :].lstrip("/") if scope and here.startswith(scope) else here
             with jax.named_scope(within) if within else nullcontext():
                 results = self._equation(eqn, operands, path, here)
-            if isinstance(form_of(str(eqn.params.get("name", ""))), WeightedMeanForm):
+            if isinstance(form_of(eqn), WeightedMeanForm):
                 self.sums.append((results[0], operands[0], operands[1]))
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in inner.outvars]
