@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardlib.cli.output import read_text, status
-from shardlib.errors import BatchError, PlanError, raise_all
+from shardlib.errors import BatchError, InfeasibleError, PlanError, raise_all
 from shardlib.untrusted import parse_json, shown
 from shardlib.untrusted.json_types import JsonObject
 
@@ -146,8 +146,6 @@ def _overrides(new: str, old: str) -> bool:
 
 def replanned(plan: Plan, pins: JsonObject) -> Plan | str:
     """The best plan under other pins, or why there is none."""
-    from shardlib.errors import InfeasibleError
-
     origin = dict(plan.origin)
     if "model" not in origin:
         raise PlanError(
@@ -207,7 +205,41 @@ def with_source(plan: Plan) -> Plan:
     again = replanned(plan, {})
     if isinstance(again, str):
         raise PlanError(f"the plan cannot be made again: {again}")
-    return replace(plan, source=again.source)
+    return _priced_here(replace(plan, source=again.source))
+
+
+def _priced_here(plan: Plan) -> Plan:
+    """A plan for devices whose rates are measured, at the rates of this machine; with a finding
+    where it was written with others.
+    """
+    from dataclasses import replace
+
+    from shardlib.hardware import topology as find_topology
+    from shardlib.planning.plan import source_of
+    from shardlib.planning.questions.counterfactual import priced_on
+    from shardlib.planning.questions.replan import PRICED_AGAIN
+    from shardlib.planning.units.quantity import TIE, seconds_text
+    from shardlib.report import Finding
+
+    source = source_of(plan)
+    if source.topology == find_topology(plan.topology):  # the figures are the same everywhere
+        return plan
+    here = priced_on(plan, source.topology)
+    if here is None:  # this machine has less memory
+        return plan
+    before, now = plan.estimate.step_seconds, here.estimate.step_seconds
+    if abs(now - before) <= TIE * before:
+        return plan
+    finding = Finding(
+        code=PRICED_AGAIN,
+        severity="info",
+        where=plan.topology,
+        message=(
+            f"the plan was written with {seconds_text(before)} a step, by rates measured elsewhere"
+            f" or before; by those of this machine it takes {seconds_text(now)}"
+        ),
+    )
+    return replace(plan, estimate=here.estimate).with_findings(finding)
 
 
 def read_plan(path: Path, *, changed: bool = False) -> Plan:

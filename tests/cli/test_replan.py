@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardlib import calibration
+from shardlib.hardware.topology import topology
 from shardlib.planning.plan import Plan
 
 
@@ -28,6 +31,29 @@ def test_replan_for_a_machine_that_lost_a_host(shell, made: Path, tmp_path: Path
     assert dict(new.origin)["model"] == dict(Plan.from_json(made.read_text()).origin)["model"]
     code, text, _ = shell("replan", str(made), "--topology", "h100:2", "--lost", "0-1")
     assert code == 0 and "What moves" in text
+
+
+def test_simulated_devices_are_priced_at_one_list(
+    shell, card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured = topology("cpu:4")
+    chip = replace(measured.chip, hbm_bytes_per_s=2e10, sources=("measured here",))
+    monkeypatch.setattr(calibration, "measured_cpu", lambda _: replace(measured, chip=chip))
+    words = ("--topology", "cpu:4", "--batch", "8", "--seq", "32", "--pin", "mesh.data=4")
+    file = tmp_path / "plan.json"
+    assert shell("plan", str(card), *words, "--out", str(file))[0] == 0
+    again = ("replan", str(file), "--topology", "cpu:4", "--lost", "0", "--json")
+    here = json.loads(shell(*again)[1])
+    assert here["slowdown"] == pytest.approx(1) and here["changed"] == []
+    assert not any("chips" in note or "rates" in note for note in here["notes"])
+
+    slower = replace(chip, hbm_bytes_per_s=1e10, sources=("measured there",))
+    monkeypatch.setattr(calibration, "measured_cpu", lambda _: replace(measured, chip=slower))
+    there = json.loads(shell(*again)[1])
+    assert there["slowdown"] == pytest.approx(1)
+    assert there["old_step_seconds"] > here["old_step_seconds"]
+    assert there["notes"][1].startswith("The plan was written with ")
+    assert "by those of this machine it takes" in there["text"].replace("\n    ", " ")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shardlib.axes import MeshShape
 from shardlib.cli.numbers import numbers, sizes
 from shardlib.errors import InfeasibleError, PlanError, TopologyError
 from shardlib.hardware.placement import device_order
-from shardlib.hardware.topology import topology
+from shardlib.hardware.topology import Topology, topology
 from shardlib.layout import Layout
 from shardlib.planning import planner
 from shardlib.planning.answers.relocation import Replan
@@ -35,7 +35,7 @@ def workload() -> Workload:
 FOUND: dict[str, Plan] = {}
 
 
-def planned(where: str, pin: dict[str, object] | None = None) -> Plan:
+def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
     """The best plan, searched for once."""
     key = repr((where, pin))
     if key not in FOUND:
@@ -252,6 +252,23 @@ def test_an_odd_number_of_hosts_is_never_slower_than_its_even_part():
         f"The plan uses {change.plan.mesh.devices} of the 6 devices." in change.notes
         or change.plan.mesh.devices == 6
     )
+
+
+def test_simulated_devices_keep_the_figures_that_they_were_priced_with():
+    rough = topology("cpu:4")
+    chip = replace(rough.chip, hbm_bytes_per_s=2e10, sources=("measured here",))
+    plan = planned(replace(rough, chip=chip, alone=3.0), {"mesh": {"data": 4}})
+    same = plan.replan("cpu:4", lost=[0])
+    assert same.slowdown == 1 and same.changed == () and same.machine.chip == chip
+    fewer, more = plan.replan("cpu:2").machine, plan.replan("cpu:8").machine
+    rates = [one.chip.hbm_bytes_per_s for one in (fewer, more)]
+    assert rates == [4e10, 1e10] and (fewer.alone, more.alone) == (1.5, 6.0)
+    assert fewer.chip.hbm_bytes == 2 * chip.hbm_bytes and (fewer.devices, more.devices) == (2, 8)
+    assert plan.replan("cpu:7").machine.devices == 7
+    assert not any("chips" in note or "figures" in note for note in same.notes)
+    other = plan.replan(rough)
+    assert not other.elsewhere and other.notes[1].startswith("The figures of cpu are others")
+    assert "measured here before" in other.notes[1]
 
 
 @pytest.mark.long

@@ -231,13 +231,10 @@ def replan_command(
     from shardlib.cli.numbers import numbers
     from shardlib.hardware import topology as find_topology
 
-    plan, machine, gone = (
-        read_plan(file, changed=changed),
-        find_topology(topology),
-        numbers(lost, "--lost"),
-    )
+    plan, gone = read_plan(file, changed=changed), numbers(lost, "--lost")
+    find_topology(topology)  # what is misspelt is said before anything is traced
     with quiet_stdout(as_json), status(f"planning {plan.model} for {topology}"):
-        change = with_source(plan).replan(machine, lost=gone, anew=anew)
+        change = with_source(plan).replan(topology, lost=gone, anew=anew)
     if out is not None:
         write(out, change.plan.to_json() + "\n")
     echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)

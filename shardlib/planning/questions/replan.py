@@ -12,7 +12,6 @@ one.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,15 +23,16 @@ from shardlib.errors import InfeasibleError, PinError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import Topology
-from shardlib.hardware.topology import topology as parse_topology
 from shardlib.layout import Layout
 from shardlib.planning.answers.relocation import Part, Replan
 from shardlib.planning.answers.resharding import Ints, Shards, lost_elements, moved_elements
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan, Source, source_of
 from shardlib.planning.questions.counterfactual import changes, pinned
-from shardlib.planning.space import limits
+from shardlib.planning.questions.machines import machine_like, parts_of, same_chips
 
+#: The finding of a plan whose estimate was made again, at other rates than it was written with.
+PRICED_AGAIN = "priced-again"
 #: Decisions that a quick replan keeps, beside dtypes.
 KEPT = (
     "remat",
@@ -67,7 +67,8 @@ def replan(
         TopologyError: the topology does not parse, or `lost` does not fit the old machine.
         InfeasibleError: nothing fits there.
     """
-    source, machine = source_of(plan), parse_topology(topology)
+    source = source_of(plan)
+    machine = machine_like(source.topology, topology)
     survivors = _survivors(source.topology, machine, lost)
     found, notes = (None, []) if anew else _kept(plan, source, machine)
     if found is None:
@@ -84,7 +85,7 @@ def replan(
         changed=changes(plan, found),
         notes=tuple(notes),
         machine=machine,
-        elsewhere=machine.chip != source.topology.chip,
+        elsewhere=not same_chips(source.topology, machine),
     )
 
 
@@ -141,7 +142,7 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
     """
     tries: list[Plan] = []
     errors: list[PinError | InfeasibleError] = []
-    for part in _parts(source, machine, pins):
+    for part in parts_of(source, machine, pins):
         try:
             tries.append(source.search(part, pins))
         except (PinError, InfeasibleError) as error:
@@ -158,52 +159,21 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
     return replace(whole, search=best.search, source=whole.source.under(pins))
 
 
-def _parts(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
-    """The parts of a machine that are worth a search, the largest first; some of its outermost
-    domains, or all of them.
-    """
-    outer, inner = machine.tiers[0], machine.tiers[1:]
-    if pins.mesh is not None or len(outer.shape) > 1:
-        return [machine]
-    count, domain = outer.devices, machine.devices // outer.devices
-    usable = _usable_counts(source, machine.devices)
-    full = next((number for number in range(count, 0, -1) if number * domain in usable), count)
-    numbers = sorted({full, 1 << (count.bit_length() - 1)}, reverse=True)
-    return [
-        (
-            machine
-            if number == count
-            else replace(machine, tiers=(replace(outer, shape=(number,)), *inner))
-        )
-        for number in numbers
-    ]
-
-
-def _usable_counts(source: Source, most: int) -> set[int]:
-    """Numbers of devices that are products of a divisor of the batch, one that two colours share,
-    and one of a stack of layers.
-
-    A tensor axis of a size that divides one colour alone, such as an odd factor of the vocabulary,
-    leaves most matmuls uncut.
-    """
-    load = source.load
-    shapes = {parameter.path: parameter.shape for parameter in load.problem.parameters}
-    colours = [colour.divisor for colour in load.colouring.colours.values() if colour.matmuls]
-    shared = [math.gcd(a, b) for a, b in itertools.combinations(colours, 2)]
-    stacks = [shapes[path][dim] for path, dim in load.frozen]
-    counts = {1}
-    for group in ([limits.batch_size(load.problem, load.colouring)], shared, stacks):
-        factors = {1, *(number for size in group for number in limits.divisors(size))}
-        counts = {a * b for a in counts for b in factors if a * b <= most}
-    return counts
-
-
 def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]:
-    notes: list[str] = []
-    if new.chip != old.chip:
+    notes = [
+        f"{one.message[:1].upper()}{one.message[1:]}."
+        for one in before.findings
+        if one.code == PRICED_AGAIN
+    ]
+    if not same_chips(old, new):
         notes.append(
             f"The chips are others: {old.chip.name} before, {new.chip.name} now. Every byte crosses"
             " between the two machines."
+        )
+    elif new.chip.sources != old.chip.sources:
+        notes.append(
+            f"The figures of {old.chip.name} are others, so that the times do not compare:"
+            f" {'; '.join(old.chip.sources)} before, {'; '.join(new.chip.sources)} now."
         )
     if new.devices > old.devices:
         notes.append(
@@ -226,7 +196,7 @@ def _moves(
     """Every part, and the bytes that each device of the new machine receives."""
     before, after = _order(old, source.topology), _order(new, machine)
     known = (
-        survivors if machine.chip == source.topology.chip else survivors[:0]
+        survivors if same_chips(source.topology, machine) else survivors[:0]
     )  # another machine: nobody holds anything there
     state = {
         parameter.path: parameter.state_bytes_per_element
