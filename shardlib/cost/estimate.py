@@ -107,7 +107,8 @@ class Estimate:
         tokens: tokens in the global batch (batch x seq; examples where the batch has no sequence).
         model_flops: FLOPs that the step needs with no rematerialisation, whole mesh.
         hardware_flops: FLOPs that the step executes, rematerialisation included, whole mesh.
-        peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
+        peak_flops_per_s: peak of all devices of the mesh in the compute dtype, while those that the
+            mesh leaves out idle.
         corrections: factors that seconds and bytes were multiplied by
             (`shardlib.cost.machine.corrections`).
         stage: what a stage of the pipeline does with one microbatch; None without stages.

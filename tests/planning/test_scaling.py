@@ -13,7 +13,7 @@ from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
-from shardlib.planning.questions.scaling import Curve, Point, curve
+from shardlib.planning.questions.scaling import Curve, curve
 from shardlib.planning.space.workload import Workload
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
@@ -74,6 +74,27 @@ def test_points_are_the_best_plans_and_their_figures():
     assert jump.speed_up == pytest.approx(
         (found.points[2].plan.estimate.step_seconds / jump.plan.estimate.step_seconds) ** 0.5
     )  # two doublings
+
+
+@pytest.mark.parametrize("used", [1, 2, 8])
+def test_devices_that_share_cores_have_no_more_than_their_peak(used: int):
+    """A device whose neighbours idle is faster, and so is the peak that it is held against."""
+    machine = replace(
+        topology("cpu:8"), alone=6.0, efficiency={"matmul": 1.0, "memory": 1.0, "step_s": 1e-9}
+    )
+    pin = {"mesh": {"data": used}}
+
+    def on(where: Topology) -> Plan:
+        return planner.search(worlds.mlp(4096, 256, 1024), where, pin)
+
+    plan, static = on(machine), on(topology("cpu:8"))
+    faster = min(6.0, 8 / used)
+    assert plan.estimate.peak_flops_per_s == pytest.approx(
+        faster * static.estimate.peak_flops_per_s
+    )
+    assert 0 < plan.estimate.mfu <= plan.estimate.hfu <= 1
+    (point,) = curve("world", "strong", [machine], on).points
+    assert point.mfu == pytest.approx(plan.estimate.mfu * min(6.0 * used / 8, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +180,7 @@ def test_a_world_that_does_not_fit_says_how_much_is_lacking():
 
 def test_idle_devices_count_for_efficiency_and_mfu():
     plan = replace(timed(16, 1.0), mesh=PLAN.mesh)
-    point = Point(devices=32, topology="t", plan=plan, efficiency=0.5)
+    (point,) = curve("m", "strong", [of_size("cpu:1", 32)], lambda _: plan).points
     assert point.mfu == pytest.approx(plan.estimate.mfu / 2) and "(16 idle)" in str(
         Curve(model="m", kind="strong", points=(point,))
     )

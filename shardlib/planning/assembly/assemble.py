@@ -8,6 +8,7 @@ from shardlib.cost.pricing.estimated import estimate, with_corrections
 from shardlib.cost.pricing.step_collectives import Placed, collectives
 from shardlib.cost.pricing.variants.replicated import replicated
 from shardlib.decisions.plain_data import values_of
+from shardlib.graph.graph import Graph
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import Placement
 from shardlib.hardware.topology import Topology
@@ -69,7 +70,7 @@ def assemble(
         tokens=problem.tokens,
         model_flops=model_flops(problem),
         mesh=how.mesh,
-        peak_flops_per_s=topology.chip.peak(problem.compute_dtype),
+        peak_flops_per_s=topology.in_use(how.mesh.devices).chip.peak(problem.compute_dtype),
     )
     decisions = completed(candidate, experts_form(problem), load.class_names, rules=compute)
     plan = Plan(
@@ -128,18 +129,19 @@ def _placement(placed: Placement, topology: Topology) -> tuple[tuple[str, tuple[
 
 def model_flops(problem: Problem) -> float:
     """FLOPs that a step needs with no recomputation: three times the matmuls and convolutions of
-    the forward pass.
+    the forward pass, or those of the step, where these are fewer.
 
     A matmul's backward pass is two matmuls of the same size (Kaplan et al., arXiv:2001.08361,
-    section 2.1). Where parameters are frozen there are fewer, and those of the step without
-    recomputation are counted.
+    section 2.1). There are fewer where parameters are frozen, and where nobody asks for the
+    gradient of an operand, such as that of the batch.
     """
-    graph, times = (
-        (problem.forward, 3)
-        if all(parameter.trained for parameter in problem.parameters) or "none" not in problem.steps
-        else (problem.steps["none"].graph, 1)
-    )
-    return times * sum(
+    usual, plain = 3 * _matmul_flops(problem.forward), problem.steps.get("none")
+    return usual if plain is None else min(usual, _matmul_flops(plain.graph))
+
+
+def _matmul_flops(graph: Graph) -> float:
+    """FLOPs of the matmuls and convolutions of a graph."""
+    return sum(
         op.flops * graph.trips(op.region)
         for op in graph.ops
         if op.category in ("matmul", "convolution")

@@ -50,6 +50,7 @@ class Point:
         short_bytes: bytes that a device lacks for the leanest plan; 0 where one fits, or where
             memory is not the reason.
         message: why there is no plan.
+        share: part of the machine's peak that the devices of the plan have.
         efficiency: tokens per second and device over those of the first point with a plan.
         speed_up: tokens per second over those of the point before, for a doubling of devices; 0 for
             the first.
@@ -60,6 +61,7 @@ class Point:
     plan: Plan | None = field(default=None, repr=False)
     short_bytes: int = 0
     message: str = ""
+    share: float = 1.0
     efficiency: float = 0.0
     speed_up: float = 0.0
 
@@ -105,11 +107,7 @@ class Point:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation of all devices that there are, used or not."""
-        return (
-            self.plan.estimate.mfu * self.plan.mesh.devices / self.devices
-            if self.plan is not None
-            else 0.0
-        )
+        return self.plan.estimate.mfu * self.share if self.plan is not None else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +231,19 @@ def _compared(machine: Topology, plan: Plan, first: Point | None, before: Point 
             1 / math.log2(devices / before.devices)
         )
     return Point(
-        devices=devices, topology=machine.name, plan=plan, efficiency=efficiency, speed_up=speed_up
+        devices=devices,
+        topology=machine.name,
+        plan=plan,
+        share=_share(machine, plan.mesh.devices),
+        efficiency=efficiency,
+        speed_up=speed_up,
     )
+
+
+def _share(machine: Topology, used: int) -> float:
+    """Part of a machine's peak that some of its devices have while the others idle."""
+    faster = machine.in_use(used).chip.peak("float32") / machine.chip.peak("float32")
+    return used * faster / machine.devices
 
 
 def curve_text(found: Curve) -> str:

@@ -126,7 +126,7 @@ class Status:
             )
             lines.append(
                 f"  {self.pace.step_seconds * 1e3:,.1f} ms a step{predicted},"
-                f" {self.pace.tokens_per_second:,.0f} tokens/s, MFU {self.pace.mfu:.1%},"
+                f" {self.pace.tokens_per_second:,.0f} tokens/s, MFU {_mfu(self.pace.mfu)},"
                 f" {self.pace.data_share:.1%} of the time waiting for data"
             )
         kept = ", ".join(map(str, self.checkpoints)) or "none yet"
@@ -200,6 +200,18 @@ def _pace(done: Sequence[JsonMapping], estimate: Estimate | None) -> Pace:
         mfu=estimate.mfu * predicted / seconds if estimate is not None and seconds else 0.0,
         busy=_busy(done),
     )
+
+
+def _mfu(share: float) -> str:
+    """Model FLOPs utilisation in words; a measured one says nothing where the peak was taken too
+    low.
+
+    >>> _mfu(0.412), _mfu(1.3)
+    ('41.2%', 'unknown (the steps do more than the peak of which the plan knows)')
+    """
+    if share > 1:
+        return "unknown (the steps do more than the peak of which the plan knows)"
+    return f"{share:.1%}"
 
 
 def _busy(done: Sequence[JsonMapping]) -> float | None:
