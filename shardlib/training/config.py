@@ -14,6 +14,7 @@ from shardlib.errors import (
     raise_all,
 )
 from shardlib.training.measures.judge import Policy
+from shardlib.training.run.differences import unknown_names
 from shardlib.training.settings import Settings
 from shardlib.untrusted.arguments import SEEDS
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
@@ -81,23 +82,39 @@ class TrainConfig:
     def __post_init__(self) -> None:
         failures = [
             f"{name} is {getattr(self, name)!r}; it must be at least 1"
-            for name in ("steps", "batch", "seq")
+            for name in ("steps", "batch", "seq", "save_every", "keep")
             if getattr(self, name) < 1
         ]
         if not (math.isfinite(self.lr) and self.lr > 0):
             failures.append(f"lr is {self.lr!r}; it must be positive")
         failures += [
             f"{name} is {getattr(self, name)!r}; it must not be negative"
-            for name in ("seed", "sample_bytes")
-            if getattr(self, name) < 0
+            for name in ("seed", "sample_bytes", "spike")
+            if not getattr(self, name) >= 0
         ]
         failures += (
             [f"seed is {self.seed!r}; it must be below {SEEDS}"] if self.seed >= SEEDS else []
         )
-        if self.run is None and self.profile is not None:
-            failures.append("profile needs a folder to write to: run")
+        failures += self._of_the_run()
         if failures:
             raise_all(ModelError, "the training run is not usable", failures)
+
+    def _of_the_run(self) -> list[str]:
+        """What is wrong with how the run is kept and watched."""
+        failures: list[str] = []
+        if self.hang_seconds is not None and not self.hang_seconds > 0:
+            failures.append(f"hang_seconds is {self.hang_seconds!r}; it must be positive")
+        if self.profile is not None and min(self.profile) < 1:
+            failures.append(
+                f"profile is {self.profile}; the first step and the number of steps are at least 1"
+            )
+        if self.run is None and self.profile is not None:
+            failures.append("profile needs a folder to write to: run")
+        if self.run is None and self.allow_changes:
+            failures.append("allow_changes needs the folder of a run that was begun: run")
+        if isinstance(self.allow_changes, str):
+            return [*failures, f"allow_changes is {self.allow_changes!r}; it is a tuple of names"]
+        return failures + unknown_names(self.allow_changes, {"model": "", **self.identity})
 
     @property
     def settings(self) -> Settings:

@@ -63,6 +63,43 @@ def test_train_refuses_nonsense(shell):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("--save-every", "0"), "save_every is 0; it must be at least 1"),
+        (("--keep", "0"), "keep is 0; it must be at least 1"),
+        (("--spike=-1",), "spike is -1.0; it must not be negative"),
+        (("--spike", "nan"), "spike is nan; it must not be negative"),
+        (("--hang-seconds=-1",), "hang_seconds is -1.0; it must be positive"),
+        (
+            ("--profile", "0"),
+            "profile is (0, 1); the first step and the number of steps are at least 1",
+        ),
+        (
+            ("--allow-changes", "foo"),
+            "allow_changes has 'foo'; known are loss, optimizer, lr, data, seed, model, batch,"
+            " steps, seq, identity",
+        ),
+    ],
+)
+def test_train_refuses_what_keeps_no_run_before_it_reads(
+    shell, tmp_path: Path, words: tuple[str, ...], fault: str
+):
+    run = tmp_path / "run"
+    code, out, err = shell("train", "--data", str(tmp_path / "none"), "--run", str(run), *words)
+    assert (code, out, err) == (2, "", f"error: the training run is not usable: {fault}\n")
+    assert not run.exists()
+
+
+def test_train_allows_changes_of_a_run_alone(shell):
+    assert shell("train", "--allow-changes", "loss") == (
+        2,
+        "",
+        "error: the training run is not usable: allow_changes needs the folder of a run that was"
+        " begun: run\n",
+    )
+
+
 @pytest.mark.parametrize("seed", ["2147483648", "99999999999999999999"])
 def test_train_refuses_a_seed_that_is_too_large_before_it_makes_a_folder(
     shell, tmp_path: Path, seed: str

@@ -5,13 +5,17 @@ traced; imports no JAX.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from shardlib.untrusted.json_types import JsonMapping
 
+#: What can be another than before.
+NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch")
+#: What allows to go on from checkpoints of which nobody has written down what they are of.
+UNKNOWN = "identity"
 #: Packages that write down what is traced.
 PACKAGES = ("jax", "flax", "optax")
 #: Differences of one kind that a message shows.
@@ -29,6 +33,20 @@ class Difference:
 
     name: str
     text: str
+
+
+def unknown_names(allow: Sequence[str], identity: JsonMapping) -> list[str]:
+    """What is wrong with the names of what may be another; nothing where nothing is.
+
+    Args:
+        allow: the names.
+        identity: what is trained, in words.
+    """
+    words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
+    unknown = sorted({*allow} - {*words})
+    if not unknown:
+        return []
+    return [f"allow_changes has {', '.join(map(repr, unknown))}; known are {', '.join(words)}"]
 
 
 def versions() -> dict[str, str]:

@@ -12,10 +12,9 @@ from shardlib.data.batches.loader import Rows
 from shardlib.errors import ModelError
 from shardlib.lowering.program.program import Program
 from shardlib.processes.together import first_decides
-from shardlib.training.run.differences import Difference
+from shardlib.training.run.differences import Difference, unknown_names
 from shardlib.training.run.folder import Opened, RunFolder
-from shardlib.training.run.identity import NAMES, traced
-from shardlib.training.run.manifest import UNKNOWN
+from shardlib.training.run.identity import traced
 from shardlib.untrusted.json_types import JsonMapping
 
 
@@ -54,12 +53,8 @@ class Held:
             RunError: it holds another run, or cannot be written.
             OwnedError: another process writes to it.
         """
-        words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
-        unknown = sorted({*allow} - {*words})
-        if unknown:
-            raise ModelError(
-                f"allow_changes has {', '.join(map(repr, unknown))}; known are {', '.join(words)}"
-            )
+        for wrong in unknown_names(allow, identity):
+            raise ModelError(wrong)
         trace = traced(programs, data, seed)
 
         def take() -> tuple[Owner, Opened]:

@@ -31,8 +31,6 @@ from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
 from shardlib.untrusted.json_types import JsonObject
 
-#: What can be another than before.
-NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch")
 #: Numbers of an optimizer that are kept to be shown.
 NUMBERS = 64
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import RunError, raise_all
-from shardlib.training.run.differences import Difference, differences, versions
+from shardlib.training.run.differences import UNKNOWN, Difference, differences, versions
 from shardlib.untrusted import read_regular, shown
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
 #: Of `run.json`.
 FORMAT = 1
-#: What allows to go on from checkpoints of which nobody has written down what they are of.
-UNKNOWN = "identity"
 
 
 class OtherRunError(RunError):
