@@ -161,9 +161,23 @@ def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> nnx.Module:
     except AnnotationError:
         raise
     except Exception as error:
+        hint = (
+            f"\nTry: shardlib.tree({name}), as it takes a key and makes a tree of arrays"
+            if _is_of_a_key(build)
+            else ""
+        )
         raise AnnotationError(
-            f"init {name!r} failed when called with nnx.Rngs(0): {type(error).__name__}: {error}"
+            f"init {name!r} failed when called with nnx.Rngs(0): {type(error).__name__}:"
+            f" {error}{hint}"
         ) from error
+
+
+def _is_of_a_key(build: Callable[..., Tree]) -> bool:
+    """Whether what fails with streams of nnx makes arrays of a key of JAX."""
+    try:
+        return bool(jax.tree.leaves(jax.eval_shape(build, jax.random.key(0))))
+    except Exception:  # it fails for another reason, which is told
+        return False
 
 
 class _Form:

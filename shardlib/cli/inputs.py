@@ -255,11 +255,12 @@ def read_plan(path: Path, *, changed: bool = False) -> Plan:
         PlanError: the file holds no plan, or one that was changed.
     """
     from shardlib.planning.decisions.stored import ChangedPlanError
-    from shardlib.planning.plan import Plan
+    from shardlib.planning.plan import plan_from_data
 
-    text = read_text(path, "plan", f"shardlib plan MODEL --topology T ... --out {path}", PlanError)
+    again = f"shardlib plan MODEL --topology T ... --out {path}"
+    text = read_text(path, "plan", again, PlanError)
     try:
-        return Plan.from_json(text, changed=changed)
+        return plan_from_data(parse_json(text, "the plan", PlanError, hint=again), changed=changed)
     except ChangedPlanError as error:
         raise PlanError(f"{path}: {error}") from error
     except PlanError as error:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shardlib.errors import MissingFileError, ModelError, raise_all
@@ -70,10 +71,10 @@ def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
     if "/" in spec and not Path(spec).exists():
         raise MissingFileError(f"there is no model file or folder {spec}")
     near = difflib.get_close_matches(spec, PRESETS, 1, 0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
+    guess = f"; did you mean {near[0]!r}?" if near else ""
     raise ModelError(
-        f"{spec!r} is no preset, .json or .toml file, or package.module:function; {guess}Presets"
-        f" are {', '.join(PRESETS)}"
+        f"{spec!r} is no preset, .json or .toml file, or package.module:function{guess} (presets"
+        f" are {', '.join(PRESETS)})"
     )
 
 
@@ -141,9 +142,18 @@ def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = difflib.get_close_matches(function_name, dir(module), 1)
-        raise ModelError(
-            f"{spec}: {module_name} has no function {function_name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        raise ModelError(f"{spec}: {_no_function(module, module_name, function_name)}")
     return function
+
+
+def _no_function(module: ModuleType, module_name: str, name: str) -> str:
+    """What a module has in place of a function of a name."""
+    if hasattr(module, name):
+        kind = type(getattr(module, name)).__name__
+        return f"{name!r} of {module_name} is of the type {kind}, and no function"
+    near = difflib.get_close_matches(
+        name, [one for one in dir(module) if callable(getattr(module, one, None))], 1
+    )
+    return f"{module_name} has no function {name!r}" + (
+        f"; did you mean {near[0]!r}?" if near else ""
+    )

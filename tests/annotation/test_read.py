@@ -291,3 +291,21 @@ def test_modules_with_functions_among_their_leaves():
         AnnotationError, match=r"built already(.|\n)*shardlib.tree\(lambda key: Perceptron"
     ):
         read(true)
+
+
+def test_a_function_of_a_key_is_told_of_tree():
+    def weights(key):
+        first, second = jax.random.split(key)
+        return {"up": jax.random.normal(first, (4, 8)), "down": jax.random.normal(second, (8, 4))}
+
+    with pytest.raises(AnnotationError) as caught:
+        read(weights)
+    assert str(caught.value).endswith(
+        "\nTry: shardlib.tree(weights), as it takes a key and makes a tree of arrays"
+    )
+
+    def broken(key):
+        raise RuntimeError("no weights")
+
+    with pytest.raises(AnnotationError, match=r"RuntimeError: no weights$"):
+        read(broken)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import shardlib
-from shardlib.cli import main
+from shardlib.cli import COMMANDS, main
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_version(shell):
@@ -102,6 +105,40 @@ def test_errors_are_one_message_and_a_json_object(
     assert (code, out, err) == (2, "", f"error: {message}\n")
     code, out, _ = shell(*words, "--json")
     assert code == 2 and json.loads(out) == {"error": {"kind": kind, "message": message}}
+
+
+def test_every_command_is_in_the_readme():
+    words = re.findall(r"^shardlib (\w+)|; shardlib (\w+)$", README.read_text(), re.MULTILINE)
+    assert {first or second for first, second in words} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/dev/null", "plan file '/dev/null' cannot be read: it is no file that can be read"),
+        (".", ". is a folder, and no plan file\nTry: a file that is in it"),
+        ("x" * 300, f"there is no plan file {'x' * 300}"),
+    ],
+)
+def test_what_is_no_file_is_told_apart(shell, name: str, says: str):
+    code, out, err = shell("explain", name)
+    assert (code, out) == (2, "") and err.startswith(f"error: {says}\n")
+
+
+def test_a_plan_that_is_cut_off_is_made_again(shell, plan_file: Path):
+    plan_file.write_text(plan_file.read_text()[:300])
+    code, out, err = shell("explain", str(plan_file))
+    assert (code, out) == (2, "") and "holds no plan: the plan is no JSON: " in err
+    assert err.endswith(f"\nTry: shardlib plan MODEL --topology T ... --out {plan_file}\n")
+
+
+def test_a_plan_of_another_model_is_not_verified(shell, made: Path):
+    assert shell("verify", "gpt2-small", "--plan", str(made)) == (
+        2,
+        "",
+        "error: the plan was made for 'tests.cli.perceptron:make', and not for 'gpt2-small'\n"
+        "Try: shardlib verify tests.cli.perceptron:make --plan ..., or a plan for gpt2-small\n",
+    )
 
 
 def test_traceback_shows_where(plan_file: Path):

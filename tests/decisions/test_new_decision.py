@@ -114,5 +114,5 @@ def test_a_pin_that_the_search_does_not_know_is_no_plan(answers: dict[str, Any])
 
 def test_it_is_told(answers: dict[str, Any]) -> None:
     assert re.search(r"^  prefetch +two layers ahead$", answers["explain"], re.MULTILINE)
-    assert "+ prefetch: two layers ahead" in answers["diff"]
+    assert "- prefetch: one layer ahead\n  + prefetch: two layers ahead" in answers["diff"]
     assert '| `prefetch` | `"one"`, `"two"` | how many layers ahead' in answers["page"]

@@ -167,10 +167,16 @@ def test_misspelt_preset():
     assert (
         message("llama3-8")
         == "'llama3-8' is no preset, .json or .toml file, or package.module:function; did you mean"
-        " 'llama3-8b'? Presets are demo, gpt2-small, llama2-7b, llama2-70b, llama3-8b,"
+        " 'llama3-8b'? (presets are demo, gpt2-small, llama2-7b, llama2-70b, llama3-8b,"
         " llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe,"
-        " switch-base-8, switch-c-2048"
+        " switch-base-8, switch-c-2048)"
     )
+
+
+def test_names_that_are_no_functions():
+    assert message("os:path") == "os:path: 'path' of os is of the type module, and no function"
+    assert message("json:lod") == "json:lod: json has no function 'lod'; did you mean 'load'?"
+    assert "package.module:function (presets are demo, " in message("zzz")
 
 
 def test_missing_files(tmp_path: Path):

@@ -17,6 +17,7 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import Search
 from shardlib.planning.plan import Plan
+from shardlib.planning.text.decision_lines import untold
 from shardlib.planning.text.diff import diff
 from shardlib.planning.text.explain import explain
 from shardlib.planning.text.figures import collective_rows
@@ -99,7 +100,7 @@ Decisions
   - compute layout: batch_fsdp, mlp_tensor, vocab_tensor
   + compute layout: batch_fsdp
   - residual stream: sharded along the sequence over tensor (sequence parallelism)
-  + residual stream: none
+  + residual stream: no tensor axis
   - microbatches: 2
   + microbatches: 1
 
@@ -190,6 +191,31 @@ def test_explanation_is_the_same_after_a_round_trip_through_json():
 
 def test_difference():
     assert diff(PLAN, wider()) == DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("label", "meaning"),
+    [
+        ("context", "no context axis"),
+        ("attention", "as the model is written"),
+        ("experts", "tokens are sorted as the model is written"),
+        ("matmuls over tensor", "collectives before and after them"),
+        ("residual stream", "replicated over tensor"),
+        ("pipeline", "no stages"),
+        ("microbatches", "1"),
+        ("dtypes", "those of the model"),
+        ("links", "the usual order"),
+        ("host memory", "none"),
+        ("disk", "none"),
+    ],
+)
+def test_a_default_is_told_by_its_meaning(label: str, meaning: str):
+    assert untold(label, PLAN) == meaning
+
+
+def test_a_default_without_its_axis_is_no_decision():
+    assert untold("residual stream", wider()) == "no tensor axis"
+    assert "keys and values go around" in untold("attention", replace(PLAN, context="ring"))
 
 
 def test_nothing_differs():

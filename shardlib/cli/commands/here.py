@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from shardlib.cli.commands.launch_words import option_of
+from shardlib.errors import LaunchError
 from shardlib.launching.job import COMMANDS
+from shardlib.untrusted import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,8 @@ def run_here(
     from shardlib.training.supervisor import Budget
 
     ours = bool(words) and words[0] in COMMANDS
+    if not ours:
+        _require_program(words, {**os.environ, **environment})
     command = (sys.executable, "-m", "shardlib", *words) if ours else tuple(words)
     if here.elastic and ours and "--elastic" not in words and words[0] == "train":
         command = (*command, "--elastic")
@@ -116,6 +122,16 @@ def run_here(
         **_said(waiting),
     )
     return launch(local, environ={**os.environ, **environment})
+
+
+def _require_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Refuses a program that is not there and that one of our commands may be meant with."""
+    near = difflib.get_close_matches(words[0], COMMANDS, 1) if words else []
+    if near and shutil.which(words[0], path=environ.get("PATH")) is None:
+        raise LaunchError(
+            f"there is no program {shown(words[0])} here; did you mean {near[0]!r}?\nTry: a command"
+            f" of shardlib ({', '.join(COMMANDS)}), or any program"
+        )
 
 
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +17,13 @@ from shardlib.cli.inputs import inputs_of, origin_sizes, read_plan
 from shardlib.cli.output import echo, quiet_stdout, read_text, status, writable, write
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import (
+    BatchError,
     PinError,
+    PlanError,
     TopologyError,
     VerificationError,
 )
+from shardlib.untrusted import shown
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
@@ -128,7 +132,11 @@ def _verified(
     batch, seq = sizes.batch, sizes.seq
     if plan is not None and batch is None and seq is None and origin.get("model") == spec:
         batch, seq = origin_sizes(plan)
-    inputs = inputs_of(spec, batch, seq)
+    try:
+        inputs = inputs_of(spec, batch, seq)
+    except BatchError as error:
+        _require_same(plan, spec, error)
+        raise
     import shardlib
     from shardlib.verification.isolation import Limits
 
@@ -137,3 +145,13 @@ def _verified(
         return shardlib.verify(
             **inputs, topology=where, plan=plan, pin=pins, limits=Limits(seconds=seconds)
         )
+
+
+def _require_same(plan: Plan | None, spec: str, error: BatchError) -> None:
+    """Says that a plan is of another model, where that is why the size of the batch is open."""
+    made = dict(plan.origin).get("model", "") if plan is not None else ""
+    if made and made != spec:
+        raise PlanError(
+            f"the plan was made for {shown(made)}, and not for {shown(spec)}\nTry: shardlib verify"
+            f" {shlex.quote(made)} --plan ..., or a plan for {spec}"
+        ) from error

@@ -24,6 +24,7 @@ from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leave
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
+from shardlib.lowering.program.checks.other_batch import refuse
 from shardlib.lowering.program.evaluation import Evaluation
 from shardlib.lowering.program.lowered import LoweredProgram, shardings_of
 from shardlib.lowering.program.step import (
@@ -171,10 +172,7 @@ class Program(LoweredProgram):
         """Refuses a batch that is not the one that was traced; see `put`."""
         expected, structure = jax.tree_util.tree_flatten_with_path(self.batch)
         if jax.tree.structure(batch) != structure:
-            raise BatchError(
-                f"the batch has the tree {jax.tree.structure(batch)}, the program was compiled for"
-                f" {structure}"
-            )
+            refuse(batch, self.batch)
         leaves = jax.tree.leaves(batch)
         failures = [
             f"{shardings.batch_path(path)}: found {found}, compiled for"

@@ -25,6 +25,23 @@ def decision_lines(plan: PlanData) -> list[tuple[str, str]]:
     return [(label, text) for label, text in lines.items() if text]
 
 
+def untold(label: str, plan: PlanData) -> str:
+    """What a plan decides that has no line of a label: the meaning of the default.
+
+    Args:
+        label: of a line that another plan has.
+        plan: the plan without it.
+    """
+    if label in _UNTOLD:
+        return _UNTOLD[label](plan)
+    meanings = (
+        entry.choices.get(entry.default)
+        for word, entry in TABLE.items()
+        if (entry.label or word) == label
+    )
+    return next(filter(None, meanings), "none")
+
+
 def decisions_section(plan: PlanData) -> str:
     """The decisions of a plan as text."""
     lines = decision_lines(plan)
@@ -115,6 +132,16 @@ def _disk(plan: PlanData) -> str:
     return "optimizer state" if "disk" in plan.offload else ""
 
 
+def _over_tensor(word: str) -> Callable[[PlanData], str]:
+    """The meaning of the default of a decision about the tensor axis."""
+
+    def line(plan: PlanData) -> str:
+        entry = TABLE[word]
+        return entry.choices[entry.default] if "tensor" in plan.mesh else "no tensor axis"
+
+    return line
+
+
 def _dtypes(plan: PlanData) -> str:
     return ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)
 
@@ -141,4 +168,16 @@ _LINES: Mapping[str, Callable[[PlanData], str]] = {
     "disk": _disk,
     "dtypes": _dtypes,
     "links": _links,
+}
+
+#: What plans decide that do not have a line, by its label, where the table does not say it alone.
+_UNTOLD: Mapping[str, Callable[[PlanData], str]] = {
+    "residual stream": _over_tensor("sequence_parallel"),
+    "microbatches": lambda plan: "1",
+    "matmuls over tensor": _over_tensor("collective_matmul"),
+    "attention": lambda plan: TABLE["context" if plan.ring else "attention"].choices[
+        "ring" if plan.ring else "traced"
+    ],
+    "dtypes": lambda plan: "those of the model",
+    "links": lambda plan: "the usual order",
 }

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from shardlib.errors import ArgumentError
 from shardlib.planning.decisions.plan_data import PlanData
-from shardlib.planning.text.decision_lines import decision_lines
+from shardlib.planning.text.decision_lines import decision_lines, untold
 from shardlib.planning.text.figures import LABELS
 from shardlib.planning.text.parameters import MOST_PARAMETERS, notation, parameter_rows
 from shardlib.planning.units.quantity import bytes_text, clip, ratio_text, seconds_text
@@ -48,10 +48,9 @@ def _changed_decisions(a: PlanData, b: PlanData) -> str:
         return "Decisions: the same"
     lines = ["Decisions"]
     for label in labels:
-        absent = "1" if label == "microbatches" else "none"
         lines += [
-            *wrapped(f"  - {label}: ", old.get(label, absent)),
-            *wrapped(f"  + {label}: ", new.get(label, absent)),
+            *wrapped(f"  - {label}: ", old.get(label) or untold(label, a)),
+            *wrapped(f"  + {label}: ", new.get(label) or untold(label, b)),
         ]
     return "\n".join(lines)
 
