@@ -244,6 +244,17 @@ def test_sizes_bind_where_they_are_used_up():
     assert "tensor" not in {one.what for one in mlp.binding}
 
 
+def test_idle_devices_are_explained_as_by_the_finding():
+    machine = topology("cpu:8")
+    slow = replace(machine, tiers=(replace(machine.tiers[0], latency_s=10.0),))
+    alone = planned(slow)
+    assert alone.mesh.devices == 1
+    (finding,) = [one for one in alone.findings if one.code == "idle-devices"]
+    (idle,) = [one for one in alone.constraints().binding if one.what == "devices"]
+    assert "a step would take" in finding.message and "times as long" in finding.message
+    assert idle.message.lower() == f"{finding.message.lower()}."
+
+
 def test_nothing_binds():
     text = str(constraints(planned("h100:1")))
     assert "nothing: no memory, pin or size stands in the way of a faster plan." in text

@@ -36,7 +36,7 @@ def notes(
         *load.colouring.findings,
         *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
-    found += _idle(plan, topology)
+    found += idle_devices(plan, topology)
     found += _doubled(load, plan)
     found += coupled(load.problem.rows, plan.microbatches)
     found += _kept(load, plan) + _dropping(load, topology, plan)
@@ -80,9 +80,13 @@ def notes(
     return tuple(found)
 
 
-def _idle(plan: PlanData, topology: Topology) -> list[Finding]:
+def idle_devices(plan: PlanData, topology: Topology) -> list[Finding]:
     """Devices that the plan leaves idle: because no mesh could use them, or because it is faster
     so.
+
+    Args:
+        plan: the plan.
+        topology: the machine that it was made for.
     """
     used = plan.mesh.devices
     if used >= topology.devices:

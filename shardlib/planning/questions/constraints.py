@@ -15,6 +15,7 @@ from shardlib.axes import BATCH_AXES
 from shardlib.cost.machine.corrections import margin
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.answers.constraint import Binding, Constraints, OutOfReach
+from shardlib.planning.assembly.findings import idle_devices
 from shardlib.planning.plan import Plan, source_of
 from shardlib.planning.questions.counterfactual import faster_without_limit
 from shardlib.planning.space import limits
@@ -103,14 +104,11 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
     batch, ways = limits.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
-    if mesh.devices < source.topology.devices:
+    for idle in idle_devices(plan, source.topology):
         yield Binding(
             kind="size",
             what="devices",
-            message=(
-                f"The plan uses {mesh.devices:,} of {source.topology.devices:,} devices: more"
-                f" divide neither the batch of {batch:,} nor the model."
-            ),
+            message=f"{idle.message[:1].upper()}{idle.message[1:]}.",
         )
     if mesh.devices > 1 and batch > 1 and ways >= batch:
         yield Binding(
