@@ -61,6 +61,47 @@ def test_pins_are_said_as_users_write_them() -> None:
     assert " under the pins mesh.tensor=8, remat='none', offload=[]\nTry: " in str(error.value)
 
 
+def listed(params: Any, x: jax.Array) -> jax.Array:
+    """Layers in a Python loop."""
+    for at in range(LAYERS):
+        x = x + jnp.tanh(x @ params[f"layer{at}"])
+    return x
+
+
+def beside(params: Any, batch: Any) -> jax.Array:
+    return listed(params, batch["x"]).sum() + listed(params, batch["y"]).sum()
+
+
+def nested(params: Any, batch: Any) -> jax.Array:
+    return listed(params, listed(params, batch["x"])).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "pin"),
+    [
+        (beside, {"mesh": {"stage": 2}}),
+        (beside, {"remat": "full", "remat_layers": 2}),
+        (nested, {"mesh": {"stage": 2}}),
+    ],
+)
+def test_a_loss_that_calls_its_model_twice_is_told_so(loss: Any, pin: dict[str, Any]) -> None:
+    def initialise(key: jax.Array) -> Any:
+        return {f"layer{at}": jax.random.normal(key, (16, 16)) for at in range(LAYERS)}
+
+    with pytest.raises(shardlib.PinError) as error:
+        shardlib.plan(
+            shardlib.tree(initialise),
+            loss,
+            optax.sgd(0.1),
+            {**BATCH, "y": BATCH["x"]},
+            topology="cpu:2",
+            pin=pin,
+        )
+    said = str(error.value)
+    assert "the loss runs the layers of the model 'initialise' twice" in said
+    assert "one call of the model for all rows" in said and "scan" not in said
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "topology", "pin", "said"),

@@ -10,6 +10,7 @@ What a loop reads is known by `weights_of`; what it makes of them by `gradient_l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -77,6 +78,27 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
         ),
         carried=tuple(_carried(graph, regions[0]) for _, regions in classes),
     )
+
+
+def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> int:
+    """How often the same parameters are used outside of all layer groups, as where a loss calls its
+    model several times: the calls become one loop, or the parameters are stacked several times. 1
+    where there is nothing of the kind.
+
+    Args:
+        graph: a step graph.
+        layers: its layer groups.
+        weights: value -> the parameter that it is a copy, cast or slice of.
+    """
+    top, most = _top_regions(graph), 1
+    for op in graph.ops:
+        read = [value for value in op.operands if value in weights]
+        outside = layers.segment(op.region) == OUTSIDE_LAYERS
+        if op.category == "matmul" and read and outside and top[op.region] > 0:
+            most = max(most, graph.regions[top[op.region]].trips)
+        elif op.kind == "stack" and read:
+            most = max(most, *Counter(read).values())
+    return most
 
 
 def _top_regions(graph: Graph) -> list[int]:

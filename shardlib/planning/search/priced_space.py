@@ -10,6 +10,7 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.cost.step.layers import repeated_calls
 from shardlib.cost.terms.abilities import ANYTHING
 from shardlib.cost.terms.frameworks import Framework
 from shardlib.decisions.lowerings import facts_of_pins, require
@@ -23,7 +24,7 @@ from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.search.branch_and_bound import Explorer
-from shardlib.planning.search.why_no_layers import layers_lacking
+from shardlib.planning.search.why_no_layers import LayerGroups, layers_lacking
 from shardlib.planning.space.attention import strategies
 from shardlib.planning.space.limits import divisors
 from shardlib.planning.space.meshes import sizes
@@ -105,11 +106,21 @@ def priced_space(
         for one in dict.fromkeys(explorer for _, explorer in runs):
             one.minimum_memory()
     if explorer.best.minimum_memory is None and not any_plan:
-        lacking = layers_lacking(load.problem.model, load.class_names, load.counts, pins)
+        lacking = layers_lacking(load.problem.model, _layer_groups(load), pins)
         if lacking:
             raise PinError(lacking)
         raise explain_empty(load.problem, load.colouring, pins, wanted)
     return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
+
+
+def _layer_groups(load: Workload) -> LayerGroups:
+    """The layers of a model, for messages."""
+    facts = next(iter(load.programs.values())).facts
+    return LayerGroups(
+        names=load.class_names,
+        counts=load.counts,
+        calls=repeated_calls(facts.graph, facts.layers, facts.weights),
+    )
 
 
 def _explorers(

@@ -1,14 +1,16 @@
 """Which pins ask for more layers than a model has in its loops.
 
 >>> from shardlib.decisions.pins import Pins
->>> print(layers_lacking("mlp", (), (), Pins.parse({"schedule": "1f1b"})))
-schedule='1f1b' splits layers into stages, and mlp has no layers in a loop
+>>> pins = Pins.parse({"schedule": "1f1b"})
+>>> print(layers_lacking("mlp", LayerGroups(names=(), counts=()), pins))
+schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers in a loop
 Try: layers under jax.lax.scan or nnx.scan, or no such pin
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
@@ -18,18 +20,50 @@ from shardlib.schedules.table import named
 _MOST = 64
 
 
-def layers_lacking(model: str, names: Sequence[str], counts: Sequence[int], pins: Pins) -> str:
+@dataclass(frozen=True, kw_only=True)
+class LayerGroups:
+    """The layers that a model has in its loops.
+
+    Attributes:
+        names: of the layer groups.
+        counts: layers of each group.
+        calls: how often the same parameters are used outside of all groups.
+    """
+
+    names: Sequence[str]
+    counts: Sequence[int]
+    calls: int = 1
+
+
+def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
     """Why the layers of a model are too few for its pins, and what to try; empty where they are
     not.
 
     Args:
         model: its name.
-        names: of the layer groups.
-        counts: layers of each group.
+        groups: its layers.
         pins: decisions fixed by hand.
     """
-    return _too_few_for_stages(model, counts, pins) or _too_few_to_rematerialise(
-        model, names, counts, pins
+    model = f"the model {model!r}"
+    if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
+        return _called_again(model, groups.calls, pins)
+    return _too_few_for_stages(model, groups.counts, pins) or _too_few_to_rematerialise(
+        model, groups.names, groups.counts, pins
+    )
+
+
+def _called_again(model: str, calls: int, pins: Pins) -> str:
+    """Why a model whose layers a loss runs several times has none to split."""
+    asked = (
+        f"{' with '.join(_stage_pins(pins))} splits layers into stages"
+        if pins.staged
+        else f"remat_layers={pins.remat_layers} rematerialises some of the layers"
+    )
+    often = "twice" if calls == 2 else f"{calls} times"
+    return (
+        f"{asked}, and the loss runs the layers of {model} {often} with the same parameters, as"
+        " where it calls the model more than once; they have to run once, each layer with"
+        " parameters of its own\nTry: one call of the model for all rows, or no such pin"
     )
 
 
@@ -38,7 +72,7 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
     if not pins.staged:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
-    asked = " with ".join(_asked(pins, stages))
+    asked = " with ".join(_stage_pins(pins))
     if layers < 2:
         return (
             f"{asked} splits layers into stages, and {model} has {_number(layers)} in a"
@@ -70,8 +104,9 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
     )
 
 
-def _asked(pins: Pins, stages: int) -> list[str]:
+def _stage_pins(pins: Pins) -> list[str]:
     """The pins that ask for stages."""
+    stages = dict(pins.mesh or pins.axes).get("stage", 1)
     given = {
         "schedule": pins.schedule if pins.schedule and named(pins.schedule).staged else None,
         "pipeline": pins.pipeline if pins.pipeline == "programs" else None,
