@@ -12,6 +12,7 @@ from jax.extend.core import Primitive
 
 from shardlib.graph.factors import elementwise
 from shardlib.hardware import catalog
+from shardlib.hardware.catalog import gpus, tpus
 from shardlib.hardware.products import Memory, Product, gpu, infiniband, nvlink
 from shardlib.hardware.topology import topology
 from shardlib.tracing import graph_from_jaxpr
@@ -34,6 +35,22 @@ def test_files_and_folders_that_the_page_names_exist():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`((?:shardlib|tests|docs)/[\w/.*]+)`", page)
     assert [name for name in named if not list(ROOT.glob(name))] == []
+
+
+def test_files_that_recipes_lengthen_have_room():
+    lengthened = [
+        "hardware/catalog/gpus.py",
+        "hardware/catalog/tpus.py",
+        "schedules/table.py",
+    ]
+    lines = {name: len((ROOT / "shardlib" / name).read_text().splitlines()) for name in lengthened}
+    assert {name: count for name, count in lines.items() if count > 270} == {}
+
+
+def test_the_catalogue_has_all_products_by_the_names_of_their_chips():
+    assert list(catalog.CATALOG.values()) == [*tpus.TPUS, *gpus.GPUS, catalog.CPU]
+    assert all(product.chip.vendor == "google" for product in tpus.TPUS)
+    assert all(product.chip.vendor == "nvidia" for product in gpus.GPUS)
 
 
 def test_a_chip_is_a_product_in_the_catalogue(monkeypatch: pytest.MonkeyPatch):

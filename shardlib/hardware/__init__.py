@@ -5,7 +5,7 @@ tier.py        one level of the links of a machine
 topology.py    a machine: its chips and tiers
 spelling.py    "16*h100:8" as chips and tiers
 plain_data.py  topologies of TOML files and of JSON
-catalog.py     the figures of chips and links, with sources
+catalog        the figures of chips and links, with sources
 products.py    chips with the links that they are sold with
 hosts.py       how many devices a host has
 family.py      smaller and larger machines of a kind

@@ -5,6 +5,7 @@ planned, priced, explained, drawn and followed by per-stage programs.
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import re
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,11 @@ def test_the_order_of_a_new_schedule_keeps_its_formulas(micro: int) -> None:
     shape = Pipelines.one(stages=4, microbatches=micro)
     wait = table.named("eager").waiting(shape, np.array([3.0]), None)[0]
     assert makespan(spans) == pytest.approx(micro * 3 + wait)
+
+
+@pytest.mark.usefixtures("added")
+def test_the_examples_of_the_table_hold_with_a_new_schedule() -> None:
+    assert doctest.testmod(table).failed == 0 < doctest.testmod(table).attempted
 
 
 def test_no_schedule_is_known_by_its_name_outside_of_its_file() -> None:
