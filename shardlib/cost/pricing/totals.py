@@ -15,7 +15,12 @@ import numpy as np
 
 from shardlib.axes import TOKEN_AXES
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.device_memory import bytes_by_part, heap_share, stored_bytes
+from shardlib.cost.pricing.device_memory import (
+    bytes_by_part,
+    heap_share,
+    stored_bytes,
+    working_sets,
+)
 from shardlib.cost.pricing.stage_shares import (
     on_stage,
     pipelines_of,
@@ -95,6 +100,8 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     made, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, profile)
     heap = heap_share(pricer, c.stage)
     memory, stacks = {name: size * heap for name, size in made.items()}, stacks * heap
+    sets = working_sets(pricer, how, c)
+    memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}
     memory |= {
         "parameters": parameters,
         "frozen": frozen,

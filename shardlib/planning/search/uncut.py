@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.measures import SIZES
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes
@@ -19,8 +18,9 @@ from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
+_ONE = np.ones(1, dtype=np.int64)
 #: The shape of a program on one device.
-ONE = Shapes(**dict.fromkeys(SIZES, np.ones(1, dtype=np.int64)))
+ONE = Shapes(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
 
 
 @dataclass(frozen=True, kw_only=True)
