@@ -158,6 +158,19 @@ def test_encoder_then_decoder() -> None:
     )
 
 
+def test_a_penalty_on_every_layer_hides_no_layers() -> None:
+    def program(x: jax.Array, w: list[jax.Array]) -> jax.Array:
+        value = jnp.float32(1)
+        for one in w:
+            x = x + jnp.tanh(x @ one)
+        for one in (*w, x):  # as many equations to a turn, and a turn more
+            value = value + (one**2).sum()
+        return value
+
+    w = [jnp.eye(4)] * 3
+    assert find_repeats(flatten(jax.make_jaxpr(program)(jnp.eye(4), w))) == (Run(0, 3, 3),)
+
+
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(

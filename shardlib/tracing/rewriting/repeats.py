@@ -107,7 +107,7 @@ def _search(tokens: Tokens, start: int, stop: int) -> tuple[Run, ...]:
 
 
 def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(begin, period, tokens) of the longest stretch for every period, best first."""
+    """(begin, period, tokens) of the longest stretch with matmuls for every period, best first."""
     kinds = np.asarray(tokens.kinds[start:stop])
     heavy = np.concatenate([[0], np.cumsum(tokens.heavy[start:stop])])
     found: list[tuple[int, int, int, int]] = []
@@ -115,11 +115,12 @@ def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, in
         same = kinds[:-period] == kinds[period:]
         breaks = np.flatnonzero(~same)
         edges = np.concatenate([[-1], breaks, [len(same)]])
-        lengths = np.diff(edges) - 1
-        best = int(np.argmax(lengths))
-        length = int(lengths[best])
-        begin = int(edges[best]) + 1
-        if length >= period and heavy[begin + period] > heavy[begin]:
+        lengths, begins = np.diff(edges) - 1, edges[:-1] + 1
+        fits = np.flatnonzero(lengths >= period)
+        fits = fits[heavy[begins[fits] + period] > heavy[begins[fits]]]
+        if len(fits):
+            best = fits[int(np.argmax(lengths[fits]))]
+            length, begin = int(lengths[best]), int(begins[best])
             found.append((-(length // period + 1) * period, period, begin + start, length + period))
     return [(begin, period, length) for _, period, begin, length in sorted(found)]
 
