@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,6 +21,7 @@ from benchmarks.planned_collectives import compared
 from shardlib import models
 from shardlib.models.config import TransformerConfig
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
+from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.report import totals
 
 TPU, GPU = pytest.mark.compiler("tpu"), pytest.mark.compiler("gpu")
@@ -235,3 +239,29 @@ def test_cotangents_of_looked_up_rows_travel_in_the_dtype_of_their_use():
     rules = {**RULES["features"], "vocab": ["tensor"]}
     planned, compiled = moved(verified("v5e:2x4", {**pin, "rules": rules}, layers=2), "tensor")
     assert compiled["all-gather"] == pytest.approx(planned["all-gather"], rel=0.02)
+
+
+@pytest.mark.compile
+def test_a_table_that_is_compared_with_every_row_is_gathered_as_it_is():
+    """`where` repeats the table for every row of the batch; what is gathered is the table."""
+
+    def init(key):
+        table, up = jax.random.split(key)
+        return {"table": jax.random.normal(table, (32, 64)), "up": jax.random.normal(up, (64, 64))}
+
+    def loss(params, batch):
+        mine = batch["which"][..., None] == jnp.arange(32)
+        rows = jnp.sum(jnp.where(mine[..., None], params["table"], 0.0), axis=-2)
+        return jnp.mean(jnp.tanh(rows @ params["up"]) ** 2)
+
+    program = shardlib.compile(
+        shardlib.tree(init),
+        loss,
+        optax.adamw(1e-3),
+        {"which": np.zeros((64, 16), np.int32)},
+        topology="cpu:8",
+        pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1},
+    )
+    plan, key = program.plan, ("all-gather", ("fsdp",))
+    compiled = totals(read_traffic(program.compiled().as_text(), plan.mesh).collectives)[key]
+    assert totals(plan.estimate.collectives)[key] == compiled == 4 * (32 * 64 + 64 * 64)

@@ -10,12 +10,13 @@ What a loop reads is known by `weights_of`; what it makes of them by `gradient_l
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS
-from shardlib.graph import Graph
+from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
 
 
@@ -124,6 +125,13 @@ def _carried(graph: Graph, region: int) -> int:
     return max(carried, key=lambda value: graph.values[value].bytes, default=-1)
 
 
+def _repeats(graph: Graph, op: Op) -> bool:
+    """Whether an op writes its operand several times over, so that its result is no copy of it."""
+    return op.kind == "broadcast_in_dim" and math.prod(
+        graph.values[op.results[0]].shape
+    ) > math.prod(graph.values[op.operands[0]].shape)
+
+
 def weights_of(step: StepGraph) -> dict[int, int]:
     """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the
     value index of that parameter.
@@ -132,7 +140,7 @@ def weights_of(step: StepGraph) -> dict[int, int]:
         value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)
     }
     for op in step.graph.ops:
-        if op.category not in ("elementwise", "movement", "boundary"):
+        if op.category not in ("elementwise", "movement", "boundary") or _repeats(step.graph, op):
             continue
         sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
         if len(sources) == 1 and None not in sources:
