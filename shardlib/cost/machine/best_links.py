@@ -11,6 +11,7 @@ import numpy as np
 
 from shardlib.axes import STAGE
 from shardlib.cost.machine.collective_tables import (
+    ALIKE,
     GROUPS,
     INDEX,
     OF_GROUP,
@@ -44,7 +45,7 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
             np.prod([sizes[axis] for axis in group.axes], axis=0), return_inverse=True
         )
         for number in OF_GROUP[group]:
-            found = [_least(number, int(n), topology) for n in ways]
+            found = [_least(ALIKE[number], int(n), topology) for n in ways]
             latency[number], per_byte[number] = (
                 np.array(values)[which.reshape(-1)] for values in zip(*found, strict=True)
             )
@@ -58,7 +59,7 @@ def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
     number = INDEX[Slot("stage", along(STAGE), "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
     for ways in np.flatnonzero(np.bincount(stages)):
-        latency[ways], per_byte[ways] = _least(number, int(ways), topology)
+        latency[ways], per_byte[ways] = _least(ALIKE[number], int(ways), topology)
     return latency[stages], per_byte[stages]
 
 

@@ -257,6 +257,12 @@ def _way(slot: Slot) -> tuple[str, str]:
     return slot.kind, "steps" if stepwise else slot.role if slot.role in ("ring", "ends") else ""
 
 
+#: The first slot that costs what each slot costs, where their groups lie alike.
+ALIKE: tuple[int, ...] = tuple(
+    next(first for first, other in enumerate(SLOTS) if _way(other) == _way(slot)) for slot in SLOTS
+)
+
+
 @lru_cache(maxsize=16)
 def _known_costs(
     topology: Topology,
