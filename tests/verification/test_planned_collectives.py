@@ -265,3 +265,37 @@ def test_a_table_that_is_compared_with_every_row_is_gathered_as_it_is():
     plan, key = program.plan, ("all-gather", ("fsdp",))
     compiled = totals(read_traffic(program.compiled().as_text(), plan.mesh).collectives)[key]
     assert totals(plan.estimate.collectives)[key] == compiled == 4 * (32 * 64 + 64 * 64)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_of_a_recurrence_are_reduced_once(where):
+    """Every step of the sequence adds to the gradient of the same weight: XLA moves the all-reduce
+    out of the loop, and a step moves one gradient and not 32.
+    """
+
+    def init(key):
+        turn, out = jax.random.split(key)
+        return {
+            "turn": jax.random.normal(turn, (256, 256)) / 16,
+            "out": jax.random.normal(out, (256, 128)) / 16,
+        }
+
+    def loss(params, batch):
+        def step(state, x):
+            state = jnp.tanh(state @ params["turn"] + x)
+            return state, None
+
+        state, _ = jax.lax.scan(step, jnp.zeros_like(batch["x"][:, 0]), batch["x"].swapaxes(0, 1))
+        return jnp.mean((state @ params["out"]) ** 2)
+
+    found = shardlib.verify(
+        shardlib.tree(init),
+        loss,
+        optax.adamw(1e-3),
+        {"x": jax.ShapeDtypeStruct((64, 32, 256), jnp.float32)},
+        topology=where,
+        pin={"mesh": {"data": 8}, "zero": 0, "microbatches": 1},
+    )
+    planned, compiled = moved(found, "data")
+    assert planned["all-reduce"] == pytest.approx(compiled["all-reduce"], rel=0.02)
+    assert compiled["all-reduce"] == pytest.approx(4 * (256 * 256 + 256 * 128), rel=0.02)

@@ -17,7 +17,8 @@ from shardlib.cost.items.gathers import value_gather_item
 from shardlib.cost.items.head_exchanges import head_exchange_item
 from shardlib.cost.items.kernels import kernel_items
 from shardlib.cost.items.parameter_gathers import gather_item, gathered
-from shardlib.cost.items.reductions import reduce_item, sum_groups
+from shardlib.cost.items.reductions import reduce_item
+from shardlib.cost.items.summands import sum_groups
 from shardlib.cost.step.attention_kernels import (
     KERNELS,
 )

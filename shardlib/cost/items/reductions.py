@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from shardlib.cost.items.summands import Summands, sum_groups
 from shardlib.cost.step.attention_kernels import KERNELS
-from shardlib.cost.step.liveness import accumulators
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
@@ -25,26 +25,6 @@ from shardlib.cost.terms.terms import (
 )
 from shardlib.graph import Op
 from shardlib.propagation.assignment import Choice, has, kinds
-
-#: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
-_LINEAR_VIEWS: frozenset[str] = frozenset(
-    {"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"}
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summands:
-    """Ops whose results are only added to each other, so that the compiler reduces them once.
-
-    Attributes:
-        ops: their numbers.
-        looped: whether a loop adds them to a sum that it carries. Partial sums over the batch are
-            then reduced once, after the loop (openxla/xla
-            `xla/service/while_loop_all_reduce_code_motion.cc`).
-    """
-
-    ops: tuple[int, ...]
-    looped: bool
 
 
 def reduce_item(facts: Facts, summands: Summands) -> Item:
@@ -116,9 +96,9 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
             small, large = sorted(
                 (found.get(key, transfer), transfer), key=lambda one: one.bytes.total
             )
-            if transfer.group == "gradient" and key in found:  # each use scatters its own
-                again = (*key[:2], index)
-                found[again], makers[again] = replace(small, again=True), [index]
+            if transfer.group == "gradient" and transfer.only != "whole" and key in found:
+                again = (*key[:2], index)  # each use scatters its own
+                found[again], makers[again] = replace(small, only="again"), [index]
             found[key] = large
             makers[key].append(index)
     return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
@@ -134,19 +114,25 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
         shape, trips = facts.graph.values[value].shape, facts.trips[op.region]
         cause = op.scope or op.kind
         if value in facts.gradients and partial & {"batch", "context"}:
-            found.append(
-                Transfer(
-                    kind="reduce",
-                    group="gradient",
-                    bytes=replace(
-                        amount(_reduced_bytes(facts, value), where), batch=False, context=False
-                    ),
-                    trips=trips,
-                    shape=shape,
-                    cut=where,
-                    over_tensor="tensor" in partial,
-                    cause=cause,
-                )
+            reduced = Transfer(
+                kind="reduce",
+                group="gradient",
+                bytes=replace(
+                    amount(_reduced_bytes(facts, value), where), batch=False, context=False
+                ),
+                trips=trips,
+                shape=shape,
+                cut=where,
+                over_tensor="tensor" in partial,
+                cause=cause,
+            )
+            found += (
+                [
+                    replace(reduced, only="shards"),
+                    replace(reduced, only="whole", trips=_around(facts, op)),
+                ]
+                if looped
+                else [reduced]
             )
             continue
         # A lookup is one in the dtype in which its results are used.
@@ -208,13 +194,18 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
                     kind="reduce",
                     group="sum",
                     bytes=replace(whole, batch=False, context=False),
-                    trips=facts.trips[facts.graph.regions[op.region].parent] if looped else trips,
+                    trips=_around(facts, op) if looped else trips,
                     shape=shape,
                     cut=where,
                     cause=cause,
                 )
             )
     return tuple(found)
+
+
+def _around(facts: Facts, op: Op) -> int:
+    """How often the loop runs that an op is in."""
+    return facts.trips[facts.graph.regions[op.region].parent]
 
 
 def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
@@ -243,51 +234,6 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
         at = facts.graph.ops[readers[0]].results[0]
         smallest = min(smallest, facts.graph.values[at].bytes)
     return smallest
-
-
-def sum_groups(facts: Facts) -> list[Summands]:
-    """Ops with summed factors, grouped where their results are only added to each other (`add_any`
-    of cotangents).
-
-    Partial sums can be added before they are reduced, which XLA's all-reduce reassociation does
-    (openxla/xla `xla/service/all_reduce_reassociate.cc`).
-    """
-    graph, producers = facts.graph, facts.graph.producers()
-    leader: dict[int, int] = {}
-
-    def origin(value: int) -> int | None:
-        maker = producers.get(value)
-        while maker is not None and _is_view(graph.ops[maker]):
-            maker = producers.get(graph.ops[maker].operands[0])
-        return maker
-
-    for op in graph.ops:
-        if op.kind != "add_any":
-            continue
-        if op.results[0] in facts.gradients and not facts.traits.adds_first:
-            continue  # every use of a parameter reduces its part of the gradient where it is made
-        makers = [origin(value) for value in op.operands]
-        summing = [m for m in makers if m is not None and (graph.ops[m].rule.summed or m in leader)]
-        if len(summing) == len(op.operands):
-            first = leader.get(summing[0], summing[0])
-            for maker in summing:
-                leader[maker] = first
-            leader[producers[op.results[0]]] = first
-    looped = {
-        leader.get(maker, maker)
-        for one in accumulators(graph)
-        if (maker := origin(one.added)) is not None
-    }
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, op in enumerate(graph.ops):
-        if op.rule.summed:
-            groups[leader.get(index, index)].append(index)
-    return [Summands(ops=tuple(ops), looped=first in looped) for first, ops in groups.items()]
-
-
-def _is_view(op: Op) -> bool:
-    """Whether an op only rearranges or casts its operand; so does a sum over dims of size 1."""
-    return op.kind in _LINEAR_VIEWS or (op.kind == "reduce_sum" and not op.rule.summed)
 
 
 def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:

@@ -61,6 +61,7 @@ class Traits:
     casts_stacks: bool = False
     score_bytes: tuple[float, float] = (6.0, 11.0)
     adds_first: bool = False
+    reduces_after_loops: bool = False
 
 
 def traits(vendor: str) -> Traits:
@@ -73,6 +74,7 @@ def traits(vendor: str) -> Traits:
         casts_stacks=vendor == "google",
         score_bytes=(4.0, 4.0) if vendor == "google" else (6.0, 11.0),
         adds_first=vendor == "nvidia",
+        reduces_after_loops=vendor != "cpu",
     )
 
 

@@ -93,15 +93,16 @@ def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple
     alike = replicas(tensor=tensor)
     if all_stages and not experts:
         everywhere, alike = on_all_stages(everywhere), on_all_stages(alike)
-    scattered = (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded)
-    if term.again:
-        return [scattered]
-    return [
-        (Slot("reduce", everywhere, "all-reduce"), size, once),
-        scattered,
+    shards = [
+        (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
         (Slot("scatter", alike, "all-reduce"), shard, sharded),
+    ]
+    whole = [
+        (Slot("reduce", everywhere, "all-reduce"), size, once),
         (Slot("scatter", everywhere, "all-reduce"), size, replicated),
     ]
+    of = {"shards": shards, "whole": whole, "again": shards[:1], "": [*shards, *whole]}
+    return of[term.only]
 
 
 #: The host's part in one kernel.

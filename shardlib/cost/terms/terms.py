@@ -168,8 +168,9 @@ class Transfer:
         cut: what shards its dims.
         frozen: dims that fsdp must not shard.
         over_tensor: whether the partial sums of a gradient are spread over tensor, too.
-        again: whether it is the gradient of another use of a parameter, whose partial sums are
-            scattered apart, and all-reduced with those of the first.
+        only: of a gradient, what alone counts: "shards" where it is reduced to shards, "whole"
+            where it is all-reduced, "again" the scatter of another use of a parameter, which is
+            all-reduced with those of the first; empty for all.
         cause: what needs it.
         routed, heads: as in `Compute`.
     """
@@ -182,7 +183,7 @@ class Transfer:
     cut: Cut = ()
     frozen: frozenset[int] = frozenset()
     over_tensor: bool = False
-    again: bool = False
+    only: str = ""
     cause: str = ""
     routed: Routed | None = None
     heads: Heads | None = None
