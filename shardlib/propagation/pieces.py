@@ -48,6 +48,8 @@ def in_pieces(problem: Problem) -> Problem:
         "forward": problem.forward,
         **{policy: step.graph for policy, step in problem.steps.items()},
     }
+    if not _windows(graphs):  # all joints come from them
+        return problem
     found = _found(problem, graphs)
     if not found.sizes:
         return problem
