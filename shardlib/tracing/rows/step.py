@@ -18,7 +18,8 @@ from shardlib.tracing.rows.kinds import Cause, Kind, data, mixed
 
 #: Where packages are installed: lines of source in there are not the user's.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_OWN = os.sep + os.path.join("shardlib", "")
+#: The package itself; a user's folder may well have its name, too.
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 Shape = tuple[int, ...]
 
 
@@ -124,7 +125,7 @@ def user_line(eqn: Eqn) -> str:
         if (
             not name.startswith("<")
             and not any(part in name for part in _INSTALLED)
-            and _OWN not in name
+            and not name.startswith(_OWN)
             and "importlib" not in name
         ):
             return f"{os.path.basename(name)}:{frame.line_num}"

@@ -226,3 +226,12 @@ def test_microbatches_of_one_row(loss):
     np.testing.assert_allclose(
         params["w"] - np.asarray(state.params["w"]), gradients["w"], rtol=1e-4, atol=1e-6
     )
+
+
+def test_a_folder_of_the_users_may_have_the_name_of_the_package():
+    """A clone of this repository is one."""
+    place = {"jnp": jnp}
+    code = "loss = lambda p, b: jnp.mean((b['x'] @ p['w']) * jnp.roll(b['x'] @ p['w'], 1, axis=0))"
+    exec(compile(code, "/home/me/shardlib/train.py", "exec"), place)
+    (reason,) = rows(place["loss"]).reasons
+    assert "train.py:1" in reason
