@@ -376,3 +376,30 @@ def test_pieces_of_a_carried_gather_count_once():
         )
     )
     assert (found.kind, found.axes, found.bytes, found.count) == ("all-gather", ("tensor",), 256, 1)
+
+
+def permutes(count: int) -> str:
+    """A program with so many permutes of a matmul around the tensor axis, 1 KiB each."""
+    pairs = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
+    lines = [
+        f"  %c{n} = bf16[4,128]{{1,0}} collective-permute(%p), source_target_pairs={pairs},"
+        ' metadata={op_name="jit(f)/jvp()/dot_general"}'
+        for n in range(count)
+    ]
+    head = "HloModule m, num_partitions=8\n\nENTRY %main (p: bf16[4,128]) -> bf16[4,128] {\n"
+    body = ["  %p = bf16[4,128]{1,0} parameter(0)", *lines]
+    return (
+        head + "\n".join(body) + f"\n  ROOT %r = bf16[4,128]{{1,0}} add(%c0, %c{count - 1})\n}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "times"),
+    [(5, "reduce-scatter", 1), (10, "reduce-scatter", 2), (4, "collective-permute", 4)],
+)
+def test_windows_of_a_matmul_are_the_reduce_scatter_that_they_carry_out(count, kind, times):
+    """Four devices pass four windows on, half of them each way, and join the halves."""
+    found = read_traffic(permutes(count), MeshShape(fsdp=2, tensor=4)).collectives
+    assert [(one.kind, one.axes, one.bytes, one.count) for one in found] == [
+        (kind, ("tensor",), 1024, times)
+    ]

@@ -4,7 +4,7 @@ axes and why.
 Follows calls from the entry, weighs the bodies of loops by their trip counts and the branches of
 conditionals by how often they are taken (where the text does not say, the branch that moves most
 always is), and counts an asynchronous pair once. TPU programs hide reduce-scatters
-in fusions called `all-reduce-scatter`.
+in fusions called `all-reduce-scatter`, and in permutes (`loops/windowed_matmuls.py`).
 
 >>> traffic = read_traffic('''HloModule m, num_partitions=8
 ...
@@ -32,6 +32,7 @@ from shardlib.verification.hlo.instructions import Instructions
 from shardlib.verification.hlo.loops.branches import taken, turns
 from shardlib.verification.hlo.loops.trip_counts import trip_count
 from shardlib.verification.hlo.loops.whole_numbers import AnyTurn, Entry, Scope
+from shardlib.verification.hlo.loops.windowed_matmuls import as_reduce_scatters
 
 #: Kinds that XLA has beyond those of `KINDS`, and the one that each is counted as.
 ALSO = {"ragged-all-to-all": "all-to-all"}
@@ -98,7 +99,7 @@ class _Reader(Instructions):
             self.scope = Entry(self.module, entry)
         cost = self.computation(self.module.entry) if self.module.entry else Executions()
         return Traffic(
-            found=cost.found,
+            found=as_reduce_scatters(cost.found, self.mesh),
             cycles=cost.cycles,
             aliased=self.module.aliased,
             problems=tuple(dict.fromkeys(self.problems)),
