@@ -17,6 +17,7 @@ from shardlib.cost.step.attention_kernels import KERNELS
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
+    Amount,
     Item,
     Needed,
     Transfer,
@@ -24,7 +25,7 @@ from shardlib.cost.terms.terms import (
     named,
 )
 from shardlib.graph import Op
-from shardlib.propagation.assignment import Choice, has, kinds
+from shardlib.propagation.assignment import Choice, Cut, has, kinds
 
 
 def reduce_item(facts: Facts, summands: Summands) -> Item:
@@ -111,96 +112,115 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
     found: list[Transfer] = []
     for value in op.results:
         where = facts.value_cut(value, choice)
-        shape, trips = facts.graph.values[value].shape, facts.trips[op.region]
-        cause = op.scope or op.kind
         if value in facts.gradients and partial & {"batch", "context"}:
-            reduced = Transfer(
-                kind="reduce",
-                group="gradient",
-                bytes=replace(
-                    amount(_reduced_bytes(facts, value), where), batch=False, context=False
-                ),
-                trips=trips,
-                shape=shape,
-                cut=where,
-                over_tensor="tensor" in partial,
-                cause=cause,
-            )
-            found += (
-                [
-                    replace(reduced, only="shards"),
-                    replace(reduced, only="whole", trips=_around(facts, op)),
-                ]
-                if looped
-                else [reduced]
-            )
+            found += _gradient(facts, op, value, where, "tensor" in partial, looped)
             continue
-        # A lookup is one in the dtype in which its results are used.
-        size = (
-            _reduced_bytes(facts, value)
-            if op.category == "gather"
-            else facts.graph.values[value].bytes
-        )
-        if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
-            if "rematted_computation" in op.scope:
-                continue  # the backward pass needs no sums
-            size /= facts.visits(value)  # a token's results are added up before
+        size = _summed_bytes(facts, op, value)
+        if size is None:
+            continue
         whole = amount(size, where)
         for axis in ("tensor", "context"):
-            if (
-                axis == "context" and axis in partial and op.kind in KERNELS
-            ):  # around a ring in float32, with the keys and values that it is for
-                found.append(
-                    Transfer(
-                        kind="collective-permute",
-                        group="ring",
-                        bytes=replace(amount(4 * math.prod(shape), where), context=False),
-                        trips=trips,
-                        cause=cause,
-                    )
-                )
-                found.append(
-                    Transfer(
-                        kind="reduce-scatter" if has(where, axis) else "all-reduce",
-                        group="keys",
-                        bytes=replace(whole, context=False),
-                        trips=trips,
-                        cause=cause,
-                    )
-                )
-            elif _whole_experts(facts, index, axis, choice):
+            if axis not in partial or _whole_experts(facts, index, axis, choice):
                 continue
-            elif axis in partial and not (axis == "context" and "batch" in partial):
-                # Results of experts come home before they are added up, and there they are sharded
-                # along the sequence.
-                scattered = has(where, axis) or (
-                    axis == "tensor"
-                    and facts.routes
-                    and op.kind in GROUPED
-                    and choice.sequence is not None
-                )
-                found.append(
-                    Transfer(
-                        kind="reduce-scatter" if scattered else "all-reduce",
-                        group=axis,
-                        bytes=replace(whole, **{axis: False}),
-                        trips=trips,
-                        cause=cause,
-                    )
-                )
+            if axis == "context" and op.kind in KERNELS:
+                found += _around_ring(facts, op, value, where, whole)
+            elif axis == "tensor" or "batch" not in partial:
+                found.append(_over_axis(facts, op, axis, whole, where, choice))
         if "batch" in partial:
             found.append(
                 Transfer(
                     kind="reduce",
                     group="sum",
                     bytes=replace(whole, batch=False, context=False),
-                    trips=_around(facts, op) if looped else trips,
-                    shape=shape,
+                    trips=_around(facts, op) if looped else facts.trips[op.region],
+                    shape=facts.graph.values[value].shape,
                     cut=where,
-                    cause=cause,
+                    cause=_cause(op),
                 )
             )
     return tuple(found)
+
+
+def _gradient(
+    facts: Facts, op: Op, value: int, where: Cut, over_tensor: bool, looped: bool
+) -> list[Transfer]:
+    """The reduction of a parameter's gradient over the devices that share the batch: of one that a
+    loop adds up, whole ones are reduced after it.
+    """
+    reduced = Transfer(
+        kind="reduce",
+        group="gradient",
+        bytes=replace(amount(_reduced_bytes(facts, value), where), batch=False, context=False),
+        trips=facts.trips[op.region],
+        shape=facts.graph.values[value].shape,
+        cut=where,
+        over_tensor=over_tensor,
+        cause=_cause(op),
+    )
+    if not looped:
+        return [reduced]
+    return [
+        replace(reduced, only="shards"),
+        replace(reduced, only="whole", trips=_around(facts, op)),
+    ]
+
+
+def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
+    """Bytes of an activation's partial sums; None where nobody needs the sums."""
+    if op.category == "gather":  # a lookup is one in the dtype in which its results are used
+        return _reduced_bytes(facts, value)
+    size = facts.graph.values[value].bytes
+    if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
+        if "rematted_computation" in op.scope:
+            return None  # the backward pass needs no sums
+        return size / facts.visits(value)  # a token's results are added up before
+    return size
+
+
+def _around_ring(
+    facts: Facts, op: Op, value: int, where: Cut, whole: Amount
+) -> tuple[Transfer, Transfer]:
+    """Gradients of keys and values: around the ring in float32, with the keys and values that they
+    are of, or reduced, where keys are gathered.
+    """
+    size = 4 * math.prod(facts.graph.values[value].shape)
+    ring = Transfer(
+        kind="collective-permute",
+        group="ring",
+        bytes=replace(amount(size, where), context=False),
+        trips=facts.trips[op.region],
+        cause=_cause(op),
+    )
+    reduced = Transfer(
+        kind="reduce-scatter" if has(where, "context") else "all-reduce",
+        group="keys",
+        bytes=replace(whole, context=False),
+        trips=facts.trips[op.region],
+        cause=_cause(op),
+    )
+    return ring, reduced
+
+
+def _over_axis(
+    facts: Facts, op: Op, axis: str, whole: Amount, where: Cut, choice: Choice
+) -> Transfer:
+    """The reduction over tensor or context of what is not a gradient. Results of experts come home
+    before they are added up, and there they are sharded along the sequence.
+    """
+    at_home = (
+        axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None
+    )
+    return Transfer(
+        kind="reduce-scatter" if has(where, axis) or at_home else "all-reduce",
+        group=axis,
+        bytes=replace(whole, **{axis: False}),
+        trips=facts.trips[op.region],
+        cause=_cause(op),
+    )
+
+
+def _cause(op: Op) -> str:
+    return op.scope or op.kind
 
 
 def _around(facts: Facts, op: Op) -> int:
