@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -78,11 +78,32 @@ class Machine:
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=arguments,
-            out_specs=result,
+            in_specs=tuple(self._with_single(spec, automatic) for spec in arguments),
+            out_specs=(
+                self._with_single(result, automatic)
+                if isinstance(result, PartitionSpec)
+                else tuple(self._with_single(spec, automatic) for spec in result)
+            ),
             axis_names=automatic,
             check_vma=False,
         )
+
+    def _with_single(self, spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+        """A spec whose first dim is also sharded over those axes of one device that it leaves out.
+
+        JAX reduces the gradient of what is not sharded over an axis along it, and the compiler for
+        simulated devices keeps a reduction among single devices: a copy of the gradient.
+        """
+        named = {name for dim in spec for name in ([dim] if isinstance(dim, str) else dim or ())}
+        single = [
+            name
+            for name, size in self.mesh.shape.items()
+            if size == 1 and name in axes and name not in named
+        ]
+        if not len(spec) or not single:
+            return spec
+        first = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+        return PartitionSpec((*first, *single), *spec[1:])
 
     def gathered(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
         """A device's shard of an array as the whole, along a dim that is sharded over axes; inside
