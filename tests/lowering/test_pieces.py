@@ -19,6 +19,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.lowering.reading.fused_dims import in_order, interleaved, joined, pieces
+from shardlib.verification.hlo.traffic import read_traffic
 from tests.zoo.case import BATCH, SEQ, VOCAB, Case, cross_entropy, leaves_by_path, nnx_case, tokens
 from tests.zoo.parity import capture, errors, run_sharded
 
@@ -153,6 +154,26 @@ def test_recurrent_cells_are_sharded_and_right(
         one.path: str(one.compute) for one in kernels
     }
     assert not [finding for finding in plan.findings if finding.code == "replicated-compute"]
+
+
+def test_gates_whose_rows_are_sharded_change_their_order_where_they_are() -> None:
+    """The matrix of a recurrence, [state, 4 state], has both dims' colour sharded over tensor: its
+    rows. Stored with its columns whole, they change their order on every device alone.
+    """
+    found = cell_case(nnx.OptimizedLSTMCell)
+    pin = {
+        "mesh": {"fsdp": 2, "tensor": 4},
+        "zero": 3,
+        "rules": [["batch", ["data", "fsdp"]], ["head.kernel:0", "tensor"]],
+    }
+    plan = right(found, pin)
+    recurrent = next(one for one in plan.parameters if one.shape == (STATE, 4 * STATE))
+    assert str(recurrent.rest) == "[tensor·fsdp, -]"
+    program = shardlib.compile(
+        found.init, found.loss, optax.sgd(1e-2), dict(found.batch), plan=plan, batch_axes=AXES
+    )
+    moved = read_traffic(program.compiled().as_text(), plan.mesh).collectives
+    assert not [one for one in moved if one.kind == "all-to-all" and "fsdp" in one.axes]
 
 
 @pytest.mark.long

@@ -267,11 +267,8 @@ def test_a_table_that_is_compared_with_every_row_is_gathered_as_it_is():
     assert totals(plan.estimate.collectives)[key] == compiled == 4 * (32 * 64 + 64 * 64)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_gradients_of_a_recurrence_are_reduced_once(where):
-    """Every step of the sequence adds to the gradient of the same weight: XLA moves the all-reduce
-    out of the loop, and a step moves one gradient and not 32.
-    """
+def recurrence(where, pin):
+    """A recurrence of 32 steps, [64, 256] a step, whose matrix is [256, 256]."""
 
     def init(key):
         turn, out = jax.random.split(key)
@@ -288,14 +285,53 @@ def test_gradients_of_a_recurrence_are_reduced_once(where):
         state, _ = jax.lax.scan(step, jnp.zeros_like(batch["x"][:, 0]), batch["x"].swapaxes(0, 1))
         return jnp.mean((state @ params["out"]) ** 2)
 
-    found = shardlib.verify(
-        shardlib.tree(init),
+    return shardlib.verify(
+        shardlib.tree(init, {"turn": ("state", None), "out": ("state", "answer")}),
         loss,
         optax.adamw(1e-3),
         {"x": jax.ShapeDtypeStruct((64, 32, 256), jnp.float32)},
         topology=where,
-        pin={"mesh": {"data": 8}, "zero": 0, "microbatches": 1},
+        pin={"microbatches": 1, **pin},
+        batch_axes={"x": ("batch", "time", "state")},
     )
-    planned, compiled = moved(found, "data")
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_of_a_recurrence_are_reduced_once(where):
+    """Every step of the sequence adds to the gradient of the same weight: XLA moves the all-reduce
+    out of the loop, and a step moves one gradient and not 32.
+    """
+    planned, compiled = moved(recurrence(where, {"mesh": {"data": 8}, "zero": 0}), "data")
     assert planned["all-reduce"] == pytest.approx(compiled["all-reduce"], rel=0.02)
     assert compiled["all-reduce"] == pytest.approx(4 * (256 * 256 + 256 * 128), rel=0.02)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_the_weight_of_a_recurrence_is_gathered_once_on_the_way_there(where):
+    """And in each step on the way back, of which every one scatters its gradient, too."""
+    planned, compiled = moved(recurrence(where, {"mesh": {"fsdp": 8}, "zero": 3}), "fsdp")
+    assert planned["all-gather"] == pytest.approx(4 * 256 * (33 * 256 + 128), rel=0.02)
+    # TPUs multiply float32 in bfloat16, and gather it so
+    wide = 1 if where == "h100:8" else 2
+    assert planned["all-gather"] == pytest.approx(wide * compiled["all-gather"], rel=0.02)
+
+
+@GPU
+def test_square_matrices_of_a_recurrence_work_where_they_lie():
+    """Both dims of the matrix have one name; its rows are sharded over tensor, and so what is
+    multiplied by its columns is gathered, on the way back too.
+    """
+    rules = {"batch": ["data", "fsdp"], "state": ["tensor"]}
+    found = recurrence("h100:8", {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "rules": rules})
+    assert str(found.plan.parameters[1].compute) == "[tensor, -]"
+    planned, compiled = moved(found, "tensor")
+    assert planned == pytest.approx(compiled, rel=0.02)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_learned_positions_are_gathered_as_far_as_they_are_read(where):
+    """A table of 4,096 rows in float32 (8 MiB), of which a sequence reads 512 in bfloat16."""
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "rules": RULES["features"]}
+    found = verified(where, pin, layers=2, max_seq=4096, learned_positions=True)
+    planned, compiled = moved(found, "fsdp")
+    assert planned == pytest.approx(compiled, rel=0.02)

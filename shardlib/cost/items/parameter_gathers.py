@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -97,6 +98,18 @@ def gathered_bytes(facts: Facts, item: Gathered) -> float:
     return facts.graph.values[item.value].bytes * narrow
 
 
+def _times(facts: Facts, item: Gathered) -> int:
+    """How often a parameter is gathered in a region: in every iteration, but for what those of a
+    forward loop have in common (the matrix of a recurrence), which JAX computes before the loop
+    (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
+    """
+    values, trips = facts.graph.values, facts.trips[item.region]
+    if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
+        return trips
+    parts = math.prod(values[item.source].shape) // math.prod(values[item.value].shape)
+    return min(trips, max(1, parts))
+
+
 def gather_item(facts: Facts, item: Gathered) -> Item:
     """The all-gathers of a parameter that is stored sharded, before its uses, and what they hold.
 
@@ -105,7 +118,7 @@ def gather_item(facts: Facts, item: Gathered) -> Item:
         item: the gather.
     """
     parameter = facts.graph.values[item.source]
-    trips = facts.trips[item.region]
+    trips = _times(facts, item)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.value_cut(item.source, choice)

@@ -20,6 +20,7 @@ from shardlib.cost.step.routed_experts import EVEN, GROUPED, Exchange
 from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import TOKENS, Choice, Cut, has, kinds
+from shardlib.propagation.factor_colours import all_factor_colours
 
 
 class Facts:
@@ -58,16 +59,15 @@ class Facts:
         self.exchange = exchange
         self.capped = layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
-        self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
+        self.weights, self.gradients = weights_of(step), gradient_like(step)
+        self.factors = all_factor_colours(step.graph, names, {*self.weights, *self.gradients})
         self.rows = tuple(
             _query_factor(step.graph, op, names, colours, sequence[0])
             for op, colours in zip(step.graph.ops, self.factors, strict=True)
         )
         self.traits = traits
         self.fusion: Fusion = fuse(step.graph, traits)
-        self.weights = weights_of(step)
         self.layers: Layers = find_layers(step.graph, self.weights)
-        self.gradients = gradient_like(step)
         self.heads = {
             index: heads
             for index, op in enumerate(step.graph.ops)
@@ -274,23 +274,3 @@ def _query_factor(
         ),
         None,
     )
-
-
-def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every factor of an op: the colour of a dim of which it is the major factor.
-
-    Args:
-        op: the op.
-        names: colour of every dim of every value.
-
-    Returns:
-        One per factor; None where no dim has a colour.
-    """
-    found: list[str | None] = [None] * len(op.rule.sizes)
-    for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
-        for value, dims in zip(values, all_dims, strict=True):
-            for dim, factors in enumerate(dims):
-                major = op.rule.major(factors)
-                if major is not None and found[major] is None:
-                    found[major] = names[value][dim]
-    return tuple(found)

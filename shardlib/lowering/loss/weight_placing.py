@@ -30,6 +30,7 @@ from shardlib.lowering.weights.gradients import reduced
 from shardlib.lowering.weights.reduction_plan import (
     GradientReductions,
 )
+from shardlib.lowering.weights.sliced import gathered_slice
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 
@@ -167,9 +168,11 @@ class WeightPlacing:
         """What is gathered at once: shapes of kernels, and tables, without those that some function
         gathers.
         """
-        return self.loss.kernels - {
-            self.uses[path].shape for path in functions
-        }, self.loss.tables - {self.uses[path].view.parameter for path in functions}
+        uses = [(self.uses if path in self.uses else self.loss.sliced)[path] for path in functions]
+        return (
+            self.loss.kernels - {use.shape for use in uses},
+            self.loss.tables - {use.view.parameter for use in uses},
+        )
 
     def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
         """What runs instead of the operations that use parameters, by path.
@@ -189,4 +192,19 @@ class WeightPlacing:
             for path, use in self.uses.items()
             if (path, 0) in self.placements
         }
-        return {path: function for path, function in found.items() if function is not None}
+        known = {path: function for path, function in found.items() if function is not None}
+        return known | self._slices(mesh, machine)
+
+    def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
+        """What runs instead of slices of parameters, of which all slices can be taken so."""
+        uses = self.loss.sliced
+        found = {
+            path: gathered_slice(use, self.parameter(use, mesh), machine)
+            for path, use in uses.items()
+        }
+        left = {uses[path].view.parameter for path, function in found.items() if function is None}
+        return {
+            path: function
+            for path, function in found.items()
+            if function is not None and uses[path].view.parameter not in left
+        }

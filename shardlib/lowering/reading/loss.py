@@ -26,7 +26,7 @@ from shardlib.lowering.reading.custom_calls import (
     steps,
 )
 from shardlib.lowering.reading.parameter_roles import convolved, looked_up, stacked_parameters
-from shardlib.lowering.reading.parameter_uses import weight_uses
+from shardlib.lowering.reading.parameter_uses import SLICES, weight_uses
 from shardlib.lowering.reading.use import Use
 from shardlib.tracing.program import Program
 
@@ -51,6 +51,17 @@ class LossReading:
     @cached_property
     def uses(self) -> Mapping[str, Use]:
         """The matmuls, convolutions and lookups of parameters, by path."""
+        return {
+            path: use for path, use in self._all_uses.items() if use.equation.name not in SLICES
+        }
+
+    @cached_property
+    def sliced(self) -> Mapping[str, Use]:
+        """The slices that are taken of parameters, by path."""
+        return {path: use for path, use in self._all_uses.items() if use.equation.name in SLICES}
+
+    @cached_property
+    def _all_uses(self) -> Mapping[str, Use]:
         return weight_uses(self.program, self.parameters)
 
     @cached_property

@@ -1,8 +1,8 @@
 """Which operations use a parameter, and which dim of theirs is which dim of the parameter?
 
 A parameter is followed through casts, transpositions and reshapes, and into the layers of a scan,
-to the matmul, convolution or lookup that uses it. There its gradient comes about, so there it can
-be reduced (`lowering/weights/gradients.py`).
+to the matmul, convolution, lookup or slice that uses it. There its gradient comes about, so there
+it can be reduced (`lowering/weights/gradients.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from shardlib._jax_compat import scan_counts
 from shardlib.lowering.reading.use import Use, View
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
+#: Operations that take a part of a parameter.
+SLICES: frozenset[str] = frozenset({"slice", "dynamic_slice"})
+_LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gather", *SLICES})
 _SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 
 
 def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
-    """Finds the matmuls, convolutions and lookups of parameters.
+    """Finds the matmuls, convolutions, lookups and slices of parameters.
 
     Args:
         program: the loss; its first inputs are the parameters.
@@ -56,7 +59,7 @@ def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) 
                 _scanned(equation, operands),
                 found,
             )
-        elif equation.name in ("dot_general", "conv_general_dilated", "gather"):
+        elif equation.name in _LINEAR:
             using = [(i, view) for i, view in enumerate(operands) if view is not None]
             if len(using) == 1:
                 found[equation.path] = Use(
@@ -85,10 +88,10 @@ def seen_through(equation: Equation, operands: list[View | None], program: Progr
 
 
 def _cast(program: Program, equation: Equation) -> Any:
-    """The narrower floating dtype that is all that becomes of a lookup's rows; None where there is
-    more.
+    """The narrower floating dtype that is all that becomes of what a lookup or slice takes; None
+    where there is more.
     """
-    if equation.name != "gather" or equation.outputs[0] in program.outputs:
+    if equation.name not in ("gather", *SLICES) or equation.outputs[0] in program.outputs:
         return None
     readers = [reader for reader in program.equations if equation.outputs[0] in reader.inputs]
     wide = program.avals[equation.outputs[0]].dtype

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from shardlib.axes import BATCH_AXES, COMPUTE_AXES, STORED_AXES, LogicalAxes, MeshShape
+from shardlib.cost.items.fused_weights import fused_parameters
+from shardlib.graph import Op
 from shardlib.graph.problem import Problem
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import ParameterLayout
@@ -19,7 +22,11 @@ ROWS, LANES = 16, 128
 
 
 def at_rest(
-    layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]
+    layout: Layout,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    frozen: frozenset[int],
+    avoided: frozenset[int] = frozenset(),
 ) -> Layout:
     """Cuts one more dim of a parameter over the storage axes: the first uncut dim that divides,
     else a cut dim that still divides.
@@ -36,6 +43,7 @@ def at_rest(
         shape: elements per dim.
         mesh: sizes of the mesh axes.
         frozen: dims that must stay as they are (a stack of layers that a scan walks).
+        avoided: dims that are sharded where no other can be: whole ones are moved less.
 
     Returns:
         The layout with `STORED_AXES` added, or the same layout where no dim divides.
@@ -52,6 +60,7 @@ def at_rest(
     best = min(
         fits,
         key=lambda dim: (
+            dim in avoided,
             bool(layout[dim]),
             shape[dim] // (mesh.ways(layout[dim]) * more) % tiles.get(dim, 1) > 0,
             dim,
@@ -106,6 +115,7 @@ def parameter_layouts(
         rest_rules: pinned rules for stored parameters; without them `at_rest` chooses the dim.
     """
     found: list[ParameterLayout] = []
+    slices, fused = sliced_dims(problem), fused_parameters(problem)
     for parameter in problem.parameters:
         axes = colours[parameter.path]
         stacks = frozenset(dim for path, dim in frozen if path == parameter.path)
@@ -120,7 +130,10 @@ def parameter_layouts(
                 stacks,
             )
         else:
-            cut = at_rest(compute, parameter.shape, mesh, stacks)
+            avoided = slices.get(parameter.path, frozenset())
+            if "tensor" in compute.axes:
+                avoided |= {d for d in fused.get(parameter.path, ()) if not compute[d]}
+            cut = at_rest(compute, parameter.shape, mesh, stacks, avoided)
         rest = cut if zero >= 3 else compute
         gradient, state = (
             (cut if zero >= 2 else compute, cut if zero >= 1 else compute)
@@ -141,6 +154,32 @@ def parameter_layouts(
             )
         )
     return tuple(found)
+
+
+def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
+    """The dims of which every use of a parameter takes a slice, by path: the rows of a table of
+    positions that is longer than the sequence. Sharded, such a dim is gathered whole, where slices
+    of the others' shards could be.
+
+    Args:
+        problem: the model.
+    """
+    graph = problem.forward
+    uses: dict[int, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        for value in op.operands:
+            uses[value].append(op)
+    found: dict[str, frozenset[int]] = {}
+    for value in graph.inputs_of("parameter"):
+        shape = graph.values[value].shape
+        parts = uses[value]
+        if parts and all(op.kind in ("slice", "dynamic_slice") for op in parts):
+            found[graph.values[value].path] = frozenset(
+                dim
+                for dim, size in enumerate(shape)
+                if all(graph.values[op.results[0]].shape[dim] < size for op in parts)
+            )
+    return found
 
 
 def _staged(
