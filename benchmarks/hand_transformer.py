@@ -184,6 +184,37 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandStep:
+    """The step before it is compiled, with what it needs.
+
+    Attributes:
+        step, params, opt_state, batch_sharding: see `HandProgram`.
+        places: shardings of what the step takes: parameters, optimizer state and batch.
+        mesh: of all of them.
+        batch: abstract.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    batch_sharding: NamedSharding
+    places: tuple[Any, ...]
+    mesh: Mesh
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+    def compiled(self) -> Any:
+        """The compiled step; traced and compiled at each call."""
+        jitted = jax.jit(
+            lambda *arguments: self.step(*arguments),
+            in_shardings=self.places,
+            out_shardings=(*self.places[:2], NamedSharding(self.mesh, P())),
+            donate_argnums=(0, 1),
+        )
+        with jax.set_mesh(self.mesh):
+            return jitted.lower(self.params, self.opt_state, self.batch).compile()
+
+
+@dataclass(frozen=True, kw_only=True)
 class HandProgram:
     """The compiled step with what it needs.
 
@@ -208,7 +239,24 @@ def build(
     values: Mapping[str, Any],
     batch: Mapping[str, np.ndarray],
 ) -> HandProgram:
-    """Compiles the hand-sharded training step.
+    """Compiles the hand-sharded training step; arguments as for `prepared`."""
+    made = prepared(shape, mesh, optimizer, values, batch)
+    return HandProgram(
+        step=made.compiled(),
+        params=made.params,
+        opt_state=made.opt_state,
+        batch_sharding=made.batch_sharding,
+    )
+
+
+def prepared(
+    shape: Shape,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    values: Mapping[str, Any],
+    batch: Mapping[str, np.ndarray],
+) -> HandStep:
+    """Makes the hand-sharded training step, and places its state.
 
     Args:
         shape: sizes of the model.
@@ -249,21 +297,16 @@ def build(
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    places = (shardings, opt_shardings, dict.fromkeys(batch, batch_sharding))
-    jitted = jax.jit(
-        step,
-        in_shardings=places,
-        out_shardings=(shardings, opt_shardings, whole),
-        donate_argnums=(0, 1),
-    )
-    with jax.set_mesh(mesh):
-        compiled = jitted.lower(
-            params,
-            opt_state,
-            {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()},
-        ).compile()
-    return HandProgram(
-        step=compiled, params=params, opt_state=opt_state, batch_sharding=batch_sharding
+    return HandStep(
+        step=step,
+        params=params,
+        opt_state=opt_state,
+        batch_sharding=batch_sharding,
+        places=(shardings, opt_shardings, dict.fromkeys(batch, batch_sharding)),
+        mesh=mesh,
+        batch={
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()
+        },
     )
 
 

@@ -18,7 +18,7 @@ from shardlib.lowering.reading.fused_dims import Interleaving
 from shardlib.lowering.reading.loss import LossReading
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.placements import placements
 from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced
@@ -62,13 +62,13 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
 
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
-    load, parameters = _load(traced, plan), _parameters(traced)
+    colouring, parameters = _colouring(traced, plan), _parameters(traced)
     loss = LossReading(program=traced.program, parameters=parameters)
     wanted = dict(loss.operands)
     if plan.collective_matmul == "loop":
         wanted |= activations_of(matmuls(loss))
-    graph, names = traced.problem.forward, load.colouring.forward
-    found = placements(graph, names, rules, plan.mesh, load.colouring.batch_colour, wanted)
+    graph, names = traced.problem.forward, colouring.forward
+    found = placements(graph, names, rules, plan.mesh, colouring.batch_colour, wanted)
     return with_whole_heads(found, graph, loss.calls.values(), plan)
 
 
@@ -78,7 +78,7 @@ def _parameters(traced: Traced) -> int:
 
 
 def _interleaving(traced: Traced, plan: Plan) -> Interleaving:
-    names, problem = _load(traced, plan).colouring.forward, traced.problem
+    names, problem = _colouring(traced, plan).forward, traced.problem
     return interleaving(
         problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced)
     )
@@ -88,7 +88,7 @@ def _around(traced: Traced, plan: Plan) -> Rules:
     """The rules outside of the layers of a pipeline: the sequence is sharded over the stages,
     inside of the axes that it is sharded over already.
     """
-    sequence = _load(traced, plan).colouring.sequence_colour
+    sequence = _colouring(traced, plan).sequence_colour
     if sequence is None:
         return plan.rules
     entries: list[tuple[str, tuple[str, ...]]] = []
@@ -100,9 +100,10 @@ def _around(traced: Traced, plan: Plan) -> Rules:
     return Rules((*entries, (sequence, ("stage",))))
 
 
-def _load(traced: Traced, plan: Plan) -> Workload:
+def _colouring(traced: Traced, plan: Plan) -> Colouring:
+    """The colours that the plan was searched with; found here for a plan that was given."""
     return (
-        plan.source.load
+        plan.source.load.colouring
         if plan.source is not None and plan.source.load.problem is traced.problem
-        else prepare(traced.problem)
+        else colour(traced.problem)
     )

@@ -10,10 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
-from shardlib.lowering.mesh.shardings import (
-    named_sharding,
-    returning,
-)
+from shardlib.lowering.mesh.pinning import pinned, returning
+from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.planning.plan import Plan
 
 
@@ -28,7 +26,7 @@ def laid_out(value: jax.Array, whole: bool, use: NamedSharding, back: NamedShard
         back: the sharding of its gradient.
     """
     same = returning(back)(value)
-    return jax.lax.with_sharding_constraint(same, use) if whole else same
+    return pinned(same, use) if whole else same
 
 
 def constrained(
@@ -67,7 +65,7 @@ def constrained(
                 *(PartitionSpec.UNCONSTRAINED if dim is None else dim for dim in sharding.spec)
             ),
         )
-    return jax.lax.with_sharding_constraint(value, sharding)
+    return pinned(value, sharding)
 
 
 def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

@@ -7,7 +7,7 @@ else whole on every device. Nothing is left to propagation, which under Auto axe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -263,27 +263,6 @@ def with_shardings(tree: Tree, shardings: Tree) -> Tree:
         tree,
         shardings,
     )
-
-
-def constrain(tree: Tree, shardings: Tree) -> Tree:
-    """Pins the layout of every leaf, inside a traced function."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
-
-
-def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can
-    reduce-scatter it.
-    """
-
-    @jax.custom_vjp
-    def same(leaf: jax.Array) -> jax.Array:
-        return leaf
-
-    same.defvjp(
-        lambda leaf: (leaf, None),
-        lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),),
-    )
-    return same
 
 
 def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | None]:

@@ -21,8 +21,9 @@ from shardlib.lowering.host_memory.disk.parts import GRADIENT
 from shardlib.lowering.host_memory.offload import fetched, to_host
 from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
+from shardlib.lowering.mesh.pinning import constrain, moved
 from shardlib.lowering.mesh.precision import Precision, like
-from shardlib.lowering.mesh.shardings import ParameterShardings, constrain
+from shardlib.lowering.mesh.shardings import ParameterShardings
 from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.program.guards import Guards, checked
 from shardlib.lowering.reading.traced_loss import LossJaxpr
@@ -264,7 +265,7 @@ def step_function(
         chosen: Callable[[Tree, Tree], Tree],
     ) -> TrainState:
         stored = parts.partition.trained(state.params)
-        local = like(constrain(stored, parts.params.state), parts.updated)
+        local = like(moved(stored, parts.params.rest, parts.params.state), parts.updated)
         before = fetched(state.opt_state, parts.opt_state)
         gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
         updates, opt_state = optimizer.update(gradients, before, local, value=loss)
@@ -272,7 +273,8 @@ def step_function(
             chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local)
         )
         rested = parts.partition.joined(
-            constrain(parts.gather(params, stored), parts.params.rest), state.params
+            moved(parts.gather(params, stored), parts.params.state, parts.params.rest),
+            state.params,
         )
         return TrainState(
             step=state.step + 1,

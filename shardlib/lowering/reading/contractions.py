@@ -48,15 +48,15 @@ class Pins:
     def of(
         equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
     ) -> Pins | None:
-        """The pins of an equation; None where it is no contraction, or the plan has no layouts for
-        it.
+        """The pins of an equation; None where it is no contraction, the plan has no layouts for it,
+        or there is one device.
 
         Args:
             equation: the equation.
             placements: the layouts of a plan.
             mesh: the mesh around it.
         """
-        if equation.name not in CONTRACTIONS:
+        if equation.name not in CONTRACTIONS or mesh.size == 1:
             return None
         layouts = [
             layout
