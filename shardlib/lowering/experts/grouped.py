@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.errors import LayoutError
+
+_Carry = TypeVar("_Carry")
+#: Gradients of all groups, [G, D, F]; the sums of one, [D, F]; which one.
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +103,8 @@ class _Steps:
         return group, first, ((row >= wanted) & (row < self.ends[group]))[:, None]
 
     def run(
-        self,
-        work: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
-        start: jax.Array,
-    ) -> jax.Array:
+        self, work: Callable[[_Carry, jax.Array, jax.Array, jax.Array], _Carry], start: _Carry
+    ) -> _Carry:
         """Runs work(result so far, group, first row, rows of the block) for every block."""
         return jax.lax.fori_loop(
             0, self.count, lambda step, result: work(result, *self.at(step)), start
@@ -139,18 +141,30 @@ def _product(
 def _outer(
     block: int, rows: jax.Array, cotangent: jax.Array, weights: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """The gradient of the weights: sums over the rows of each group."""
+    """The gradient of the weights: sums over the rows of each group.
+
+    The sums of one group are float32, and what is kept of all has the dtype of the weights: blocks
+    of a group follow each other, and the last one leaves the whole sum.
+    """
     steps = _Steps.of(sizes, rows.shape[0], block)
 
-    def work(result: jax.Array, group: jax.Array, first: jax.Array, mine: jax.Array) -> jax.Array:
+    def work(carry: _Sums, group: jax.Array, first: jax.Array, mine: jax.Array) -> _Sums:
+        result, sums, last = carry
         a, b = (
             jnp.where(mine, steps.read(rows, first), 0),
             jnp.where(mine, steps.read(cotangent, first), 0),
         )
         made = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
-        return result.at[group].add(made)
+        sums = jnp.where(last == group, sums, 0) + made
+        kept = jax.lax.dynamic_update_index_in_dim(result, sums.astype(result.dtype), group, 0)
+        return kept, sums, group
 
-    return steps.run(work, jnp.zeros(weights.shape, jnp.float32)).astype(weights.dtype)
+    start = (
+        jnp.zeros(weights.shape, weights.dtype),
+        jnp.zeros(weights.shape[1:], jnp.float32),
+        jnp.full((), -1, sizes.dtype),
+    )
+    return steps.run(work, start)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
