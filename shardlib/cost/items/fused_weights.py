@@ -4,7 +4,8 @@ A weight is stored in the model's order. Where the tensor axis shards a fused di
 takes it in another order (`shardlib.lowering.reading.fused_dims`): devices deal out their columns
 by rows, change the order, and deal them back, two all-to-alls of a device's part of the weight, and
 as many for its gradient. A vector is gathered instead. Weights of a loop over layers are taken in
-every iteration, and again where the layer is rematerialised; others once in a microbatch.
+every iteration, and again where the layer is rematerialised; others, and those of layers that are
+written out one by one, once in a microbatch.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
     graph, stack = facts.graph, facts.frozen_dims(value)
     uses = [one for one in gathered(facts) if one.source == value]
     inside = [one.region for one in uses if stack]
+    written_out = value in facts.sources and facts.sources[value].stacked
+    again = [] if written_out else sorted(inside)[1:]
     places = (
-        [min(inside), *(region for region in sorted(inside)[1:] if _again(facts, region))]
-        if inside
-        else [0]
+        [min(inside), *(region for region in again if _again(facts, region))] if inside else [0]
     )
     back = [max(inside)] if inside else [0]
     size = float(

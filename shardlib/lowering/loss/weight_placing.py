@@ -102,7 +102,9 @@ class WeightPlacing:
         whole: bool,
         mesh: Mesh | AbstractMesh,
     ) -> jax.Array:
-        """A parameter, or a layer of it, with its fused dims interleaved."""
+        """A parameter, or a layer of it, with its fused dims interleaved; moved in the dtype in
+        which it is read.
+        """
         if not orders:
             return value
         layouts = self._parameter(parameter, mesh)
@@ -113,13 +115,14 @@ class WeightPlacing:
                 mesh, dealt(after, orders, value.shape, self.plan.mesh)
             )
 
+        narrow = self.loss.narrowed.get(parameter, value.dtype)
         return taken(
-            value,
+            as_dtype(value, narrow),
             orders,
             self.interleaving.ways,
             shardings(layouts.compute if whole else layouts.rest),
             shardings(layouts.gradient),
-        )
+        ).astype(value.dtype)
 
     def _used(
         self, parameter: int, leaf: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding

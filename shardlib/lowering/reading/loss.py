@@ -25,7 +25,12 @@ from shardlib.lowering.reading.custom_calls import (
     sites,
     steps,
 )
-from shardlib.lowering.reading.parameter_roles import convolved, looked_up, stacked_parameters
+from shardlib.lowering.reading.parameter_roles import (
+    convolved,
+    looked_up,
+    narrowed,
+    stacked_parameters,
+)
 from shardlib.lowering.reading.parameter_uses import SLICES, weight_uses
 from shardlib.lowering.reading.use import Use
 from shardlib.tracing.program import Program
@@ -83,6 +88,11 @@ class LossReading:
     def kernels(self) -> frozenset[tuple[int, ...]]:
         """Shapes of the kernels of convolutions."""
         return convolved(equation.eqn for equation in self.program.equations)
+
+    @cached_property
+    def narrowed(self) -> Mapping[int, np.dtype]:
+        """The parameters of which all that is read is in a narrower dtype -> that dtype."""
+        return narrowed(self.program, self.parameters)
 
     @cached_property
     def dtypes(self) -> tuple[np.dtype, ...]:

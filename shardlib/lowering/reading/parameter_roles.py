@@ -1,10 +1,12 @@
-"""Which parameters are stacks of layers, tables of lookups, or kernels of convolutions.
+"""Which parameters are stacks of layers, tables of lookups, kernels of convolutions, or needed in a
+narrower dtype than their own.
 
-Each of the three is found by what reads it:
+Each of the four is found by what reads it:
 
     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
     table[tokens], table[:length]             a table: read by lookups and slices alone
     conv(x, kernel)                           a kernel, known by its shape
+    x @ weight.astype(bfloat16)               a weight in bfloat16, if nothing else reads it
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from shardlib._jax_compat import scan_counts
 from shardlib.jax_types import Eqn
@@ -75,6 +80,49 @@ def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
                 if hasattr(inner, "eqns"):
                     found |= convolved(inner.eqns)
     return frozenset(found)
+
+
+def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
+    """The dtype to which a parameter, or every layer of it, is cast by the one operation that reads
+    it, where that is a narrower floating one. Its gradient has no more digits either.
+
+    Args:
+        program: of the loss.
+        parameters: how many of its first inputs are parameters.
+
+    Returns:
+        By number of the parameter in tree order.
+    """
+    found: dict[int, np.dtype] = {}
+    _find_casts(program, {number: i for i, number in enumerate(program.inputs[:parameters])}, found)
+    return found
+
+
+def _find_casts(program: Program, known: Mapping[int, int], found: dict[int, np.dtype]) -> None:
+    readers: dict[int, list[Equation]] = {number: [] for number in known}
+    for equation in program.equations:
+        for number in equation.inputs:
+            if number in readers:
+                readers[number].append(equation)
+    for number, parameter in known.items():
+        if len(readers[number]) != 1 or number in program.outputs:
+            continue
+        (reader,) = readers[number]
+        if reader.name == "convert_element_type":
+            wide, dtype = program.avals[number].dtype, reader.params["new_dtype"]
+            if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize:
+                found[parameter] = dtype
+        elif (body := _entered(reader)) is not None:
+            _find_casts(body, {body.inputs[reader.inputs.index(number)]: parameter}, found)
+
+
+def _entered(equation: Equation) -> Program | None:
+    """What runs in an equation whose operands are the inputs of that, one by one."""
+    if equation.name in REMAT:
+        return flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+    if equation.name == "scan":
+        return flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+    return None
 
 
 def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
