@@ -156,7 +156,18 @@ class WeightPlacing:
             use: the operation.
             mesh: of the region.
         """
-        return replace(use, pins=Pins.of(use.equation, self.placements, mesh))
+        return replace(
+            use, pins=Pins.of(use.equation, self.placements, mesh), again=self._finds_gathered
+        )
+
+    @cached_property
+    def _finds_gathered(self) -> bool:
+        """Whether backward passes find activations gathered. XLA for GPUs makes one of the gathers
+        of an activation by itself, and keeps less.
+        """
+        plan = self.plan
+        every_layer = not plan.remat_layers and not plan.remat_classes
+        return every_layer and plan.remat != "none" and self.machine(self.mesh).torus
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         manual = manual_axes(mesh)

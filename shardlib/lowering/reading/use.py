@@ -45,6 +45,7 @@ class Use:
         product: for a matmul in a dtype that is not the traced one, that dtype.
         rests: dtype of the stored parameter, where it is not the traced one.
         pins: for a contraction, the layouts in which it runs.
+        again: whether the backward pass makes the other operand anew (rematerialisation).
     """
 
     equation: Equation
@@ -54,6 +55,7 @@ class Use:
     product: Any = None
     rests: Any = None
     pins: Pins | None = None
+    again: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -212,6 +214,17 @@ class Use:
             activation
             if self.product is None or is_eight_bit(self.product)
             else as_dtype(activation, self.product)
+        )
+
+    def found_again(self, activation: jax.Array) -> jax.Array:
+        """The other operand as the backward pass finds it. What is made anew is found gathered, as
+        the operation read it: products of one activation (queries, keys and values) and the
+        gradients of their weights gather it once together. What is kept is kept sharded.
+        """
+        return (
+            self.pins.read(1 - self.operand, activation)
+            if self.again and self.pins is not None
+            else activation
         )
 
     def moved(self, weight: jax.Array) -> jax.Array:

@@ -137,9 +137,11 @@ def reduced_contraction(
             activation, gathered(use.moved(weight)), cotangent
         ), machine.manual(local, found.arguments, found.kept)(activation, cotangent)
 
-    run.defvjp(
-        lambda activation, weight: (forward(activation, weight), (activation, weight)), backward
-    )
+    def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value]]:
+        found = use.found_again(activation)
+        return forward(found, weight), (found, weight)
+
+    run.defvjp(saving, backward)
     return (
         (lambda activation, weight: run(use.kept(activation), weight))
         if use.operand

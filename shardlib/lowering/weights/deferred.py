@@ -89,12 +89,13 @@ def deferred(
         own = machine.manual(local, found.arguments, cuts)(activation, found.moved(cotangent))
         return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
 
+    def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+        read = use.found_again(activation)
+        return found.op(read, weight), (read, weight, sums)
+
     # Of what holds the sums, the backward pass wants the dtype alone.
     run.defvjp(
-        lambda activation, weight, sums: (
-            found.op(activation, weight),
-            (activation, weight, jnp.zeros((), sums.dtype)),
-        ),
+        lambda activation, weight, sums: forward(activation, weight, jnp.zeros((), sums.dtype)),
         backward,
     )
 
@@ -122,10 +123,7 @@ def deferred(
             kept[0] if kept else jnp.zeros_like(sums),
         )
 
-    finish.defvjp(
-        lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, sums)),
-        backward_of_all,
-    )
+    finish.defvjp(forward, backward_of_all)
 
     def in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Any], Any]:
         return lambda operands, sums: function(
