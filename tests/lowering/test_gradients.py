@@ -44,12 +44,12 @@ TORUS = (Link(kind="torus", ways=2), Link(kind="torus", ways=2))
 
 
 def in_parts(
-    case, mesh: dict[str, int], zero: int = 3, links: tuple[Link, ...] = TORUS
+    case, mesh: dict[str, int], zero: int = 3, links: tuple[Link, ...] = TORUS, **pin
 ) -> shardlib.Program:
     """A program whose fsdp axis runs along the dims of a torus that these devices only play."""
     given = {
         "topology": "cpu:8",
-        "pin": {"mesh": mesh, "zero": zero, "microbatches": 1, "remat": "none"},
+        "pin": {"mesh": mesh, "zero": zero, "microbatches": 1, "remat": "none", **pin},
         "name": case.name,
         "batch_axes": None if case.batch_axes is None else dict(case.batch_axes),
     }
@@ -76,6 +76,19 @@ def test_axes_in_parts_compute_the_numbers_of_one_device(case, mesh):
     state, metrics = program.step(placed_state(program, 0), dict(case.batch))
     wrong = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0))
     assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(("zero", "microbatches"), [(3, 1), (1, 2)])
+def test_what_rematerialised_layers_gather_is_right_for_products_and_gradients(zero, microbatches):
+    """Tensor shards the sequence between matmuls; what they read is gathered in the layers."""
+    rules = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["heads", "tensor"], ["seq", "tensor"]]
+    mesh = {"fsdp": 4, "tensor": 2}
+    program = in_parts(SCAN, mesh, zero, rules=rules, remat="full", microbatches=microbatches)
+    state, metrics = program.step(placed_state(program, 0), dict(SCAN.batch))
+    wrong = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), SCAN.reference(0))
+    assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
+    found = read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
+    assert any(one.kind == "all-gather" and one.axes == ("tensor",) for one in found)
 
 
 @pytest.mark.long

@@ -335,3 +335,30 @@ def test_learned_positions_are_gathered_as_far_as_they_are_read(where):
     found = verified(where, pin, layers=2, max_seq=4096, learned_positions=True)
     planned, compiled = moved(found, "fsdp")
     assert planned == pytest.approx(compiled, rel=0.02)
+
+
+@GPU
+def test_fused_weights_change_their_order_in_the_dtype_of_their_use():
+    """Stored in float32, used in bfloat16: the all-to-alls that deal their columns out, and those of
+    their gradients, are of 16 bits; layers that are written out do it once a step.
+    """
+    found = shardlib.verify(
+        **FAMILIES["fused"](16, 512),
+        topology="h100:8",
+        pin={
+            "mesh": {"data": 2, "tensor": 4},
+            "microbatches": 1,
+            "zero": 0,
+            "remat": "full",
+            "rules": {
+                "batch": ["data", "fsdp"],
+                "mlp": ["tensor"],
+                "heads": ["tensor"],
+                "vocab": ["tensor"],
+            },
+        },
+    )
+    planned, compiled = moved(found, "tensor")
+    assert planned == pytest.approx(compiled, rel=0.02)
+    # two layers of [2048, 3072 + 11264], there and back, forward and backward
+    assert compiled["all-to-all"] == pytest.approx(2 * 2 * 2 * 2 * 2048 * 14336 / 4, rel=0.02)
