@@ -33,10 +33,10 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
         value: number of the value.
 
     Returns:
-        None where nothing reads it, or nothing could shard it.
+        None where nothing reads it, nothing could shard it, or it is a weight.
     """
     readers = _readers(facts, value)
-    if not readers or not any(facts.names[value]):
+    if not readers or not any(facts.names[value]) or value in facts.weights:
         return None
     colours = named(facts.names[value]).union(*(named(facts.factors[i]) for i in readers))
     return Item(
@@ -60,7 +60,6 @@ def _made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
         "gathers",
         facts.names[value],
         facts.graph.values[value].bytes,
-        value in facts.weights,
         *(
             (
                 op.rule,

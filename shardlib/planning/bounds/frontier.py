@@ -11,24 +11,19 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.pricer import Pricer
+from shardlib.planning.bounds.fastest import Fastest
 from shardlib.planning.bounds.memory import Footprint, Footprints
 from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.bounds.step_time import EACH, Bounds
 from shardlib.planning.bounds.step_time_that_fits import Fitting, Kind
-from shardlib.planning.bounds.tick import Tick
 from shardlib.planning.bounds.traffic import Moved, Traffic
 from shardlib.planning.space import meshes
-from shardlib.planning.space.table_components import Chosen, Scope, Under
+from shardlib.planning.space.table_components import Scope, Under
 
 Array = np.ndarray
-#: Components of the colours that are added up, one after the other, before all of them are.
-FIRST_COMPONENTS = 2
-#: So many shapes have their memory bounded together, and not those of some entries alone.
-FEW = 2048
 
 
 class Entries:
@@ -55,11 +50,10 @@ class Entries:
     ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
-        self.choices = [scope.choice(choice) for choice in scope.room.choices]
-        self.chosen = Chosen(self.choices)
-        self._seconds = np.full(len(shape), np.nan)
+        self.choices, self._seconds = scope.choices, np.full(len(shape), np.nan)
         self._apart = scope.room.apart  # then the bounds do not know memory
         self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
+        self._fastest = Fastest(self.bounds, fitting, self._policies, sizes, shape)
 
     def __len__(self) -> int:
         return len(self.shape)
@@ -68,59 +62,31 @@ class Entries:
         """Sizes of some entries."""
         return {axis: values[entries] for axis, values in self.sizes.items()}
 
-    def meshes(self, entries: Array) -> list[MeshShape]:
-        """The meshes of some entries."""
-        return [
-            MeshShape({axis: int(self.sizes[axis][entry]) for axis in MESH_AXES})
-            for entry in entries
-        ]
-
-    def slower(self, limit: float) -> bool:
-        """Whether no plan is faster than a limit, seen as soon as what depends on no colour, or
-        that with the first component of the colours, adds up to it.
+    def below(self, limit: float) -> tuple[Array, Array]:
+        """Entries of which a plan may be faster than a limit, whether it fits or not, the least
+        bound first, and these bounds; those of which no choice fits are none.
         """
-
-        def seconds(first: int) -> Array:
-            return self._fitting.fastest(
-                {policy: self.bounds.least(policy, self.shape, first) for policy in self._policies},
-                self.sizes,
-            )
-
-        return any(
-            bool((seconds(first) >= limit).all()) for first in range(FIRST_COMPONENTS)
-        ) or bool((self.fastest >= limit).all())
-
-    @cached_property
-    def _ticks(self) -> dict[str, Tick]:
-        return {policy: self.bounds.least(policy, self.shape) for policy in self._policies}
+        return self._fastest.below(limit)
 
     @cached_property
     def fastest(self) -> Array:
         """Seconds of a step that no plan beats, by entry, whether it fits or not; infinite where no
         choice fits.
         """
-        return self._fitting.fastest(self._ticks, self.sizes)
+        return self._fastest.of_all()
 
     @cached_property
-    def _footprints_of_all(self) -> Footprints:
-        every = np.arange(len(self.values.shapes))
-        return Footprints(self.scope, self._pricer, self.values, every)
-
-    def _footprints(self, entries: Array) -> Footprints:
-        if len(self.values.shapes) <= FEW or "_footprints_of_all" in self.__dict__:
-            return self._footprints_of_all
-        return Footprints(self.scope, self._pricer, self.values, np.unique(self.shape[entries]))
+    def _footprints(self) -> Footprints:
+        return Footprints(self.scope, self._pricer, self.values)
 
     def _traffic(self, entries: Array) -> Traffic:
         return Traffic(self.scope, self._pricer, self.values, self.shape[entries], self.at(entries))
 
     def _least(self, entries: Array) -> dict[str, Footprint]:
         """The least that any choice takes, by policy; infinite where no choice fits."""
-        found = self._footprints(entries)
-        which = np.searchsorted(found.at, self.shape[entries])
-        rest, points = found.least()
+        rest, points = self._footprints.least(self.shape[entries])
         return {
-            policy: found.of(rest[:, which], points[policy][:, which], self.at(entries))
+            policy: self._footprints.of(rest, points[policy], self.at(entries))
             for policy in self._policies
         }
 
@@ -129,7 +95,6 @@ class Entries:
         """Bytes that no plan undercuts, by entry; infinite where no choice fits."""
         if self._apart:
             return np.where(np.isfinite(self.fastest), 0.0, np.inf)
-        _ = self._footprints_of_all  # which later bounds of memory share
         return self.leanest(np.arange(len(self)))
 
     def leanest(self, entries: Array) -> Array:
@@ -150,7 +115,10 @@ class Entries:
         if len(new):
             with np.errstate(invalid="ignore"):  # what no choice fits is infinite
                 self._seconds[new] = self._fitting.seconds(
-                    {policy: tick.take(new) for policy, tick in self._ticks.items()},
+                    {
+                        policy: self.bounds.least(policy, self.shape[new])
+                        for policy in self._policies
+                    },
                     self._least(new),
                     self._traffic(new).least(),
                     self.at(new),
@@ -178,7 +146,7 @@ class Entries:
                 else self._fitting.leanest(self._of(fitting, entries, moves=False)[0])
             )
             return replace(fitting, least=least).below(limit)
-        under, shapes = Under(self.chosen, fitting.choices), self.shape[fitting.entries]
+        under, shapes = Under(self.scope.chosen, fitting.choices), self.shape[fitting.entries]
         ticks = {policy: self.bounds.ticks(policy, under, shapes) for policy in self._policies}
         fastest = self._fitting.fastest(ticks, self.at(fitting.entries))
         below = np.flatnonzero(fastest < limit)
@@ -211,7 +179,7 @@ class Entries:
         traffic = Traffic(
             self.scope, self._pricer, self.values, c.shape, {**c.sizes, "micro": c.micro}, c.links
         )
-        under = Under(self.chosen, pairs.choices[which])
+        under = Under(self.scope.chosen, pairs.choices[which])
         moved = traffic.total(under, at)
         footprints, _ = self._of(pairs, np.unique(pairs.entries), moves=False)
         return self._fitting.by_kind(
@@ -252,12 +220,11 @@ class Entries:
             entries: indices of entries.
             moves: whether to say what moves.
         """
-        footprints = self._footprints(entries)
         traffic = self._traffic(entries) if moves else None
         position = np.zeros(len(self), dtype=np.int64)
         position[entries] = np.arange(len(entries))
-        under, sizes = Under(self.chosen, pairs.choices), self.at(pairs.entries)
-        rest, points = footprints.total(under, self.shape[pairs.entries])
+        under, sizes = Under(self.scope.chosen, pairs.choices), self.at(pairs.entries)
+        rest, points = self._footprints.total(under, self.shape[pairs.entries])
         return {
-            policy: footprints.of(rest, points[policy], sizes) for policy in self._policies
+            policy: self._footprints.of(rest, points[policy], sizes) for policy in self._policies
         }, {} if traffic is None else traffic.total(under, position[pairs.entries])

@@ -16,8 +16,15 @@ import numpy as np
 from shardlib.axes import TOKEN_AXES
 from shardlib.cost.pricing.device_memory import heap_share
 from shardlib.cost.tables.basis_functions import Values
+from shardlib.cost.tables.coefficients import Tally
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.tables.quantities import ROWS, Q
+from shardlib.planning.bounds.memory_kinds import (
+    KINDS,
+    RESTING,
+    occupying,
+    resting,
+    with_lacking,
+)
 from shardlib.planning.space import schedules
 from shardlib.planning.space.cost_tables import Account
 from shardlib.planning.space.table_components import Parts, Scope, Under
@@ -25,21 +32,6 @@ from shardlib.schedules.schedule import Pipelines, Schedule
 from shardlib.schedules.table import least_in_flight, named, pipelines
 
 Array = np.ndarray
-#: What rests, by quantity: with all that ZeRO may shard sharded, and whole.
-RESTING = (
-    Q.PARAMETERS_CUT,
-    Q.STATE_CUT,
-    Q.KEPT_CUT,
-    Q.PARAMETERS,
-    Q.STATE,
-    Q.KEPT,
-)
-#: Frozen parameters rest beside the others.
-_FROZEN = {Q.PARAMETERS_CUT: Q.FROZEN_CUT, Q.PARAMETERS: Q.FROZEN}
-#: What occupies memory at a point, by what divides it: stacks that the forward pass saves for every
-#: microbatch in flight, what else layers have, the ends, and what every stage has; and how many
-#: bytes of stacks there are fewer than at the point that has the most, below zero.
-STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, LACKING = KINDS = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +48,7 @@ class Footprint:
         breadth_first: the same where stages remember all microbatches that are in the pipeline
             together; None where no pipeline does so unless that is pinned.
         whole: bytes more where parameters, kept gradients, and state are stored replicated.
+        once: bytes more where stages gather sharded parameters once for all microbatches.
     """
 
     resting: Array
@@ -64,21 +57,25 @@ class Footprint:
     bare: Array
     turns: Array
     whole: tuple[Array, ...]
+    once: Array
     breadth_first: Footprint | None = None
 
-    def under(self, zero: int) -> Footprint:
-        """The footprint under a ZeRO stage; as it is under 3."""
+    def under(self, zero: int, gather: str = "use") -> Footprint:
+        """The footprint under a ZeRO stage.
+
+        Args:
+            zero: 0 to 3.
+            gather: when stages gather weights that are stored sharded, "use" or "once".
+        """
+        if zero == 3:
+            return replace(self, resting=self.resting + self.once) if gather == "once" else self
         parameters, kept, state = self.whole
         more = sum((parameters, kept)[: 3 - zero], np.zeros(1))
-        return (
-            self
-            if zero == 3
-            else replace(
-                self,
-                resting=self.resting + more,
-                state=self.state + state if zero == 0 else self.state,
-                breadth_first=None,
-            )
+        return replace(
+            self,
+            resting=self.resting + more,
+            state=self.state + state if zero == 0 else self.state,
+            breadth_first=None,
         )
 
     def take(self, which: Array) -> Footprint:
@@ -90,6 +87,7 @@ class Footprint:
             bare=self.bare[which],
             turns=self.turns[which],
             whole=tuple(one[which] for one in self.whole),
+            once=self.once[which],
             breadth_first=None if self.breadth_first is None else self.breadth_first.take(which),
         )
 
@@ -111,35 +109,36 @@ class Footprints:
         scope: the choices.
         pricer: the corrections and the software.
         values: measures on all shapes of the space.
-        at: numbers of the shapes, ascending.
     """
 
-    def __init__(self, scope: Scope, pricer: Pricer, values: Values, at: Array) -> None:
+    def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
-        self._room, self.at, accounts = scope.room, at, scope.accounts
-        shapes = values.shapes.take(at)
+        self._room, accounts = scope.room, scope.accounts
 
         def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
-            return Parts(
-                scope,
-                account,
-                shapes,
-                lambda tally, some: after(tally.weighed(weights).on(values, at[some])),
-                len(weights),
-            )
+            known: dict[int, Tally] = {}
 
-        self._rest = parts(accounts.rest, _resting(accounts.rest.segments), lambda found: found)
+            def measured(tally: Tally, some: Array) -> Array:
+                if id(tally) not in known:  # the account keeps it
+                    known[id(tally)] = tally.weighed(weights)
+                return after(known[id(tally)].on(values, some))
+
+            return Parts(scope, account, values.shapes, measured, len(weights))
+
+        self._rest = parts(accounts.rest, resting(accounts.rest.segments), lambda found: found)
         self._points = {
-            policy: parts(account, _occupying(account, pricer), _with_lacking)
+            policy: parts(account, occupying(account, pricer), with_lacking)
             for policy in scope.room.policies
             for account in [accounts.points[policy, scope.routes]]
         }
 
-    def least(self) -> tuple[Array, dict[str, Array]]:
-        """The least that any choice takes, by shape: what rests, and by policy what occupies
-        memory; see `of`.
+    def least(self, shapes: Array) -> tuple[Array, dict[str, Array]]:
+        """The least that any choice takes on some of the shapes, by number: what rests, and by
+        policy what occupies memory; see `of`.
         """
-        return self._rest.least(), {policy: parts.least() for policy, parts in self._points.items()}
+        return self._rest.least(shapes), {
+            policy: parts.least(shapes) for policy, parts in self._points.items()
+        }
 
     def total(self, under: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
         """What choices take on some of the shapes, by number; see `of`.
@@ -151,17 +150,16 @@ class Footprints:
         Returns:
             Bytes of all moments of the step, and by remat policy.
         """
-        where = np.searchsorted(self.at, shapes)
-        return self._rest.total(under, where), {
-            policy: parts.total(under, where) for policy, parts in self._points.items()
+        return self._rest.total(under, shapes), {
+            policy: parts.total(under, shapes) for policy, parts in self._points.items()
         }
 
     def of(self, rest: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The footprint of candidates.
 
         Args:
-            rest: bytes of `RESTING` on all stages together, in layers and in the ends, by
-                candidate: array [2 x 6, candidates].
+            rest: bytes of `RESTING` and `TRAINED` on all stages together, in layers and in the
+                ends, by candidate: array [2 x 7, candidates].
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
         """
@@ -178,19 +176,18 @@ class Footprints:
         longest = np.maximum.reduce(
             [schedule.in_flight(shape(chunks)) for schedule, chunks in self._in_flight()]
         )
-        found = self._holding(
-            rest,
-            points,
-            sizes,
-            least_in_flight(shape(1)),
-            longest,
-        )
+        held, pinned = least_in_flight(shape(1)), self._room.pins.schedule
+        rounds = pinned is not None and named(pinned).forward_first
+        found = self._holding(rest, points, sizes, held, longest, 0.0 if rounds else 1.0)
         if not schedules.breadth_first(self._room):
             return found
         most = np.maximum.reduce(
             [schedule.in_flight(shape(1)) for schedule in schedules.forward_first()]
         )
-        return replace(found, breadth_first=self._holding(rest, points, sizes, together, most))
+        chunks = schedules.most_rounds(self._room, sizes)
+        whole = np.minimum(1.0, 2 / np.maximum(chunks, 1))  # two chunks are whole at a time
+        first = self._holding(rest, points, sizes, together, most, whole)
+        return replace(found, breadth_first=first.under(3, "once"))
 
     def _in_flight(self) -> list[tuple[Schedule, int]]:
         """Schedules and chunks a stage, among which one has the most microbatches in flight."""
@@ -203,13 +200,21 @@ class Footprints:
         ]
 
     def _holding(
-        self, rest: Array, points: Array, sizes: Mapping[str, Array], held: Array, most: Array
+        self,
+        rest: Array,
+        points: Array,
+        sizes: Mapping[str, Array],
+        held: Array,
+        most: Array,
+        once: Array | float,
     ) -> Footprint:
-        """See `of`, with the least and the most microbatches in flight."""
+        """See `of`, with the least and the most microbatches in flight, and the least share of
+        parameters that are whole where stages gather them once for all microbatches.
+        """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread = profile.embedding_and_head == "spread"
-        layers, ends = rest.reshape(2, len(RESTING), -1)
-        parameters, state, kept, *whole = layers / stages + ends * (
+        layers, ends = rest.reshape(2, len(RESTING) + 1, -1)
+        parameters, state, kept, *whole, trained = layers / stages + ends * (
             1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
         )
         stacks, others, at_ends, everywhere, lacking = np.moveaxis(
@@ -231,6 +236,8 @@ class Footprints:
                 keeps * (whole[2] - kept),
                 whole[1] - state,
             ),
+            once=np.where(stages > 1, once, 0.0)
+            * (profile.fragmentation * self._model.working * trained + keeps * whole[2]),
             resting=profile.fragmentation * (parameters + batch)
             + keeps * kept
             + (profile.fragmentation - 1) * state
@@ -251,46 +258,3 @@ class Footprints:
             (1 + self._model.head_layers / fewest) / stages + schedules.MAX_VIRTUAL / fewest,
             1.0,
         )
-
-
-def _resting(segments: int) -> Array:
-    """Coefficients that turn a tally of what rests into `RESTING` in layers and in the ends: array
-    [2 x 6, rows].
-    """
-    found = np.zeros((2, len(RESTING), segments, ROWS))
-    for kind, quantity in enumerate(RESTING):
-        for one in (quantity, _FROZEN.get(quantity, quantity)):
-            found[0, kind, :-1, one] = found[1, kind, -1, one] = 1.0
-    return found.reshape(2 * len(RESTING), -1)
-
-
-def _occupying(account: Account, pricer: Pricer) -> Array:
-    """Coefficients that turn a tally of memory into the `KINDS` of every point: array [points x 5,
-    rows].
-    """
-    factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], account.segments - 2
-    found = np.zeros((account.lists, len(KINDS), account.lists, account.segments, ROWS))
-    for point in range(account.lists):
-        for quantity in (
-            Q.SAVED,
-            Q.TEMPORARY,
-            Q.COPY_CUT,
-            *(() if pricer.profile.gradient_buffer else (Q.GRADIENT_CUT,)),
-        ):
-            factor = factors[quantity]
-            found[point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity] = (
-                factor
-            )
-            found[point, EVERYWHERE, point, layers, quantity] = found[
-                point, OUTSIDE_LAYERS, point, layers + 1, quantity
-            ] = factor
-    return found.reshape(account.lists * len(KINDS), -1)
-
-
-def _with_lacking(points: Array) -> Array:
-    """Quantities with how many bytes of stacks each point has fewer than that with the most: all
-    points together need at least what those of one would, less the most stacks.
-    """
-    found = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
-    found[:, LACKING] = found[:, STACKS] - found[:, STACKS].max(0)
-    return points

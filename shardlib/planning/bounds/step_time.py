@@ -86,6 +86,10 @@ class Bounds:
             else []
         )
 
+    def work_of(self, at: Array) -> Array:
+        """Numbers of shapes that kernels tell apart, of some shapes by number."""
+        return self._values.which[at]
+
     def tick(self, policy: str, choice: Choice, at: Array) -> Tick:
         """What a microbatch takes under a choice, on some shapes by number."""
         return self.ticks(policy, alone(choice, len(at)), at)
@@ -122,15 +126,16 @@ class Bounds:
             first: see `Parts.least`.
         """
         if policy != EACH:
-            return Tick(self._parts[policy].least(first)[:, self._values.which[at]])
+            return Tick(self._parts[policy].least(self._values.which[at], first))
+        work, which = np.unique(self._values.which[at], return_inverse=True)
         return Tick(
             sum(
                 (
-                    np.minimum.reduce([parts.least(first) for parts in segment])
+                    np.minimum.reduce([parts.least(work, first) for parts in segment])
                     for segment in self._by_class
                 ),
                 np.zeros(1),
-            )[:, self._values.which[at]]
+            )[:, which]
         )
 
     def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:

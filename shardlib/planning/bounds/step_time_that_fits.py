@@ -26,8 +26,9 @@ from shardlib.schedules.none import NONE
 from shardlib.schedules.schedule import Pipelines
 
 Array = np.ndarray
-#: Plans that a bound speaks of: their ZeRO stage, and whether their pipelines work breadth first.
-Kind = tuple[int, bool]
+#: Plans that a bound speaks of: their ZeRO stage, whether their pipelines work breadth first, and
+#: when stages gather weights that are stored sharded ("use" where they are not).
+Kind = tuple[int, bool, str]
 #: Relative rounding that a sum of bytes may have.
 ROUNDING = 1e-9
 
@@ -79,12 +80,15 @@ class Fitting:
             sizes["micro"] + schedules.groups(self.room) * (sizes["stage"] - 1)
         )
         kinds = dict[Kind, Array]()
-        for zero, legal in self._zeros(sizes):
-            under = {policy: one.under(zero) for policy, one in found.items()}
+        for zero, gather, legal in self._ways(sizes):
+            under = {policy: one.under(zero, gather) for policy, one in found.items()}
             state = next(iter(under.values())).state
-            hiding = self._hiding(moved, zero, sizes)
-            for times, breadth_first in self._alternatives(ticks, sizes, hiding, zero):
-                kind = zero, breadth_first
+            hiding = {
+                policy: one.seconds(zero, self.pricer, sizes, gather)
+                for policy, one in moved.items()
+            }
+            for times, breadth_first in self._alternatives(ticks, sizes, hiding, gather):
+                kind = zero, breadth_first, gather
                 least = kinds.get(kind, np.full(len(sizes["micro"]), np.inf))
                 for parts in self.offloads:
                     points = [
@@ -92,7 +96,7 @@ class Fitting:
                         for policy, time in times.items()
                         for point in self._points(
                             time,
-                            _breadth_first(under[policy]) if breadth_first else under[policy],
+                            _breadth_first(found[policy]) if breadth_first else under[policy],
                             parts,
                         )
                     ]
@@ -103,80 +107,46 @@ class Fitting:
                 kinds[kind] = least
         return {kind: least + fixed for kind, least in kinds.items()}
 
-    def fastest(
-        self,
-        ticks: Mapping[str, Tick],
-        sizes: Mapping[str, Array],
-        moved: Mapping[str, Moved] | None = None,
-    ) -> Array:
+    def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
         """Seconds of a step that no plan beats, whether it fits or not.
 
         Args:
             ticks: what a microbatch takes, by remat policy.
             sizes: sizes of mesh axes and "micro", arrays [candidates].
-            moved: what moves behind compute, by remat policy; nothing by default.
 
         Returns:
             Array [candidates].
         """
-        if moved is None:
-            return self._quickest(ticks, sizes, {}, 3)
-        return np.minimum.reduce(
-            [
-                np.where(
-                    legal,
-                    self._quickest(ticks, sizes, self._hiding(moved, zero, sizes), zero),
-                    np.inf,
-                )
-                for zero, legal in self._zeros(sizes)
-            ]
-        )
-
-    def _quickest(
-        self,
-        ticks: Mapping[str, Tick],
-        sizes: Mapping[str, Array],
-        hiding: Mapping[str, Array],
-        zero: int,
-    ) -> Array:
         return np.minimum.reduce(
             [
                 time
-                for times, _ in self._alternatives(ticks, sizes, hiding, zero)
+                for times, _ in self._alternatives(ticks, sizes, {}, "once")
                 for time in times.values()
             ]
         )
 
-    def _zeros(self, sizes: Mapping[str, Array]) -> list[tuple[int, Array]]:
-        """ZeRO stages of the space, and which candidates they fit."""
+    def _ways(self, sizes: Mapping[str, Array]) -> list[tuple[int, str, Array]]:
+        """ZeRO stages of the space with when weights are gathered, and candidates that they fit."""
         stored, alone = (
             np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1,
             sizes["fsdp"] == 1,
         )
-        return [
-            (zero, stored if zero else alone)
-            for zero in range(4)
-            if self.room.pins.zero in (None, zero)
-        ]
-
-    def _hiding(
-        self, moved: Mapping[str, Moved], zero: int, sizes: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        gathers = ("use", "once") if schedules.breadth_first(self.room) else self.room.gathers
-        return {
-            policy: one.seconds(zero, self.pricer, sizes, gathers) for policy, one in moved.items()
-        }
+        zeros = [zero for zero in range(4) if self.room.pins.zero in (None, zero)]
+        found = [(zero, "use", stored if zero else alone) for zero in zeros]
+        staged = stored & (sizes["stage"] > 1)
+        once = 3 in zeros and "once" in self.room.gathers and bool(staged.any())
+        return [*found, (3, "once", staged)] if once else found
 
     def _alternatives(
         self,
         ticks: Mapping[str, Tick],
         sizes: Mapping[str, Array],
         hiding: Mapping[str, Array],
-        zero: int,
+        gather: str,
     ) -> list[tuple[dict[str, Array], bool]]:
         """Bounds of the step time by policy, each with whether it is that of breadth first:
         policies that a plan may mix, those of schedules with the backward pass in two, which none
-        mixes, and those of breadth first.
+        mixes, and those of breadth first, whose stages gather weights once.
         """
         stages, micro = sizes["stage"], sizes["micro"]
         room, groups = self.room, schedules.groups(self.room)
@@ -221,7 +191,7 @@ class Fitting:
         ]
         usual = [(times, False) for times in [mixing, *alone]]
         chunks, pinned = schedules.most_rounds(room, sizes), room.pins.virtual_stages is not None
-        if zero < 3 or not chunks.any():
+        if gather != "once" or not chunks.any():
             return usual
         return [
             *usual,

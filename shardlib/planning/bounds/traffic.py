@@ -7,7 +7,7 @@ that it could have alone they are a sum over the components of the colours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -55,20 +55,18 @@ class Moved:
     blocked: Array
     updated: Array
 
-    def seconds(
-        self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gathers: Sequence[str]
-    ) -> Array:
+    def seconds(self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather: str) -> Array:
         """Seconds of a step under a ZeRO stage.
 
         Args:
             zero: 0 to 3.
             pricer: the software.
             sizes: of every mesh axis and "micro", by candidate.
-            gathers: when stages may gather weights, "use" and "once".
+            gather: when stages gather weights, "use" or "once".
         """
         micro, staged, how = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
         if zero == 3:
-            times = np.where(staged, 0.5, micro) if "once" in gathers else micro
+            times = np.where(staged, 0.5, micro) if gather == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
         updated = self.updated if zero else 0.0
         reduced = self.scatter if scatters(pricer.profile, how) else self.reduce
@@ -173,8 +171,9 @@ class Traffic:
 
     def least(self) -> dict[str, Moved]:
         """The least of all choices by remat policy; infinite where none fits."""
-        rest = self._rest.least()
-        return {policy: _moved(parts.least(), rest) for policy, parts in self._work.items()}
+        every = np.arange(len(self._shape))
+        rest = self._rest.least(every)
+        return {policy: _moved(parts.least(every), rest) for policy, parts in self._work.items()}
 
     def total(self, under: Under, at: Array) -> dict[str, Moved]:
         """What moves under choices by remat policy.

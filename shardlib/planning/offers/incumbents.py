@@ -46,13 +46,6 @@ class Best:
         default_factory=lambda: {"priced": 0, "memory": 0, "indivisible": 0, "bound": 0}
     )
 
-    def seconds_of(self, mesh: MeshShape, choice: Choice) -> float:
-        """Seconds of the fastest plan of a mesh; infinite where it shards over tensor unlike a
-        choice.
-        """
-        known = self.by_mesh.get(mesh)
-        return known[0] if known and choice.alike(known[2].choice) else np.inf
-
 
 class Seen:
     """The fastest plan that fits and the leanest, for each candidate of a block.

@@ -100,7 +100,8 @@ class RowPricer:
             return
         zeros = {how.zero for listed in knobs.values() for how in listed}
         ways = self._ways(schedule, virtual)
-        fitting = legal & rows.below(zeros, ways, seen.limit)
+        gathers = {how.gather for listed in knobs.values() for how in listed}
+        fitting = legal & rows.below(zeros, ways, gathers, seen.limit)
         if not fitting.any() and self.groups is None:
             return
         worth = {
@@ -167,7 +168,7 @@ class RowPricer:
             {(how.zero, how.gather) for listed in knobs.values() for how in listed},
             key=lambda one: (one[0], one[1] != "use"),
         ):
-            fitting = less.below((zero,), ways, seen.limit)
+            fitting = less.below((zero,), ways, (gather,), seen.limit)
             legal = schedules.legal_zero(self.room, zero, less.c)
             wanted = {policy: mine & fitting for policy, mine in worth.items()}
             if (

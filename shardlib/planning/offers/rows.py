@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -52,24 +53,27 @@ class Rows:
             kinds={kind: least[which] for kind, least in self.kinds.items()},
         )
 
-    def below(self, zeros: Iterable[int], breadth_first: tuple[bool, ...], limit: float) -> Array:
+    def below(
+        self,
+        zeros: Iterable[int],
+        breadth_first: tuple[bool, ...],
+        gathers: Iterable[str],
+        limit: float,
+    ) -> Array:
         """Rows that may have a plan faster than a limit that fits, boolean array [rows].
 
         Args:
             zeros: ZeRO stages, of which a plan may have any.
             breadth_first: whether its pipelines may work breadth first, or otherwise.
+            gathers: when its stages may gather weights.
             limit: seconds.
         """
         if not self.kinds:
             return np.ones(len(self), dtype=bool)
+        wanted = itertools.product(zeros, breadth_first, gathers)
         return np.logical_or.reduce(
             [
                 np.zeros(len(self), dtype=bool),
-                *(
-                    self.kinds[zero, way] < limit
-                    for zero in zeros
-                    for way in breadth_first
-                    if (zero, way) in self.kinds
-                ),
+                *(self.kinds[kind] < limit for kind in wanted if kind in self.kinds),
             ]
         )

@@ -15,7 +15,7 @@ each place that the axes can have. Only what none of them excludes is priced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Ranking
 from shardlib.planning.offers.variants import Variants
-from shardlib.planning.search.in_order import ascending, blocks, first_of_each
+from shardlib.planning.search.in_order import ascending, blocks
 from shardlib.planning.search.pair_prices import PairPricer
 from shardlib.planning.search.uncut import Uncut
 from shardlib.planning.space import meshes
@@ -49,11 +49,8 @@ NEAREST, MORE, MANY = 128, 4, 16
 #: Entries whose quickest choice is priced before all others where every entry has one place, so
 #: that there is a plan to compare with.
 SEEDS = 4
-#: Axes by which entries are told apart of which the first is priced on its usual place before all
-#: others where entries have many, so that there is a good plan to compare with from the start.
-FAMILY: tuple[str, ...] = ("stage", "expert", "context", "tensor")
-#: The fastest of these are priced on every place that they can have.
-MOVED = 8
+#: Parameters, gradients and the state of an optimizer over parameters, about.
+TIGHT = 4
 #: Where there are no more entries than so many, the pairs with the least bounds, so many of them,
 #: are the plans to compare with.
 SMALL, QUICKEST = 512, 8
@@ -91,7 +88,7 @@ class Explorer:
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
         self._any_plan, self._explored = any_plan, dict[int, list[Entries]]()
-        self._seeded = set[int]()
+        self._done, self._scopes = set[int](), dict[bool, Scope]()
         self._most = capacity * (1 + ROUNDING)
         self._large = set[int]()
         self._cuttable = tuple(
@@ -99,7 +96,7 @@ class Explorer:
                 [*room.tensor, *(name for choice in room.choices for name in choice.tensor)]
             )
         )
-        self._pairs = PairPricer(
+        self.pairs = PairPricer(
             variants=Variants(load=load, room=room, pricer=self.pricer, capacity=capacity),
             cuttable=self._cuttable,
             best=self.best,
@@ -110,7 +107,7 @@ class Explorer:
             room=room,
             pricer=self.pricer,
             capacity=capacity,
-            offloads=(pinned,) if pinned else ((), *self._pairs.variants.offloads()),
+            offloads=(pinned,) if pinned else ((), *self.pairs.variants.offloads()),
         )
 
     @property
@@ -131,25 +128,40 @@ class Explorer:
         """
         reach = 1 if ranking is None else slack
         for entries in self._entries(devices, reach):
-            self._explore(entries, reach, ranking)
+            if id(entries) not in self._done:
+                self._explore(entries, reach, ranking)
 
-    def seed(self, devices: int) -> None:
-        """Prices a few plans on some number of devices, on their usual places, so that there is a
-        good one to compare with before any other is priced.
+    def too_large(self, devices: int) -> bool:
+        """Whether bounds say that no plan on some number of devices fits; not asked of a model that
+        is far smaller than their memory.
+        """
+        if TIGHT * self._uncut.resting_bytes / devices < self._most:
+            return False
+        every = self._entries(devices, 1)
+        return not any((entries.fewest_bytes <= self._most).any() for entries in every)
+
+    def least_seconds(self, devices: int) -> float:
+        """Seconds that no plan on some number of devices beats; infinite where a good plan to
+        compare with is not looked for.
+        """
+        some = self.room.choices and self.room.routes and not self.flat
+        return self._uncut.seconds / devices if some else np.inf
+
+    def large(self, devices: int, limit: float) -> list[Entries]:
+        """Entries on some number of devices that may have a plan faster than a limit, where they
+        are many.
 
         Args:
             devices: how many a plan uses.
+            limit: seconds.
         """
-        for entries in self._entries(devices, 1):
-            if len(entries) <= SMALL:
-                continue
-            if (self.best.fastest is None and not (entries.fewest_bytes <= self._most).any()) or (
-                np.isfinite(self.limit) and entries.slower(self.limit)
-            ):
-                continue
-            some = ascending(entries.fastest, self.limit)[:AHEAD]
-            self._families(entries, some[ascending(entries.seconds(some), self.limit)])
-            self._seeded.add(id(entries))
+        if self.least_seconds(devices) >= limit:
+            return []
+        return [entries for entries in self._entries(devices, 1) if len(entries) > SMALL]
+
+    def leave_out(self, devices: int, done: Container[int]) -> None:
+        """Leaves out entries on some number of devices, by identity."""
+        self._done |= {id(one) for one in self._explored.get(devices, []) if id(one) in done}
 
     def _entries(self, devices: int, reach: float) -> list[Entries]:
         """The entries on some number of devices, with experts treated in each way; none where no
@@ -181,26 +193,25 @@ class Explorer:
 
     def _scope(self, routes: bool) -> Scope:
         along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
-        return Scope(
-            load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes
-        )
+        if routes not in self._scopes:
+            self._scopes[routes] = Scope(
+                load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes
+            )
+        return self._scopes[routes]
 
     def _explore(self, entries: Entries, reach: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
         if self.best.fastest is None and not (entries.fewest_bytes <= self._most).any():
             self.best.counts["memory"] += len(entries)
             return
-        if np.isfinite(self.limit * reach) and entries.slower(self.limit * reach):
-            self.best.counts["bound"] += len(entries)
-            return
-        fastest, done = entries.fastest, 0
-        order = ascending(fastest, np.inf)
+        order, fastest = entries.below(self.limit * reach)
+        done = 0
         for start, end in blocks(AHEAD, len(order)):
-            if fastest[order[start]] >= self.limit * reach:
+            if fastest[start] >= self.limit * reach:
                 break
             block, done = order[start:end], end
-            self._fitted(entries, block[fastest[block] < self.limit * reach], reach, ranking)
-        self.best.counts["bound"] += len(order) - done
+            self._fitted(entries, block[fastest[start:end] < self.limit * reach], reach, ranking)
+        self.best.counts["bound"] += len(entries) - done
 
     def _fitted(
         self, entries: Entries, some: Array, reach: float, ranking: Ranking[Candidate] | None
@@ -228,10 +239,10 @@ class Explorer:
         ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
-        self._pairs.price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
+        self.pairs.price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
         for start, end in blocks(FIRST, len(order)):
             limit = self.limit * reach
-            self._pairs.price(
+            self.pairs.price(
                 entries,
                 entries.pairs(order[start:end][bounds[start:end] < limit], limit),
                 reach,
@@ -239,42 +250,22 @@ class Explorer:
             )
 
     def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
-        """Prices a few entries on their usual place first, so that there is a good plan to compare
-        with, and then those that no bound excludes on every place that they can have.
-        """
+        """Prices entries that no bound excludes on every place that they can have."""
         small = len(entries) <= SMALL
-        if not small and id(entries) not in self._seeded:
-            self._families(entries, order)
-        self._seeded.discard(id(entries))
         for start, end in blocks(FIRST, len(order)):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
             for begin, until in blocks(QUICKEST if small else FEW, len(found)):
                 some = found.after(begin).first(until - begin).below(self.limit)
                 self._settle(entries, some)
 
-    def _families(self, entries: Entries, order: Array) -> None:
-        """Prices the first of every family on their usual place, and then the best of these on
-        every place.
+    def _settle(self, entries: Entries, pairs: Pairs) -> None:
+        """Prices pairs on every place that they can have, in the order of their bounds there, until
+        no other can be faster.
         """
-        families = order[first_of_each(entries.at(order), FAMILY)]
-        pairs = entries.pairs(families, self.limit)
-        self._settle(entries, pairs, usual=True)
-        seconds = np.array(
-            [
-                self.best.seconds_of(mesh, entries.choices[int(choice)])
-                for mesh, choice in zip(entries.meshes(pairs.entries), pairs.choices, strict=True)
-            ]
-        )
-        self._settle(entries, pairs.take(ascending(seconds, np.inf)[:MOVED]))
-
-    def _settle(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> None:
-        """Prices pairs on every place that they can have, or on the usual one, in the order of
-        their bounds there, until no other can be faster.
-        """
-        placed, size = self._pairs.bounded(entries, pairs, usual=usual), NEAREST
+        placed, size = self.pairs.bounded(entries, pairs), NEAREST
         while placed is not None and len(placed := placed.below(self.limit)):
             known, count = self.limit, min(size, len(placed))
-            self._pairs.price_placed(entries, placed.take(np.arange(count)), 1, None)
+            self.pairs.price_placed(entries, placed.take(np.arange(count)), 1, None)
             placed = placed.take(np.arange(count, len(placed)))
             size *= MORE if self.limit < known else MANY
 
@@ -296,5 +287,5 @@ class Explorer:
                 block, limit, size = order[start:end], best.minimum_memory_bytes, NEAREST
                 pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
-                    self._pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
+                    self.pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
-
-from shardlib.cost.terms.local_sizes import distinct_rows
 
 Array = np.ndarray
 #: Each block is so many times as large as the one before, since a better plan to compare with
@@ -18,16 +16,6 @@ def ascending(bounds: Array, limit: float) -> Array:
     """Positions of the bounds below a limit, the least first."""
     below = np.flatnonzero(bounds < limit)
     return below[np.argsort(bounds[below], kind="stable")]
-
-
-def first_of_each(sizes: Mapping[str, Array], axes: tuple[str, ...]) -> Array:
-    """Positions of the first candidates with each combination of sizes of some axes.
-
-    Args:
-        sizes: of mesh axes, by candidate.
-        axes: names of some.
-    """
-    return distinct_rows([sizes[axis] for axis in axes])[0]
 
 
 def blocks(first: int, count: int) -> Iterator[tuple[int, int]]:

@@ -134,11 +134,11 @@ class PairPricer:
             kinds={},
         )
 
-    def bounded(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
-        """The same, with bounds that know the links of each place, the least first, as far as they
-        are below the fastest plan.
+    def bounded(self, entries: Entries, pairs: Pairs) -> Placed | None:
+        """Pairs on every place, with bounds that know the links of each, the least first, as far
+        as they are below the fastest plan; None where they have no place.
         """
-        placed = self.placed(entries, pairs, usual=usual)
+        placed = self.placed(entries, pairs)
         if placed is None or self.room.apart:
             return placed
         kinds = entries.on_places(pairs, placed.block.c, placed.at, placed.which)
@@ -209,7 +209,7 @@ class PairPricer:
             return account.on(entries.values, shapes).columns(wanted)
 
         local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        under = Under(entries.chosen, keys[0])
+        under = Under(entries.scope.chosen, keys[0])
         ticks = {
             policy: entries.bounds.ticks(policy, under, shapes[keys[1]]).take(local.shape)
             for policy in bounds

@@ -23,6 +23,7 @@ from shardlib.planning.decisions.dtypes import combinations, effective
 from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
+from shardlib.planning.search.best_first import explore
 from shardlib.planning.search.branch_and_bound import Explorer
 from shardlib.planning.search.why_no_layers import LayerGroups, layers_lacking
 from shardlib.planning.space.attention import strategies
@@ -95,9 +96,7 @@ def priced_space(
     rooms, runs = _explorers(load, topology, pins, rules, wanted, any_plan=any_plan)
     if ranking is None and not any_plan:
         most = max(devices for devices, _ in runs)
-        for devices, explorer in runs:
-            if 0 < devices == most and not explorer.flat:
-                explorer.seed(devices)
+        explore([explorer for devices, explorer in runs if 0 < devices == most], most)
     for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
         if devices:
             explorer.run(devices, ranking, slack)

@@ -69,7 +69,7 @@ def components(
     groups: Iterable[frozenset[str]], colours: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
     """Colours that some group ties together, directly or through others; each component in the
-    order of `colours`.
+    order of `colours`, and those that can be cut in the fewest ways first.
     """
     found: list[set[str]] = [{name} for name in colours]
     for group in groups:
@@ -79,7 +79,7 @@ def components(
     return tuple(
         sorted(
             (tuple(name for name in colours if name in part) for part in found),
-            key=lambda part: colours.index(part[0]),
+            key=lambda part: (len(part), colours.index(part[0])),
         )
     )
 

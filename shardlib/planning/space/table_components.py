@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -42,10 +43,46 @@ class Scope:
     along: str | None
     routes: bool
 
-    @property
+    @cached_property
     def accounts(self) -> Accounts:
         """The tallies of the model."""
         return self.load.ledger.accounts(self.cuttable)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """The choices of the space."""
+        return [self.choice(choice) for choice in self.room.choices]
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Which of them shard a component alike."""
+        return Chosen(self.choices)
+
+    @cached_property
+    def first(self) -> dict[str | None, Choice]:
+        """The first choice with and without sequence parallelism, by the colour of the sequence."""
+        return {choice.sequence: choice for choice in reversed(self.choices)}
+
+    def cuts(self, part: tuple[str, ...], sequence: str | None) -> list[Choice]:
+        """Choices that shard a component in every way, and nothing else."""
+        if (part, sequence) not in self._cuts:
+            mine = self.first[sequence]
+            fixed = self.room.pins.rules is not None
+            options = (
+                {
+                    tuple(name for name in choice.tensor if name in part)
+                    for choice in self.choices
+                    if choice.sequence == sequence
+                }
+                if fixed
+                else subsets(part)
+            )
+            self._cuts[part, sequence] = [replace(mine, tensor=cut) for cut in options]
+        return self._cuts[part, sequence]
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[tuple[str, ...], str | None], list[Choice]]:
+        return {}
 
     def choice(self, choice: Choice) -> Choice:
         """A choice of the space with what the context and expert axes shard."""
@@ -110,8 +147,45 @@ def alone(choice: Choice, count: int) -> Under:
     return Under(Chosen([choice]), np.zeros(count, dtype=np.int64))
 
 
+class _Filled:
+    """Quantities on some shapes, made for those that are asked for.
+
+    Args:
+        count: of quantities.
+        size: number of shapes.
+        make: the quantities on shapes by number, ascending.
+    """
+
+    def __init__(self, count: int, size: int, make: Callable[[Array], Array]) -> None:
+        self._values, self._used = np.empty((count, 0)), 0
+        self._place, self._make = np.full(size, -1), make
+
+    def on(self, at: Array) -> Array:
+        """The quantities on shapes by number, array [quantities, shapes]; callers leave it as it
+        is.
+        """
+        places = self._place[at]
+        if places.min(initial=0) < 0:
+            self._add(np.unique(at[places < 0]))
+            places = self._place[at]
+        if len(places) == self._used and np.array_equal(places, np.arange(self._used)):
+            return self._values[:, : self._used]
+        return self._values[:, places]
+
+    def _add(self, new: Array) -> None:
+        """Makes the quantities on shapes by number."""
+        end = self._used + len(new)
+        if end > self._values.shape[1]:
+            more = np.empty((len(self._values), max(end, 2 * self._used)))
+            more[:, : self._used] = self._values[:, : self._used]
+            self._values = more
+        self._values[:, self._used : end] = self._make(new)
+        self._place[new] = np.arange(self._used, end)
+        self._used = end
+
+
 class Parts:
-    """Quantities of one account by component, on some shapes.
+    """Quantities of one account by component, on some shapes; what is asked for is kept.
 
     Args:
         scope: the choices.
@@ -131,8 +205,9 @@ class Parts:
         )
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
-        self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
-        self._leasts: dict[int | None, Array] = {}
+        self._known: dict[tuple[tuple[str, ...], Choice], _Filled] = {}
+        self._leasts: dict[tuple[tuple[str, ...], str | None], _Filled] = {}
+        self._sums: dict[int | None, _Filled] = {}
 
     def total(self, under: Under, at: Array) -> Array:
         """The quantities of choices on some shapes, array [quantities, shapes].
@@ -148,65 +223,74 @@ class Parts:
             for choice, where in under.rows(part):
                 quantities = self._part(part, choice)
                 if where is None:
-                    found += quantities[:, at]
+                    found += quantities.on(at)
                 else:
-                    found[:, where] += quantities[:, at[where]]
+                    found[:, where] += quantities.on(at[where])
         return found
 
-    def least(self, first: int | None = None) -> Array:
+    def least(self, at: Array, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where
         no choice fits.
 
         Args:
+            at: numbers of shapes.
             first: leave out all but so many components of the colours that the tensor axis may
-                shard, which can only be less.
+                shard, or so many of the last, below zero, which can only be less.
         """
-        if first not in self._leasts:
-            self._leasts[first] = self._found_least(first)
-        return self._leasts[first]
+        if first not in self._sums:
+            self._sums[first] = _Filled(
+                self._count, len(self._tensor), lambda new: self._found_least(new, first)
+            )
+        return self._sums[first].on(at)
 
-    def _found_least(self, first: int | None) -> Array:
+    def _found_least(self, at: Array, first: int | None) -> Array:
         """See `least`."""
-        choices = self._scope.room.choices
-        found = np.full((self._count, len(self._tensor)), np.inf)
-        for flag in dict.fromkeys(choice.sequence for choice in choices):
-            mine = [self._scope.choice(choice) for choice in choices if choice.sequence == flag]
-            total = np.where((self._tensor > 1) | (flag is None), self._part((), mine[0]), np.inf)
+        found = np.full((self._count, len(at)), np.inf)
+        for flag, choice in self._scope.first.items():
+            bare = self._part((), choice).on(at)
+            total = np.where((self._tensor[at] > 1) | (flag is None), bare, np.inf)
             for part in self._account.parts[:first]:
-                total = total + self._least_of(part, mine)
+                total += self._least_of(part, flag).on(at)
             found = np.minimum(found, total)
-        return np.where(self._legal, found, np.inf)
+        return np.where(self._legal[at], found, np.inf)
 
-    def _least_of(self, part: tuple[str, ...], choices: list[Choice]) -> Array:
+    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> _Filled:
         """The least of a component over the ways to cut it that fit."""
-        fixed = self._scope.room.pins.rules is not None
-        options = (
-            {tuple(name for name in choice.tensor if name in part) for choice in choices}
-            if fixed
-            else subsets(part)
-        )
-        found = np.full((self._count, len(self._tensor)), np.inf)
-        for cut in options:
-            fits = np.logical_and.reduce(
-                [self._fits[name] for name in cut] + [self._tensor > (1 if cut else 0)]
-            )
-            found = np.minimum(
-                found, np.where(fits, self._part(part, replace(choices[0], tensor=cut)), np.inf)
-            )
-        return found
+        key = part, sequence
+        if key not in self._leasts:
 
-    def _part(self, part: tuple[str, ...], choice: Choice) -> Array:
+            def make(at: Array) -> Array:
+                tensor, found = self._tensor[at], np.full((self._count, len(at)), np.inf)
+                for choice in self._scope.cuts(part, sequence):
+                    cut = choice.tensor
+                    fits = np.logical_and.reduce(
+                        [self._fits[name][at] for name in cut] + [tensor > (1 if cut else 0)]
+                    )
+                    mine = np.flatnonzero(fits)
+                    if len(mine):
+                        found[:, mine] = np.minimum(
+                            found[:, mine], self._part(part, choice).on(at[mine])
+                        )
+                return found
+
+            self._leasts[key] = _Filled(self._count, len(self._tensor), make)
+        return self._leasts[key]
+
+    def _part(self, part: tuple[str, ...], choice: Choice) -> _Filled:
         """The quantities of a component under a choice; zeros where the choice makes no sense."""
         (_, restricted), tally = self._account.of(part, choice)
         key = part, restricted
         if key not in self._known:
-            sense = (
-                (self._tensor > 1)
-                if restricted.tensor or restricted.sequence
-                else (self._tensor > 0)
-            )
-            at = np.flatnonzero(sense & self._legal)
-            found = np.zeros((self._count, len(self._tensor)))
-            found[:, at] = self._measured(tally, at)
-            self._known[key] = found
+            cut = bool(restricted.tensor or restricted.sequence)
+
+            def make(at: Array) -> Array:
+                sense = (self._tensor[at] > (1 if cut else 0)) & self._legal[at]
+                if sense.all():
+                    return self._measured(tally, at)
+                found = np.zeros((self._count, len(at)))
+                if sense.any():
+                    found[:, sense] = self._measured(tally, at[sense])
+                return found
+
+            self._known[key] = _Filled(self._count, len(self._tensor), make)
         return self._known[key]

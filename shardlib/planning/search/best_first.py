@@ -1,0 +1,168 @@
+"""Explores several large spaces together, the plans with the least bounds first.
+
+Bounds of entries, of pairs and of pairs on places come one after the other, each for what the one
+before leaves below a limit that all spaces share. Where nothing is left below it the limit grows,
+up to the seconds of the fastest plan; then no other plan is faster. What is above the limit waits,
+so nothing is bounded or priced twice, and hardly more than what no bound excludes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardlib.planning.bounds.frontier import Entries
+from shardlib.planning.bounds.pairs import Pairs, joined
+from shardlib.planning.offers.incumbents import Best
+from shardlib.planning.search.branch_and_bound import Explorer
+from shardlib.planning.search.pair_prices import PairPricer, Placed
+
+Array = np.ndarray
+#: Each limit is so many times the one before: at first, and once something is below it.
+GROWTH, STEP = 1.5, 1.2
+#: Entries that may fit with the least bounds that are enough for a first limit, and entries none of
+#: which fits that end the search for them.
+ENOUGH, HOPELESS = 32, 4096
+#: Pairs that are bounded on their places at once.
+AT_ONCE = 4096
+#: Rows that are priced at first; each time so many times as many.
+NEAREST, MORE = 256, 8
+
+
+@dataclass(kw_only=True)
+class Front:
+    """What of a space waits to be bounded or priced.
+
+    Attributes:
+        entries: of the space.
+        pricer: prices its pairs.
+        best: what has been seen.
+        seen, waiting: which entries have a bound of what fits, and those of them that wait.
+        seconds: these bounds.
+        pairs: those that wait.
+        placed: pairs on places that wait.
+    """
+
+    entries: Entries
+    pricer: PairPricer
+    best: Best
+    seen: Array = field(init=False)
+    waiting: Array = field(init=False)
+    seconds: Array = field(init=False)
+    pairs: Pairs = field(init=False)
+    placed: list[Placed] = field(default_factory=list[Placed], init=False)
+
+    def __post_init__(self) -> None:
+        self.seen, self.pairs = np.zeros(len(self.entries), dtype=bool), joined([])
+        self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
+
+    def new(self, limit: float) -> tuple[Array, float]:
+        """Entries that may have a plan below a limit and have not been taken, and their least
+        bound.
+        """
+        some, _ = self.entries.below(limit)
+        some = some[~self.seen[some]]
+        if len(some):
+            self.seen[some] = True
+            self.waiting = np.concatenate([self.waiting, some])
+            self.seconds = np.concatenate([self.seconds, self.entries.seconds(some)])
+        return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
+
+    def advance(self, new: Array, limit: float) -> None:
+        """Prices what is below a limit.
+
+        Args:
+            new: entries that are taken.
+            limit: seconds.
+        """
+        if len(new):
+            later = self.seconds >= limit
+            self.waiting, self.seconds = self.waiting[later], self.seconds[later]
+            self.pairs = joined([self.pairs, self.entries.pairs(new, self.best.seconds)])
+        ready = self.pairs.below(min(limit, self.best.seconds))
+        self.pairs = self.pairs.take(self.pairs.least >= limit)
+        waiting, self.placed = self.placed, []
+        for placed in waiting:
+            self._price(placed, limit)
+        for start in range(0, len(ready), AT_ONCE):
+            some = ready.after(start).first(AT_ONCE).below(self.best.seconds)
+            placed = self.pricer.bounded(self.entries, some)
+            if placed is not None:
+                self._price(placed, limit)
+
+    def _price(self, placed: Placed, limit: float) -> None:
+        """Prices what is below a limit, the least bounds first; the rest waits."""
+        size = NEAREST
+        while len(placed := placed.below(self.best.seconds)):
+            count = min(size, int((placed.least < limit).sum()))
+            if not count:
+                self.placed.append(placed)
+                return
+            self.pricer.price_placed(self.entries, placed.take(np.arange(count)), 1, None)
+            placed, size = placed.take(np.arange(count, len(placed))), size * MORE
+
+    def close(self) -> None:
+        """Counts what was not priced."""
+        unfit = int(np.isinf(self.seconds).sum())
+        taken = int(self.seen.sum()) - len(self.waiting)
+        self.best.counts["memory"] += unfit
+        self.best.counts["bound"] += len(self.entries) - unfit - taken
+
+
+def explore(explorers: Sequence[Explorer], devices: int) -> None:
+    """Prices all plans of large spaces on some number of devices that no bound excludes, where
+    some are soon found that may fit; explorers then leave them out.
+
+    Args:
+        explorers: of the spaces.
+        devices: how many a plan uses.
+    """
+    if all(explorer.too_large(devices) for explorer in explorers):
+        return
+    limit = min((explorer.least_seconds(devices) for explorer in explorers), default=np.inf)
+    fronts, found = dict[int, Front](), list[tuple[float, int, Array]]()
+    while sum(len(new) for *_, new in found) < ENOUGH:
+        seen = _below(fronts, limit)
+        if seen >= HOPELESS or not np.isfinite(limit):
+            return
+        limit *= STEP if seen else GROWTH
+        found = _new(explorers, devices, fronts, limit)
+    best, least = explorers[0].best, np.inf
+    while limit != least:
+        least = limit
+        for _, number, new in sorted(found, key=lambda one: one[:2]):
+            fronts[number].advance(new, limit)
+        if not np.isfinite(best.seconds) and _below(fronts, limit) >= HOPELESS:
+            return
+        limit = min(limit * STEP, best.seconds) if limit < best.seconds else limit
+        found = _new(explorers, devices, fronts, limit)
+    for explorer in explorers:
+        explorer.leave_out(devices, fronts)
+    for front in fronts.values():
+        front.close()
+
+
+def _below(fronts: Mapping[int, Front], limit: float) -> int:
+    """How many entries are below a limit."""
+    return sum(len(front.entries.below(limit)[0]) for front in fronts.values())
+
+
+def _new(
+    explorers: Sequence[Explorer], devices: int, fronts: dict[int, Front], limit: float
+) -> list[tuple[float, int, Array]]:
+    """(least bound, identity of the space, entries) of what is below a limit; spaces of which
+    something may be are added to the fronts.
+    """
+    for explorer in explorers:
+        for entries in explorer.large(devices, limit):
+            if id(entries) not in fronts:
+                fronts[id(entries)] = Front(
+                    entries=entries, pricer=explorer.pairs, best=explorer.best
+                )
+    return [
+        (least, number, new)
+        for number, front in fronts.items()
+        for new, least in [front.new(limit)]
+    ]
