@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
-from shardlib.lowering.mesh.pinning import pinned, returning
+from shardlib.lowering.mesh.pinning import held, returning
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.planning.plan import Plan
 
@@ -26,7 +26,7 @@ def laid_out(value: jax.Array, whole: bool, use: NamedSharding, back: NamedShard
         back: the sharding of its gradient.
     """
     same = returning(back)(value)
-    return pinned(same, use) if whole else same
+    return held(same, use) if whole else same
 
 
 def constrained(
@@ -65,7 +65,7 @@ def constrained(
                 *(PartitionSpec.UNCONSTRAINED if dim is None else dim for dim in sharding.spec)
             ),
         )
-    return pinned(value, sharding)
+    return held(value, sharding)
 
 
 def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

@@ -11,8 +11,8 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.mesh.memories import HOST
 
 
-def pinned(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A value pinned to a layout, inside a traced function; as it is where there is one device."""
+def held(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A value held to a layout, inside a traced function; as it is where there is one device."""
     if sharding.mesh.size == 1 and sharding.memory_kind != HOST:
         return value
     return jax.lax.with_sharding_constraint(value, sharding)
@@ -20,7 +20,7 @@ def pinned(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def constrain(tree: Tree, shardings: Tree) -> Tree:
     """Pins the layout of every leaf, inside a traced function."""
-    return jax.tree.map(pinned, tree, shardings)
+    return jax.tree.map(held, tree, shardings)
 
 
 def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
@@ -32,7 +32,7 @@ def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
         after: the shardings that are wanted.
     """
     return jax.tree.map(
-        lambda leaf, old, new: leaf if old == new else pinned(leaf, new), tree, before, after
+        lambda leaf, old, new: leaf if old == new else held(leaf, new), tree, before, after
     )
 
 
