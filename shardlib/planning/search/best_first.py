@@ -25,6 +25,8 @@ GROWTH, STEP = 1.5, 1.2
 #: Entries that may fit with the least bounds that are enough for a first limit, and entries none of
 #: which fits that end the search for them.
 ENOUGH, HOPELESS = 32, 4096
+#: No limit is larger than so many times the least bound of all, where nothing is below it.
+FARTHEST = 1000.0
 #: Pairs that are bounded on their places at once.
 AT_ONCE = 4096
 #: Rows that are priced at first; each time so many times as many.
@@ -119,13 +121,14 @@ def explore(explorers: Sequence[Explorer], devices: int) -> None:
         explorers: of the spaces.
         devices: how many a plan uses.
     """
-    if all(explorer.too_large(devices) for explorer in explorers):
-        return
     limit = min((explorer.least_seconds(devices) for explorer in explorers), default=np.inf)
+    if not np.isfinite(limit) or all(explorer.too_large(devices) for explorer in explorers):
+        return
     fronts, found = dict[int, Front](), list[tuple[float, int, Array]]()
+    most = limit * FARTHEST
     while sum(len(new) for *_, new in found) < ENOUGH:
         seen = _below(fronts, limit)
-        if seen >= HOPELESS or not np.isfinite(limit):
+        if seen >= HOPELESS or not limit < most:
             return
         limit *= STEP if seen else GROWTH
         found = _new(explorers, devices, fronts, limit)
