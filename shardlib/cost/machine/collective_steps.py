@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.hardware.placement import Span
 from shardlib.hardware.topology import Topology
 
@@ -52,3 +56,36 @@ def _by_slice(
 
 def _on_torus(spans: tuple[Span, ...], topology: Topology) -> bool:
     return any(topology.tiers[span.tier].kind == "torus" for span in spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveStep:
+    """One step of a gather or scatter of parameters.
+
+    Attributes:
+        spans: over which it is done.
+        share: its result over the result of the whole.
+        cost: seconds of a result.
+    """
+
+    spans: tuple[Span, ...]
+    share: float
+    cost: LinearCost
+
+
+def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[CollectiveStep, ...]:
+    """The steps of a gather or scatter of parameters.
+
+    Args:
+        kind: "all-gather" or "reduce-scatter".
+        spans: of its axes, the major one first.
+        topology: the machine.
+    """
+    groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
+    ways = [math.prod(span.ways for span in group) for group in groups]
+    after = [math.prod(ways[i + 1 :]) for i in range(len(ways))]
+    shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
+    return tuple(
+        CollectiveStep(spans=group, share=share, cost=collective_cost(kind, group, topology))
+        for share, group in zip(shares, groups, strict=True)
+    )

@@ -26,7 +26,7 @@ from shardlib.axes import (
     TOKEN_AXES,
     Axis,
 )
-from shardlib.cost.machine.collective_steps import gather_stages, scatter_stages
+from shardlib.cost.machine.collective_steps import steps
 from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.cost.terms.local_sizes import distinct_rows
 from shardlib.hardware.placement import Placement, Span
@@ -147,22 +147,6 @@ def spans_of(group: Group, placement: Placement) -> tuple[Span, ...]:
     return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
 
-def steps(
-    kind: str, spans: tuple[Span, ...], topology: Topology
-) -> tuple[tuple[float, LinearCost], ...]:
-    """The steps of a gather or scatter of parameters: (result of the step over the result of the
-    whole, cost).
-    """
-    groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
-    ways = [math.prod(span.ways for span in group) for group in groups]
-    after = [math.prod(ways[i + 1 :]) for i in range(len(ways))]
-    shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
-    return tuple(
-        (share, collective_cost(kind, group, topology))
-        for share, group in zip(shares, groups, strict=True)
-    )
-
-
 def shards(slot: Slot, ways: int) -> int:
     """Results of a collective of a slot in what a device has of the array, for a group of so many
     devices: of a ring as many as messages; of what leaves the stages, which no measure divides by
@@ -178,8 +162,8 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
     if slot.role in ("gather", "scatter") and slot.kind != "all-reduce":
         found = steps(slot.kind, spans, topology)
         return LinearCost(
-            sum(cost.latency_s for _, cost in found),
-            sum(share * cost.seconds_per_byte for share, cost in found),
+            sum(one.cost.latency_s for one in found),
+            sum(one.share * one.cost.seconds_per_byte for one in found),
         )
     found = collective_cost(slot.kind, spans, topology)
     ways = shards(slot, math.prod(span.ways for span in spans))

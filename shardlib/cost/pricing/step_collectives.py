@@ -10,13 +10,13 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
+from shardlib.cost.machine.collective_steps import CollectiveStep, steps
 from shardlib.cost.machine.collective_tables import (
     ALONG,
     Slot,
     shards,
     slot_cost,
     spans_of,
-    steps,
 )
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
@@ -181,16 +181,23 @@ class _Found:
         if not axes or not count:
             return
         staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+        spans = spans_of(slot.group, placement)
         parts = (
-            steps(slot.kind, spans_of(slot.group, placement), self._topology)
+            steps(slot.kind, spans, self._topology)
             if staged
-            else ((1.0, slot_cost(slot, placement, self._topology)),)
+            else (
+                CollectiveStep(
+                    spans=spans, share=1.0, cost=slot_cost(slot, placement, self._topology)
+                ),
+            )
         )
         parted = shards(slot, math.prod(mesh[axis] for axis in axes))
         hops = parted if slot.role == "ring" else 1
-        for share, cost in parts:
-            key = (slot.kind, axes, round(size * share / parted), cause)
-            self.add(key, count * max(1, hops - 1), cost.seconds(size * share) * count)
+        for part in parts:
+            of_part = tuple(axis for axis in axes if set(part.spans) & set(placement.get(axis, ())))
+            key = (slot.kind, of_part or axes, round(size * part.share / parted), cause)
+            seconds = part.cost.seconds(size * part.share) * count
+            self.add(key, count * max(1, hops - 1), seconds)
 
     def listed(self) -> tuple[Collective, ...]:
         """All of them, the slowest first."""
