@@ -30,7 +30,7 @@ FARTHEST = 1000.0
 #: Pairs that are bounded on their places at once.
 AT_ONCE = 4096
 #: Rows that are priced at first; each time so many times as many.
-NEAREST, MORE = 256, 8
+NEAREST, MORE = 64, 8
 
 
 @dataclass(kw_only=True)

@@ -54,6 +54,8 @@ TIGHT = 4
 #: Where there are no more entries than so many, the pairs with the least bounds, so many of them,
 #: are the plans to compare with.
 SMALL, QUICKEST = 512, 8
+#: A space with no more entries is explored alone, if it is the first.
+MODERATE = 4096
 
 
 class Explorer:
@@ -158,6 +160,15 @@ class Explorer:
         if self.least_seconds(devices) >= limit:
             return []
         return [entries for entries in self._entries(devices, 1) if len(entries) > SMALL]
+
+    def is_small(self, devices: int) -> bool:
+        """Whether the entries on some number of devices are soon looked through.
+
+        Args:
+            devices: how many a plan uses.
+        """
+        every = self._entries(devices, 1)
+        return max((len(entries) for entries in every), default=0) <= MODERATE
 
     def leave_out(self, devices: int, done: Container[int]) -> None:
         """Leaves out entries on some number of devices, by identity."""

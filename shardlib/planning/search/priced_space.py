@@ -96,7 +96,11 @@ def priced_space(
     rooms, runs = _explorers(load, topology, pins, rules, wanted, any_plan=any_plan)
     if ranking is None and not any_plan:
         most = max(devices for devices, _ in runs)
-        explore([explorer for devices, explorer in runs if 0 < devices == most], most)
+        together = [explorer for devices, explorer in runs if 0 < devices == most]
+        if together and together[0].is_small(most):  # its plan may exclude all others at once
+            explore(together[:1], most)
+            together = together[1:]
+        explore(together, most)
     for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
         if devices:
             explorer.run(devices, ranking, slack)
