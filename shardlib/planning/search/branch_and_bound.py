@@ -162,13 +162,8 @@ class Explorer:
         return [entries for entries in self._entries(devices, 1) if len(entries) > SMALL]
 
     def is_small(self, devices: int) -> bool:
-        """Whether the entries on some number of devices are soon looked through.
-
-        Args:
-            devices: how many a plan uses.
-        """
-        every = self._entries(devices, 1)
-        return max((len(entries) for entries in every), default=0) <= MODERATE
+        """Whether the entries on some number of devices are soon looked through."""
+        return all(len(entries) <= MODERATE for entries in self._entries(devices, 1))
 
     def leave_out(self, devices: int, done: Container[int]) -> None:
         """Leaves out entries on some number of devices, by identity."""
