@@ -362,3 +362,15 @@ def test_fused_weights_change_their_order_in_the_dtype_of_their_use():
     assert planned == pytest.approx(compiled, rel=0.02)
     # two layers of [2048, 3072 + 11264], there and back, forward and backward
     assert compiled["all-to-all"] == pytest.approx(2 * 2 * 2 * 2 * 2048 * 14336 / 4, rel=0.02)
+
+
+@TPU
+def test_what_is_only_added_is_gathered_in_the_dtype_in_which_it_is_read():
+    """Positions of a vision transformer, 1 MiB in float32, are added in bfloat16."""
+    found = shardlib.verify(
+        **FAMILIES["vision"](16, 256),
+        topology="v5e:2x4",
+        pin={"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "microbatches": 1, "remat": "dots"},
+    )
+    planned, compiled = moved(found, "fsdp")
+    assert planned["all-gather"] == pytest.approx(compiled["all-gather"], rel=0.005)

@@ -128,11 +128,21 @@ class WeightPlacing:
         self, parameter: int, leaf: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding
     ) -> jax.Array:
         """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
-        one as stored.
+        one as stored, or in that in which it is read, where no matmul, lookup or slice moves it.
         """
-        dtype = self.loss.dtypes[parameter]
-        moved = as_dtype(leaf, dtype) if dtype.itemsize < leaf.dtype.itemsize else leaf
-        return as_dtype(laid_out(moved, whole, use, back), dtype)
+        dtype, added = self.loss.dtypes[parameter], parameter in self._added and leaf.ndim > 1
+        read = self.loss.narrowed.get(parameter, dtype) if added else dtype
+        moved = as_dtype(leaf, read) if read.itemsize < leaf.dtype.itemsize else leaf
+        return as_dtype(laid_out(moved, whole or added, use, back), dtype)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Matrices that are only added to activations, or multiplied by them element by element:
+        the positions of a vision transformer.
+        """
+        moved = {use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())}
+        trained = {i for i, at in enumerate(self.order) if self.plan.parameters[at].trained}
+        return frozenset(trained - moved if self.reductions.explicit else ())
 
     @cached_property
     def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
