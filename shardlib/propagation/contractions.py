@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.graph import FactorRule, Graph, Op
 from shardlib.layout import Layout
+from shardlib.propagation.factor_colours import factor_colours
 from shardlib.rules import Rules
 
 #: Categories of the operations that multiply and add up.
@@ -186,20 +187,16 @@ def arriving(path: str, number: int) -> tuple[str, int]:
 
 
 def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every index of an op: that of a dim of which it is the major part.
+    """Colour of every index of an op that may be sharded, see `factor_colours`.
 
     Args:
         op: the op.
         names: colour of every dim of every value.
 
     Returns:
-        One per factor; None where no dim has a colour.
+        One per factor; None where no dim has a colour, or it must stay whole.
     """
-    found: list[str | None] = [None] * len(op.rule.sizes)
-    for values, sides in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
-        for value, dims in zip(values, sides, strict=True):
-            for name, factors in zip(names[value], dims, strict=True):
-                major = op.rule.major(factors)
-                if major is not None and found[major] is None and major not in op.rule.whole:
-                    found[major] = name
-    return tuple(found)
+    return tuple(
+        None if factor in op.rule.whole else colour
+        for factor, colour in enumerate(factor_colours(op, names))
+    )

@@ -145,7 +145,7 @@ def _gradient(
     facts: Facts, op: Op, value: int, where: Cut, over_tensor: bool, looped: bool
 ) -> list[Transfer]:
     """The reduction of a parameter's gradient over the devices that share the batch: of one that a
-    loop adds up, whole ones are reduced after it.
+    loop accumulates, whole ones are reduced after it.
     """
     reduced = Transfer(
         kind="reduce",

@@ -133,7 +133,7 @@ class Footprints:
         }
 
     def least(self, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """The least that any choice takes on some of the shapes, by number: what rests, and by
+        """The least that any choice takes on some of the shapes, by number: what is stored, and by
         policy what occupies memory; see `of`.
         """
         return self._rest.least(shapes), {

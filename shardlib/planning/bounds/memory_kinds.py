@@ -9,7 +9,7 @@ from shardlib.cost.tables.quantities import ROWS, Q
 from shardlib.planning.space.cost_tables import Account
 
 Array = np.ndarray
-#: What rests, by quantity: with all that ZeRO may shard sharded, and whole.
+#: What is stored, by quantity: with all that ZeRO may shard sharded, and whole.
 RESTING = (
     Q.PARAMETERS_CUT,
     Q.STATE_CUT,
@@ -29,8 +29,8 @@ STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, LACKING = KINDS = range(5)
 
 
 def resting(segments: int) -> Array:
-    """Coefficients that turn a tally of what rests into `RESTING` and `TRAINED` in layers and in
-    the ends: array [2 x 7, rows].
+    """Coefficients that turn a tally of what is stored into `RESTING` and `TRAINED` in layers and
+    in embedding and head: array [2 x 7, rows].
     """
     found = np.zeros((2, len(RESTING) + 1, segments, ROWS))
     for kind, quantity in enumerate(RESTING):
