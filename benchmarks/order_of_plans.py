@@ -206,7 +206,7 @@ def candidates(job: Job, devices: int, most: int) -> list[tuple[dict[str, Any], 
     """The plans within `SLACK` of the best prediction, at most so many: the best, and others spread
     evenly over the predictions.
     """
-    found: dict[Any, tuple[dict[str, Any], shardlib.Plan]] = {}
+    found: dict[str, tuple[dict[str, Any], shardlib.Plan]] = {}
     for pin in [{}, *pins(devices)]:
         try:
             plan = shardlib.plan(
@@ -219,7 +219,7 @@ def candidates(job: Job, devices: int, most: int) -> list[tuple[dict[str, Any], 
             )
         except (PinError, InfeasibleError):
             continue
-        found.setdefault(plan.decisions, (pin, plan))
+        found.setdefault(json.dumps(plan.decisions, sort_keys=True, default=str), (pin, plan))
     ordered = sorted(found.values(), key=lambda one: one[1].estimate.step_seconds)
     least = ordered[0][1].estimate.step_seconds
     near = [one for one in ordered if one[1].estimate.step_seconds <= SLACK * least]

@@ -49,7 +49,10 @@ def gather_updated(
     (ZeRO 1 and 2).
 
     Stacks of matrices are gathered one by one, into the place where the stack is stored: gathered
-    at once they would be there twice.
+    at once they would be there twice. On CPU devices they are gathered at once: XLA runs loops that
+    do not depend on each other side by side there, and where two of them hold collectives of the
+    same group, devices wait for each other for good (seen with JAX 0.10.2; its executor orders the
+    beginnings of collectives, and a loop has begun before its collectives have).
 
     Args:
         plan: the decisions.
@@ -61,11 +64,12 @@ def gather_updated(
         -> the updated ones as they are stored.
     """
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
+    loops = not _on_cpu(mesh)
 
     def function(one: ParameterLayout) -> Callable[[Value, Value], Value]:
         if one.state == one.rest:
             return lambda leaf, old: leaf
-        stacked = len(one.shape) > 2 and not one.state[0] and not one.rest[0]
+        stacked = loops and len(one.shape) > 2 and not one.state[0] and not one.rest[0]
         first = 1 if stacked else 0
         whole = machine.gather(
             one.shape[first:],
@@ -88,6 +92,11 @@ def gather_updated(
         )
 
     return gather
+
+
+def _on_cpu(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a program's devices are the CPU's; those of an abstract mesh are not known."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def _over(whole: Callable[[Value], Value], stack: Value, old: Value) -> Value:
