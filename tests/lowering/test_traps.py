@@ -306,3 +306,23 @@ def test_a_decision_that_cannot_be_lowered_is_an_error():
         == "context='ring' needs attention that is called as a function, and the loss of Mlp has"
         " none\nTry: shardlib.attention(query, key, value) in the model, or context='all-gather'"
     )
+
+
+def test_updated_stacks_on_cpu_devices_are_gathered_in_no_loop():
+    """Loops with collectives of one group that do not depend on each other are run side by side by
+    XLA for CPUs, and devices that come to them in another order wait for good.
+    """
+    model, batch = read(models.Transformer), models.transformer_batch()
+    axes = {"batch.inputs": ("batch", None), "batch.targets": ("batch", None)}
+    program = build_program(
+        hand_plan(model, batch, {"fsdp": 2, "tensor": 2}, zero=1),
+        model,
+        model.bind(models.transformer_loss),
+        optax.adam(0.1),
+        batch,
+        batch_axes=axes,
+    )
+    gathers = [line for line in program.compiled().as_text().splitlines() if " all-gather(" in line]
+    updated = [line for line in gathers if "jvp" not in line]
+    assert updated
+    assert not [line for line in updated if "/while/body/" in line]

@@ -15,6 +15,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import findings, layouts
 from shardlib.planning.assembly.candidate_price import OnMachine
 from shardlib.planning.assembly.replicated import of_replicated
+from shardlib.planning.assembly.staged_programs import faster_as_programs
 from shardlib.planning.assembly.stages import stage_seconds
 from shardlib.planning.decisions.candidate import Candidate, completed
 from shardlib.planning.decisions.plan_data import Link, Search
@@ -45,7 +46,7 @@ def assemble(
         left_out: colours that the search did not try to shard.
     """
     one = OnMachine.of(load, topology, candidate)
-    load, how, saved = one.load, candidate.decisions, one.saving()
+    given, load, how, saved = load, one.load, candidate.decisions, one.saving()
     problem, colouring = load.problem, load.colouring
     compute, stored = (
         (candidate.choice.rules(), None)
@@ -99,6 +100,7 @@ def assemble(
         *findings.notes(load, topology, plan, left_out),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
+        *faster_as_programs(given, topology, candidate, plan),
         *of_replicated(alike, how.mesh, plan.estimate.step_seconds),
     )
 
