@@ -21,6 +21,7 @@ from shardlib.lowering.context.mask import FAR
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.lowering.context.ulysses import Collected
+from shardlib.lowering.mesh.alike import alike
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
@@ -89,7 +90,8 @@ def around_devices(
             kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")
         ),
     )
-    return lambda *arrays: [machine.manual(local, specs, whole)(*arrays)]
+    region = alike(machine, local, specs, whole)
+    return lambda *arrays: [region(*arrays)]
 
 
 @dataclass(frozen=True, kw_only=True)
