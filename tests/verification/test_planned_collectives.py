@@ -50,7 +50,7 @@ RULES = {
 
 
 def verified(where, pin, batch=16, **changed):
-    """A small model under a pinned plan, with full rematerialisation."""
+    """A small model under a pinned plan, with full rematerialisation unless that is pinned."""
     config = replace(CONFIG, **changed)
     init, loss = models.build(config)
     found = shardlib.verify(
@@ -87,6 +87,24 @@ def test_what_moves_over_tensor_is_planned(request, where, rules):
     )
     assert planned == pytest.approx(compiled, rel=0.02)
     assert ("all-to-all" in planned) == (rules == "sequence")
+
+
+@pytest.mark.parametrize(
+    ("where", "sharded"),
+    [
+        pytest.param("v5e:2x4", "seq", marks=TPU),
+        pytest.param("h100:8", "seq", marks=GPU),
+        pytest.param("h100:8", "mlp", marks=GPU),
+    ],
+)
+def test_heads_that_devices_cannot_share_out_cost_no_sum_of_gradients(where, sharded):
+    """Four devices compute attention of six heads alike: each has all gradients, and the scores."""
+    rules = {"batch": ["data", "fsdp"], sharded: ["tensor"]}
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "rules": rules, "attention": "blocks"}
+    found = verified(where, pin, layers=2, heads=6, kv_heads=3)
+    planned, compiled = moved(found, "tensor")
+    assert planned == pytest.approx(compiled, rel=0.02)
+    assert abs(compared(found, shardlib.topology(where))["memory"]) < 0.2
 
 
 @TPU

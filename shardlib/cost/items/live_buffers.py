@@ -79,6 +79,7 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
         + _accumulated(facts)
         + _in_use(facts, profile)
         + (_blocks(facts) if profile.attention == "blocks" else [])
+        + _with_all_heads(facts)
         + _casts(facts, found)
     )
 
@@ -199,9 +200,21 @@ def _blocks(facts: Facts) -> list[Life]:
                     birth=index,
                     death=index,
                     share=block_scores(op, BLOCK) * size,
+                    kernel=index if index in facts.heads else None,
                 )
             )
     return found
+
+
+def _with_all_heads(facts: Facts) -> list[Life]:
+    """What goes into a kernel of attention and comes out of it, as devices have it that compute all
+    heads of what is sharded outside, because they cannot share them out.
+    """
+    return [
+        Life(value=value, part="temporary", birth=at, death=at, kernel=at, whole=True)
+        for at in facts.heads
+        for value in (*facts.graph.ops[at].operands, *facts.graph.ops[at].results)
+    ]
 
 
 def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -118,22 +118,34 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = keeping.cut(life.value, choice)
-        return (
-            Resident(
-                bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
-                part=life.part,
-                stacked=stacked,
-                shape=value.shape,
-                cut=cut,
-            ),
+        found = Resident(
+            bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
+            part=life.part,
+            stacked=stacked,
+            shape=value.shape,
+            cut=cut,
         )
+        return (found,) if life.kernel is None else _by_heads(facts, life, found, choice)
 
     where = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE
     names, size = facts.names[life.value], value.bytes * life.share
-    alike = facts.plain((), (life.value,)) and keeping.plain(life.value)
+    kernels = () if life.kernel is None else (life.kernel,)
+    alike = facts.plain(kernels, (life.value,)) and keeping.plain(life.value)
     return Item(
         colours=named(names),
         terms=terms,
         segment=where,
         made_of=(life.part, stacked, names, value.shape, size, where) if alike else None,
     )
+
+
+def _by_heads(facts: Facts, life: Life, found: Resident, choice: Choice) -> tuple[Term, ...]:
+    """What a device has inside of a kernel of attention: of its own heads where the tensor axis
+    shards them inside of it alone, and of all heads where the devices cannot share them out.
+    """
+    assert life.kernel is not None
+    if not facts.shares_heads(life.kernel, choice):
+        return () if life.whole else (found,)
+    heads = facts.heads[life.kernel]
+    whole = replace(found, bytes=replace(found.bytes, tensor=False), heads=heads.where("none"))
+    return (whole,) if life.whole else (replace(found, heads=heads.where("all", "queries")), whole)

@@ -36,6 +36,10 @@ class Life:
         birth: index of the first op at which it is there.
         death: index of the last.
         share: bytes of memory over those of the value.
+        kernel: op that is a kernel of attention inside of which the value is, with the heads that
+            a device has there; None for what is outside.
+        whole: whether the value is there only where devices cannot share these heads out, so that
+            each has all of them.
     """
 
     value: int
@@ -43,6 +47,8 @@ class Life:
     birth: int
     death: int
     share: float = 1.0
+    kernel: int | None = None
+    whole: bool = False
 
 
 class Keeping:

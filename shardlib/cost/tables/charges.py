@@ -140,7 +140,7 @@ def _compute(segment: int, term: Compute) -> Iterator[Charge]:
     yield Q.HOST, _LAUNCH.by(*counting), term.trips
 
 
-def _counts(term: Compute | Transfer) -> tuple[Counts, ...]:
+def _counts(term: Compute | Transfer | Resident) -> tuple[Counts, ...]:
     return () if term.heads is None else (Counts(term.heads),)
 
 
@@ -164,7 +164,7 @@ def _cut(
 
 
 def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Charge]:
-    whole, size = part(term.bytes), term.bytes.total
+    whole, size = part(term.bytes).by(*_counts(term)), term.bytes.total
     if term.part not in _PIECES:
         yield _PARTS[term.part], whole, size
         return

@@ -206,6 +206,7 @@ class Resident:
         stacked: whether it has one slice for every layer.
         shape: elements per dim, to see whether fsdp divides a gradient or a copy.
         cut: what shards each dim in compute.
+        heads: as in `Compute`.
     """
 
     bytes: Amount
@@ -213,6 +214,7 @@ class Resident:
     stacked: bool = False
     shape: tuple[int, ...] = ()
     cut: Cut = ()
+    heads: Heads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
