@@ -42,6 +42,7 @@ def explain_empty(
         _batch_fault(problem, pins, sizes, size)
         or _pipeline_fault(pins, sizes)
         or _sequence_fault(problem, colouring, pins, sizes)
+        or _context_fault(problem, colouring, pins, sizes, devices)
         or _rules_fault(colouring, pins, sizes)
     )
     if wrong is not None:
@@ -135,6 +136,25 @@ def _sequence_fault(
             f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
         )
     return None
+
+
+def _context_fault(
+    problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int], devices: int
+) -> PinError | None:
+    """Why no context axis can be that a pin asks for; one of a pinned size is looked at apart."""
+    if pins.context in (None, "none") or "context" in sizes:
+        return None
+    length = sequence_size(problem, colouring)
+    if colouring.sequence_colour is None:
+        found = "has no sequence"
+    elif math.gcd(length, devices) == 1:
+        found = f"has sequences of {length}, which no part of {devices} devices divides"
+    else:
+        return None
+    return PinError(
+        f"context={pins.context!r} shards the sequence, and {problem.model} {found}\nTry:"
+        " context='none', or name the dim \"seq\" in batch_axes"
+    )
 
 
 def _stored_fault(
