@@ -27,7 +27,7 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 from shardlib.tracing.rewriting.recomputing import recomputes
 
-#: What the matrices of experts are called where they are whole.
+#: What the matrices of experts, and tokens that tensor shards, are called where they are whole.
 GATHERED = "shardlib_gathered"
 #: Which dim of an expert's matrices [E, D, F] (up, gate) or [E, F, D] (down) is the hidden one.
 _HIDDEN = {"up": 2, "down": 1, "gate": 2}
@@ -162,11 +162,14 @@ class Placed:
             # Gathered here, and not on the way in, tokens are gathered in their own dtype, the
             # backward pass keeps shards of them, and their gradient is scattered.
             if self.scattered:
-                x = jax.lax.all_gather(x, self.over, axis=1, tiled=True)
+                x = checkpoint_name(
+                    jax.lax.all_gather(x, self.over, axis=1, tiled=True), GATHERED
+                )
             return routed(self.form, self.where, x, weights, chosen, *used)
 
-        # The backward pass gathers matrices again, since those of all layers would be the whole
-        # model; but for a layer that is rematerialised, of which it finds what that has gathered.
+        # The backward pass gathers matrices and tokens again, since those of all layers would be the
+        # whole model; but for a layer that is rematerialised, of which it finds what that has
+        # gathered.
         result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
             x, weights, chosen, *parameters
         )
