@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -384,6 +385,43 @@ def test_what_the_backward_pass_finds(around, recomputed):
             BATCH * SEQ * CHOICES * WIDTH,
         ]
     )
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda run: run, lambda run: jax.checkpoint(computed_again(run))],
+    ids=["alone", "recomputed"],
+)
+def test_tokens_are_gathered_three_times(around):
+    """Where tensor shards the sequence of tokens and the width of experts: forward, for the
+    gradients, and as the gradient of the result, whether the layer is computed again or not.
+    """
+    axes = {"expert": 2, "tensor": 4}
+    machine = Machine(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
+    widths = [Matrices(rest={0: ("expert",), dim: ("tensor",)}, gathered={}) for dim in (2, 1, 2)]
+    placed = Placed(
+        form=ExpertForm(),
+        where=Where(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
+        tokens=(("expert",), ()),
+        over=("tensor",),
+        scattered=True,
+        matrices=tuple(widths),
+    )
+    tokens = PartitionSpec("expert", "tensor"), PartitionSpec("expert"), PartitionSpec("expert")
+    run = around(
+        machine.manual(
+            functools.partial(placed.local, machine),
+            (*tokens, *(machine.spec(one.rest, 3) for one in widths)),
+            (tokens[0], PartitionSpec()),
+        )
+    )
+    given = tuple(arrays().values())
+    slope = jax.grad(
+        lambda x, weights, *rest: (run(x, weights, ROUTINGS["even"], *rest)[0] ** 2).sum(),
+        argnums=tuple(range(len(given))),
+    )
+    gathers = re.findall(r"all_gather\[[^\]]*'tensor'", str(jax.make_jaxpr(slope)(*given)))
+    assert len(gathers) == 3
 
 
 def test_what_does_not_fit():

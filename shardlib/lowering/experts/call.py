@@ -162,12 +162,10 @@ class Placed:
             # Gathered here, and not on the way in, tokens are gathered in their own dtype, the
             # backward pass keeps shards of them, and their gradient is scattered.
             if self.scattered:
-                x = checkpoint_name(
-                    jax.lax.all_gather(x, self.over, axis=1, tiled=True), GATHERED
-                )
+                x = checkpoint_name(jax.lax.all_gather(x, self.over, axis=1, tiled=True), GATHERED)
             return routed(self.form, self.where, x, weights, chosen, *used)
 
-        # The backward pass gathers matrices and tokens again, since those of all layers would be the
+        # The backward pass gathers matrices and tokens again, since those of all layers are the
         # whole model; but for a layer that is rematerialised, of which it finds what that has
         # gathered.
         result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
