@@ -17,12 +17,12 @@ without regard to mesh axes, so that programs of different meshes can be compare
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.axes import MeshShape
 from shardlib.verification.hlo.found import wire_bytes
-from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.hlo import Module, parse
 from shardlib.verification.hlo.traffic import read_traffic
 
 
@@ -75,3 +75,74 @@ def summary(found: Iterable[HloCollective]) -> dict[str, dict[str, float]]:
             row["bytes"] += item.bytes * item.count
             row["wire_bytes"] += item.wire_bytes
     return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Collectives of a step that run beside kernels, and those that a device waits for.
+
+    Attributes:
+        counts: (kind, whether it overlaps) -> (instructions in the text, executions).
+        cycles: that the compiler estimates for the kernels of a step.
+    """
+
+    counts: dict[tuple[str, bool], tuple[int, int]]
+    cycles: int
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """Executions and instructions by kind."""
+        table: dict[str, dict[str, int]] = {}
+        for (kind, overlaps), (instructions, executions) in sorted(self.counts.items()):
+            row = table.setdefault(
+                kind,
+                {
+                    "waited": 0,
+                    "overlapped": 0,
+                    "waited_instructions": 0,
+                    "overlapped_instructions": 0,
+                },
+            )
+            word = "overlapped" if overlaps else "waited"
+            row[word] += executions
+            row[f"{word}_instructions"] += instructions
+        return table
+
+
+def by_overlap(text: str, mesh: MeshShape, slices: Sequence[Sequence[int]] = ()) -> Overlap:
+    """Which collectives of a compiled TPU program overlap with kernels.
+
+    Those that have a start and a done, and those that fusions carry along while they compute.
+
+    Args:
+        text: the optimised program.
+        mesh: the mesh that it runs on.
+        slices: see `read_traffic`.
+    """
+    module = parse(text)
+    traffic = read_traffic(module, mesh, (), slices)
+    beside = _beside_kernels(module)
+    counts: dict[tuple[str, bool], tuple[int, int]] = {}
+    for found in traffic.found:
+        key = (found.kind, found.name in beside)
+        instructions, executions = counts.get(key, (0, 0))
+        counts[key] = instructions + 1, executions + found.count
+    return Overlap(counts=counts, cycles=traffic.cycles)
+
+
+def _beside_kernels(module: Module) -> set[str]:
+    """Names of instructions that are started, or that stand in what is started."""
+    started = {
+        instruction.called["calls"]
+        for body in module.computations.values()
+        for instruction in body.instructions
+        if instruction.opcode == "async-start" and "calls" in instruction.called
+    }
+    found = set[str]()
+    for name, body in module.computations.items():
+        carried = any("AsyncCollective" in one.rest for one in body.instructions)
+        found |= {
+            one.name
+            for one in body.instructions
+            if one.opcode.endswith("-start") or carried or name in started
+        }
+    return found

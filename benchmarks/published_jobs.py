@@ -1,0 +1,141 @@
+"""Memory and schedule of two published TPU jobs, as the TPU compiler makes them.
+
+    python benchmarks/published_jobs.py [llama2-70b llama2-7b llama2-7b-by-hand]
+
+Llama 2 70B on 128 chips (v5p:4x4x8, four stages of 32-way FSDP, nothing else pinned) and Llama 2 7B
+on 256 (v5e:16x16, FSDP), planned, lowered, and compiled ahead of time with no chip there; and the
+7B step in plain JAX, sharded by hand (`benchmarks/hand_llama.py`). For each: bytes of a device,
+collectives by kind, in the text and executed in a step, those that the device waits for
+("waited") and those that run beside kernels ("overlapped"), and the cycles that the compiler
+estimates for its own kernels of a step; it estimates none for the attention kernel, which is the
+same in both. Results of earlier runs with the same version of JAX are kept for jobs not named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType
+
+import shardlib
+from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.hand_llama import AXIS, HandLlama
+from benchmarks.hlo_collectives import by_overlap
+from shardlib import models
+from shardlib.annotation import activations
+from shardlib.frontend.lowered import lower
+from shardlib.frontend.traced_model import read_and_trace
+from shardlib.verification.exported import ExportedStep, export_step
+from shardlib.verification.isolation import Failure, Limits, compile_apart
+from shardlib.verification.targets import target
+
+JOBS: dict[str, dict[str, Any]] = {
+    "llama2-70b": {
+        "model": "llama2-70b",
+        "topology": "v5p:4x4x8",
+        "batch": 512,
+        "seq": 4096,
+        "pin": {"mesh": {"stage": 4, "fsdp": 32}},
+    },
+    "llama2-7b": {
+        "model": "llama2-7b",
+        "topology": "v5e:16x16",
+        "batch": 1024,
+        "seq": 2048,
+        "pin": {"mesh": {"fsdp": 256}, "microbatches": 1, "remat": "full", "zero": 3},
+    },
+}
+#: Ending of the name of a job that is to be done by hand.
+BY_HAND = "-by-hand"
+
+
+def prepared(name: str) -> tuple[shardlib.Plan, ExportedStep]:
+    """The plan of a job, and its step, not compiled."""
+    job = JOBS[name.removesuffix(BY_HAND)]
+    config = models.load(job["model"])
+    assert isinstance(config, models.TransformerConfig)
+    init, loss = models.build(config)
+    batch, optimizer = models.example_batch(config, job["batch"], job["seq"]), optax.adamw(3e-4)
+    plan = shardlib.plan(
+        init, loss, optimizer, batch, topology=job["topology"], pin=job["pin"], name=config.name
+    )
+    if name.endswith(BY_HAND):
+        mesh = AbstractMesh((plan.mesh.devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        return plan, HandLlama(config=config, mesh=mesh).exported(optimizer, batch)
+    with activations.no_mesh():
+        traced = read_and_trace(init, loss, optimizer, batch, None, config.name)
+        return plan, export_step(lower(traced, plan, abstract=True), "tpu")
+
+
+def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, Any]:
+    """What the compiler makes of a job."""
+    job = JOBS[name.removesuffix(BY_HAND)]
+    plan, step = prepared(name)
+    where = target(shardlib.topology(job["topology"]), plan.mesh, plan.axis_order)
+    made = compile_apart(step, where, limits, options)
+    known = {
+        "job": job,
+        "source": source_digest("lowering", "tracing", "models", "annotation"),
+        "options": options,
+    }
+    if isinstance(made, Failure):
+        return {**known, "failed": f"{made.kind}: {made.message[:1000]}"}
+    overlap = by_overlap(made.text, plan.mesh, where.positions)
+    planned = {} if name.endswith(BY_HAND) else {"decisions": plan.to_json()["decisions"]}
+    return {
+        **known,
+        **planned,
+        "predicted_bytes": plan.estimate.device_bytes.peak,
+        "device_bytes": made.memory,
+        "gibibytes": round(made.memory["peak"] / 2**30, 2),
+        "cycles": overlap.cycles,
+        "collectives": overlap.to_json(),
+        "compile_seconds": made.seconds,
+        "versions": made.versions,
+    }
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """A job in one line for people."""
+    if "failed" in row:
+        return f"{name}: failed: {row['failed']}"
+    kinds = ", ".join(
+        f"{kind} {count['waited']} waited, {count['overlapped']} overlapped"
+        for kind, count in row["collectives"].items()
+    )
+    return f"{name}: {row['gibibytes']} GiB a device, {row['cycles'] / 1e9:.3f} G cycles; {kinds}"
+
+
+def main() -> None:
+    """Compiles the jobs that are named, or all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*JOBS, f"llama2-7b{BY_HAND}"]
+    parser.add_argument("jobs", nargs="*", choices=[*names, []])
+    parser.add_argument("--options", type=json.loads, default={}, help="of the compiler, as JSON")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="that a compilation may take")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / f"published_jobs_jax-{jax.__version__}.json"
+    )
+    args = parser.parse_args()
+    rows = json.loads(args.out.read_text())["jobs"] if args.out.exists() else {}
+    for name in args.jobs or names:
+        rows[name] = measured(name, Limits(seconds=args.seconds), args.options)
+        print(line(name, rows[name]), flush=True)
+        command = "python benchmarks/published_jobs.py"
+        write(args.out, {"command": command, "jobs": rows}, quiet=True)
+
+
+if __name__ == "__main__":
+    main()
