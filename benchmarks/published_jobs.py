@@ -55,6 +55,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "pin": {"mesh": {"fsdp": 256}, "microbatches": 1, "remat": "full", "zero": 3},
     },
 }
+#: What of a plan is stored.
+DECISIONS = ("zero", "remat", "microbatches", "schedule", "virtual_stages", "gather", "attention")
 #: Ending of the name of a job that is to be done by hand.
 BY_HAND = "-by-hand"
 
@@ -91,11 +93,17 @@ def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, An
     if isinstance(made, Failure):
         return {**known, "failed": f"{made.kind}: {made.message[:1000]}"}
     overlap = by_overlap(made.text, plan.mesh, where.positions)
-    planned = {} if name.endswith(BY_HAND) else {"decisions": plan.to_json()["decisions"]}
+    planned = (
+        {}
+        if name.endswith(BY_HAND)
+        else {
+            "decisions": {word: plan.decisions[word] for word in DECISIONS},
+            "predicted_bytes": plan.estimate.device_bytes.peak,
+        }
+    )
     return {
         **known,
         **planned,
-        "predicted_bytes": plan.estimate.device_bytes.peak,
         "device_bytes": made.memory,
         "gibibytes": round(made.memory["peak"] / 2**30, 2),
         "cycles": overlap.cycles,

@@ -33,7 +33,8 @@ def at_rest(
 
     Pieces along the first dim lie together in memory, so that gathering them moves nothing else.
     Dims whose shards are no whole tiles come last: a TPU pads them, and trades rows between
-    neighbours after every reduce-scatter.
+    neighbours after every reduce-scatter. Where no other dim has whole tiles, columns that would
+    as rows come before rows that do not: the compiler then stores the matrix transposed.
 
     Vectors (scales of norms, biases) are stored replicated: sharding them saves next to nothing,
     and each would cost two collectives a layer.
@@ -56,17 +57,27 @@ def at_rest(
     fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * more) == 0]
     if len(dims) < 2 or not fits:
         return layout
-    tiles = {len(shape) - 2: ROWS, len(shape) - 1: LANES}
     best = min(
         fits,
         key=lambda dim: (
             dim in avoided,
             bool(layout[dim]),
-            shape[dim] // (mesh.ways(layout[dim]) * more) % tiles.get(dim, 1) > 0,
+            _untiled(dim, shape, shape[dim] // (mesh.ways(layout[dim]) * more)),
             dim,
         ),
     )
     return Layout(*((*axes, *added) if dim == best else axes for dim, axes in enumerate(layout)))
+
+
+def _untiled(dim: int, shape: tuple[int, ...], size: int) -> int:
+    """How far shards of a size along a dim are from whole tiles: 0 where they are whole, 1 where
+    they are in a transposed matrix, 2 otherwise.
+    """
+    last = len(shape) - 1
+    if dim < last - 1 or size % (LANES if dim == last else ROWS) == 0:
+        return 0
+    transposed = dim == last and size % ROWS == 0 and shape[last - 1] % LANES == 0
+    return 1 if transposed else 2
 
 
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
