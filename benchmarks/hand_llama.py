@@ -98,7 +98,14 @@ class HandLlama:
                 splash.MultiHeadMask([splash.CausalMask((seq, seq))] * heads),
                 head_shards=1,
                 q_seq_shards=1,
-                block_sizes=splash.BlockSizes(*[BLOCK] * 3, *[BLOCK] * 3, *[BLOCK] * 2),
+                block_sizes=splash.BlockSizes(
+                    block_q=BLOCK,
+                    block_kv=BLOCK,
+                    block_q_dkv=BLOCK,
+                    block_kv_dkv=BLOCK,
+                    block_q_dq=BLOCK,
+                    block_kv_dq=BLOCK,
+                ),
             )
             scaled = query * self.config.head_dim**-0.5
             found = jax.vmap(kernel)(*(jnp.swapaxes(a, 1, 2) for a in (scaled, key, value)))
