@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from shardlib.lowering.reading.contractions import Pins
 from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving, Orders, dealt, taken
 from shardlib.lowering.reading.loss import LossReading
 from shardlib.lowering.reading.use import Use, as_dtype
+from shardlib.lowering.weights.added import reduced_sum
 from shardlib.lowering.weights.gradients import reduced
 from shardlib.lowering.weights.reduction_plan import (
     GradientReductions,
@@ -140,7 +142,9 @@ class WeightPlacing:
         """Matrices that are only added to activations, or multiplied by them element by element:
         the positions of a vision transformer.
         """
-        moved = {use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())}
+        adding = [use for path, use in self.loss.added.items() if path in self._at_rest]
+        uses = *self.uses.values(), *self.loss.sliced.values(), *adding
+        moved = {use.view.parameter for use in uses}
         trained = {i for i, at in enumerate(self.order) if self.plan.parameters[at].trained}
         return frozenset(trained - moved if self.reductions.explicit else ())
 
@@ -192,7 +196,8 @@ class WeightPlacing:
         """What is gathered at once: shapes of kernels, and tables, without those that some function
         gathers.
         """
-        uses = [(self.uses if path in self.uses else self.loss.sliced)[path] for path in functions]
+        known = {**self.uses, **self.loss.sliced, **self.loss.added}
+        uses = [known[path] for path in functions]
         return (
             self.loss.kernels - {use.shape for use in uses},
             self.loss.tables - {use.view.parameter for use in uses},
@@ -217,7 +222,25 @@ class WeightPlacing:
             if (path, 0) in self.placements
         }
         known = {path: function for path, function in found.items() if function is not None}
-        return known | self._slices(mesh, machine)
+        return known | self._slices(mesh, machine) | self._sums(mesh, machine)
+
+    def _sums(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
+        """What runs instead of additions of matrices that nothing else uses, where the batch alone
+        shards activations.
+        """
+        batch = {layout[0] for _, layout in self.plan.batch_layouts if len(layout)}
+        apart = {axis for axis, size in self.plan.mesh.items() if size > 1}
+        if manual_axes(mesh) or len(batch) != 1 or not apart <= {*next(iter(batch))}:
+            return {}
+        uses = self.loss.added
+        moved = [use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())]
+        times = Counter([*moved, *(use.view.parameter for use in uses.values())])
+        found = {
+            path: reduced_sum(use, *batch, self.parameter(use, mesh), machine)
+            for path, use in uses.items()
+            if times[use.view.parameter] == 1
+        }
+        return {path: function for path, function in found.items() if function is not None}
 
     def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
         """What runs instead of slices of parameters, of which all slices can be taken so."""

@@ -31,7 +31,7 @@ from shardlib.lowering.reading.parameter_roles import (
     narrowed,
     stacked_parameters,
 )
-from shardlib.lowering.reading.parameter_uses import SLICES, weight_uses
+from shardlib.lowering.reading.parameter_uses import ADDITION, SLICES, weight_uses
 from shardlib.lowering.reading.use import Use
 from shardlib.tracing.program import Program
 
@@ -57,13 +57,21 @@ class LossReading:
     def uses(self) -> Mapping[str, Use]:
         """The matmuls, convolutions and lookups of parameters, by path."""
         return {
-            path: use for path, use in self._all_uses.items() if use.equation.name not in SLICES
+            path: use
+            for path, use in self._all_uses.items()
+            if use.equation.name not in (*SLICES, ADDITION)
         }
 
     @cached_property
     def sliced(self) -> Mapping[str, Use]:
         """The slices that are taken of parameters, by path."""
         return {path: use for path, use in self._all_uses.items() if use.equation.name in SLICES}
+
+    @cached_property
+    def added(self) -> Mapping[str, Use]:
+        """The additions of matrices to activations with more dims, by path."""
+        uses = self._all_uses.items()
+        return {path: use for path, use in uses if use.equation.name == ADDITION}
 
     @cached_property
     def _all_uses(self) -> Mapping[str, Use]:

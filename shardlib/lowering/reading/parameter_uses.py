@@ -17,6 +17,8 @@ from shardlib._jax_compat import scan_counts
 from shardlib.lowering.reading.use import Use, View
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
+#: An operation that adds a parameter to an activation.
+ADDITION = "add"
 #: Operations that take a part of a parameter.
 SLICES: frozenset[str] = frozenset({"slice", "dynamic_slice"})
 _LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gather", *SLICES})
@@ -24,7 +26,8 @@ _SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "re
 
 
 def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
-    """Finds the matmuls, convolutions, lookups and slices of parameters.
+    """Finds the matmuls, convolutions, lookups and slices of parameters, and additions of matrices
+    to activations that have more dims.
 
     Args:
         program: the loss; its first inputs are the parameters.
@@ -44,10 +47,17 @@ def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
 
 
 def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) -> None:
-    views = dict(known)
+    views, spread = dict(known), dict[int, View]()
     for equation in program.equations:
         operands = [views.get(number) for number in equation.inputs]
+        beside = [spread.get(number) for number in equation.inputs]
+        if any(beside) and not any(operands):
+            _follow_spread(equation, beside, spread, found)
+            continue
         if not any(operands):
+            continue
+        if equation.name == "broadcast_in_dim" and (view := _with_more_dims(equation, operands)):
+            spread[equation.outputs[0]] = view
             continue
         if equation.name in REMAT:
             _enter(
@@ -70,6 +80,34 @@ def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) 
                 )
         elif (view := seen_through(equation, operands, program)) is not None:
             views[equation.outputs[0]] = view
+
+
+def _with_more_dims(equation: Equation, operands: list[View | None]) -> View | None:
+    """The view of a matrix that gets more dims, of one element each; None for anything else."""
+    view, shape = operands[0], equation.params["shape"]
+    aval = equation.eqn.invars[0].aval
+    if view is None or len(operands) != 1 or sum(size > 1 for size in aval.shape) < 2:
+        return None
+    places = dict(zip(equation.params["broadcast_dimensions"], range(aval.ndim), strict=True))
+    if any(
+        size != (aval.shape[places[at]] if at in places else 1) for at, size in enumerate(shape)
+    ):
+        return None
+    return replace(
+        view,
+        dims=tuple(view.dims[places[at]] if at in places else None for at in range(len(shape))),
+    )
+
+
+def _follow_spread(
+    equation: Equation, operands: list[View | None], spread: dict[int, View], found: dict[str, Use]
+) -> None:
+    """Follows a matrix that has got more dims through casts to the addition that it is for."""
+    using = [(i, view) for i, view in enumerate(operands) if view is not None]
+    if equation.name in _SAME:
+        spread[equation.outputs[0]] = using[0][1]
+    elif equation.name == ADDITION and len(using) == 1:
+        found[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
 
 
 def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
