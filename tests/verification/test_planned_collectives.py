@@ -392,3 +392,13 @@ def test_what_is_only_added_is_gathered_in_the_dtype_in_which_it_is_read():
     )
     planned, compiled = moved(found, "fsdp")
     assert planned["all-gather"] == pytest.approx(compiled["all-gather"], rel=0.005)
+
+
+@TPU
+def test_the_gradient_of_what_is_only_added_is_scattered_over_both_dims_of_a_torus():
+    found = shardlib.verify(
+        **FAMILIES["vision"](16, 256),
+        topology="v5e:2x4",
+        pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1, "remat": "full"},
+    )
+    assert compared(found, shardlib.topology("v5e:2x4"))["planned"] > 0.999

@@ -45,6 +45,8 @@ def reduced_sum(
     ):
         return None
     plan = reduction(use, parameter.gradient, batch, machine)
+    if not plan.scattered:
+        return None
     gathered = in_use(use, parameter, machine)
     regions = (machine.spec({0: batch}, rank),), machine.spec(plan.scattered, rank)
 
