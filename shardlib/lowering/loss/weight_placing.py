@@ -229,14 +229,16 @@ class WeightPlacing:
         shards activations.
         """
         batch = {layout[0] for _, layout in self.plan.batch_layouts if len(layout)}
-        apart = {axis for axis, size in self.plan.mesh.items() if size > 1}
-        if manual_axes(mesh) or len(batch) != 1 or not apart <= {*next(iter(batch))}:
+        if manual_axes(mesh) or len(batch) != 1:
+            return {}
+        (rows,) = batch
+        if any(size > 1 and axis not in rows for axis, size in self.plan.mesh.items()):
             return {}
         uses = self.loss.added
         moved = [use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())]
         times = Counter([*moved, *(use.view.parameter for use in uses.values())])
         found = {
-            path: reduced_sum(use, *batch, self.parameter(use, mesh), machine)
+            path: reduced_sum(use, rows, self.parameter(use, mesh), machine)
             for path, use in uses.items()
             if times[use.view.parameter] == 1
         }
