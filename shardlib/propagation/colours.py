@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph
 from shardlib.graph.problem import Problem
+from shardlib.propagation.loops import carried_along, walked_along
 from shardlib.propagation.ties import Classes, stack_dims, tie_graph, tie_inputs, tie_names
 from shardlib.report import Finding
 
@@ -43,6 +44,8 @@ class Colour:
         flops: FLOPs of these, uncut.
         carried: whether a loop carries it from layer to layer beside the sequence, as the residual
             stream does; what a recurrence carries from position to position is not.
+        walked: whether a loop takes one position along it per iteration, as a recurrence does along
+            the sequence: sharded, every iteration would gather what it takes its position from.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Colour:
     matmuls: int
     flops: float
     carried: bool
+    walked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,13 @@ class Colouring:
 
     @property
     def sequence_colour(self) -> str | None:
-        """The colour that sequence parallelism cuts."""
+        """The colour that sequence parallelism cuts; None where a loop walks along the sequence."""
+        found = self.named_sequence
+        return None if found is None or self.colours[found].walked else found
+
+    @property
+    def named_sequence(self) -> str | None:
+        """The colour of the sequence, whether it can be cut or not."""
         return next((found for name in SEQUENCE_NAMES if (found := self.canonical(name))), None)
 
     def conflicts(
@@ -144,11 +154,12 @@ def colour(problem: Problem) -> Colouring:
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
     divisors, matmuls, flops = _divisors(classes, problem, inputs, shapes)
-    carried = _carried(
+    carried = carried_along(
         classes,
         problem,
         {root for root, given in names.items() if set(given) & set(SEQUENCE_NAMES)},
     )
+    walked = walked_along(classes, problem)
     colours = {
         chosen[root]: Colour(
             name=chosen[root],
@@ -158,6 +169,7 @@ def colour(problem: Problem) -> Colouring:
             matmuls=matmuls[root],
             flops=flops[root],
             carried=root in carried,
+            walked=root in walked,
         )
         for root, members in inputs.items()
     }
@@ -192,21 +204,6 @@ def colour(problem: Problem) -> Colouring:
         batch=of_inputs(path for path, *_ in problem.batch),
         findings=findings,
     )
-
-
-def _carried(classes: Classes, problem: Problem, sequences: Collection[Hashable]) -> set[Hashable]:
-    """Classes that some loop carries in a value that has the sequence, too; of a model without a
-    sequence, all that loops carry.
-    """
-    found: set[Hashable] = set()
-    for policy, step in problem.steps.items():
-        for value in (value for op in step.graph.ops if op.kind == "carry" for value in op.results):
-            roots = {
-                classes.find((policy, value, dim))
-                for dim in range(len(step.graph.values[value].shape))
-            }
-            found |= roots if not sequences or roots & set(sequences) else set()
-    return found
 
 
 def _names_of(classes: Classes, root: Hashable, problem: Problem) -> list[str]:

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import shardlib
 from shardlib._jax_compat import unsharded_variables
 from shardlib.annotation.read import read
 from shardlib.axes import MeshShape
@@ -326,3 +327,24 @@ def test_updated_stacks_on_cpu_devices_are_gathered_in_no_loop():
     updated = [line for line in gathers if "jvp" not in line]
     assert updated
     assert not [line for line in updated if "/while/body/" in line]
+
+
+class Tempered(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(16, 16, rngs=rngs)
+        self.temperature = nnx.Param(jnp.asarray(2.0))
+
+
+def test_an_optimizer_may_ask_a_scalar_parameter_for_its_shape():
+    def loss(model, batch):
+        return jnp.mean((model.layer(batch["x"]) * model.temperature[...]) ** 2)
+
+    batch, optimizer = {"x": np.ones((8, 16), np.float32)}, optax.adafactor(1e-2)
+    program = shardlib.compile(Tempered, loss, optimizer, batch, topology="cpu:2")
+    after, _ = program.step(program.init(0), batch)
+    params = jax.tree.map(np.asarray, program.init(0).params)
+    graph, _ = nnx.split(Tempered(nnx.Rngs(0)))
+    gradients = jax.grad(lambda p: loss(nnx.merge(graph, nnx.State(p)), batch))(params)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    wanted = float(params["temperature"] + updates["temperature"])
+    assert float(after.params["temperature"]) == pytest.approx(wanted, rel=1e-6)

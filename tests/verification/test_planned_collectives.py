@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import shardlib
 from benchmarks.families import FAMILIES
@@ -402,3 +403,60 @@ def test_the_gradient_of_what_is_only_added_is_scattered_over_both_dims_of_a_tor
         pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1, "remat": "full"},
     )
     assert compared(found, shardlib.topology("v5e:2x4"))["planned"] > 0.999
+
+
+class Gated(nnx.Module):
+    """A gated recurrence between a table and a head."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(4096, 1024, rngs=rngs)
+        self.walk = nnx.RNN(nnx.GRUCell(1024, 1024, rngs=rngs))
+        self.head = nnx.Linear(1024, 4096, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.walk(self.table(tokens)))
+
+
+class Tied(nnx.Module):
+    """A table that is looked up in, and whose transpose is the head."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(4096, 256, rngs=rngs)
+        self.layer = nnx.Linear(256, 256, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.table.attend(self.layer(self.table(tokens)))
+
+
+def of_tokens(module, pin):
+    """A module that reads tokens, verified on 8 GPUs."""
+
+    def loss(model, batch):
+        logits = model(batch["tokens"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean()
+
+    batch = {name: jax.ShapeDtypeStruct((32, 64), jnp.int32) for name in ("tokens", "next")}
+    return shardlib.verify(module, loss, optax.adamw(1e-3), batch, topology="h100:8", pin=pin)
+
+
+@GPU
+def test_a_recurrence_walks_along_a_sequence_that_nothing_shards():
+    """A loop that takes one position per iteration of what is sharded along them gathers all of it
+    in every iteration: 64 times 2 MiB here, both ways.
+    """
+    planned, compiled = moved(of_tokens(Gated, {"mesh": {"tensor": 8}}), "tensor")
+    assert planned == pytest.approx(compiled, rel=0.02)
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("pin", "axis", "kind"),
+    [
+        ({"mesh": {"data": 8}}, "data", "all-reduce"),
+        ({"mesh": {"fsdp": 8}, "zero": 3}, "fsdp", "all-gather"),
+    ],
+)
+def test_a_table_that_is_used_both_ways_moves_once(pin, axis, kind):
+    planned, compiled = moved(of_tokens(Tied, pin), axis)
+    assert planned == pytest.approx(compiled, rel=0.02)
+    assert compiled[kind] == pytest.approx(4 * (4096 * 256 + 256 * 256), rel=0.02)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from shardlib.annotation.trees.paths import Tree
@@ -47,6 +48,15 @@ def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
                     strict=True,
                 )
             )
-        return jax.tree.unflatten(jax.tree.structure(shapes), list(map(read, closed.jaxpr.outvars)))
+        leaves = [
+            _array(leaf) if isinstance(leaf, jex.Literal) else values[leaf]
+            for leaf in closed.jaxpr.outvars
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     return fenced
+
+
+def _array(literal: jex.Literal) -> jax.Array:
+    """A leaf that no op makes; the number of a literal has no shape that an optimizer could ask."""
+    return jnp.asarray(literal.val, literal.aval.dtype)

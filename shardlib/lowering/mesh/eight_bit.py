@@ -57,9 +57,10 @@ def product(
         result: dtype of the result.
     """
 
-    @jax.custom_vjp
-    def run(left: jax.Array, right: jax.Array) -> jax.Array:
+    def made(left: jax.Array, right: jax.Array) -> jax.Array:
         return _dot(left, right, numbers, dtype, dtype).astype(result)
+
+    run = jax.custom_vjp(made)
 
     def backward(
         saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
@@ -69,7 +70,8 @@ def product(
             numbers, ranks, 1, left, cotangent, dtype
         ).astype(right.dtype)
 
-    run.defvjp(lambda left, right: (run(left, right), (left, right)), backward)
+    # Not `run`: what a policy of rematerialisation saves it must see.
+    run.defvjp(lambda left, right: (made(left, right), (left, right)), backward)
     return run
 
 

@@ -245,16 +245,22 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
     """
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
-    @jax.custom_vjp
-    def run(*operands: jax.Array) -> jax.Array:
+    def made(*operands: jax.Array) -> jax.Array:
         return pins.made(
             contraction.run([pins.read(at, operand) for at, operand in enumerate(operands)])
         )
 
+    run = jax.custom_vjp(made)
+
     def forward(*operands: Any) -> Any:
         values = [operand.value for operand in operands]
         left, right = (operand.perturbed for operand in operands[:2])
-        return run(*values), (values[0] if right else None, values[1] if left else None, values[2:])
+        # Not `run`: what a policy of rematerialisation saves it must see.
+        return made(*values), (
+            values[0] if right else None,
+            values[1] if left else None,
+            values[2:],
+        )
 
     def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
         left, right, rest = saved

@@ -32,6 +32,21 @@ class View:
     dims: tuple[int | None, ...]
     lengths: tuple[int, ...] = ()
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dims of the value in the order of the parameter's; () where they are, or where some are
+        no dim of it.
+
+        >>> View(parameter=0, dims=(1, 0)).order
+        (1, 0)
+        >>> View(parameter=0, dims=(0, 1)).order
+        ()
+        """
+        known = [dim for dim in self.dims if dim is not None]
+        if len(known) < len(self.dims) or known == sorted(known):
+            return ()
+        return tuple(sorted(range(len(known)), key=lambda at: known[at]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Use:

@@ -6,10 +6,11 @@ backward pass: what is kept between the two are its shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.trees.paths import Tree
@@ -24,7 +25,9 @@ from shardlib.planning.plan import Plan
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:
     """Gathers an operand that is stored sharded, as the plan has its parameter in use.
 
-    Where the stored shards are no pieces of the operand, the compiler is left to find a way.
+    Where the stored shards are no pieces of the operand, the compiler is left to find a way. An
+    operand that is the parameter transposed is gathered as the parameter lies: compilers gather a
+    table that is used both ways once.
 
     Args:
         use: the operation.
@@ -39,7 +42,20 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
     if {axis for cut in held.values() for axis in cut} != set(parameter.compute.axes):
         return lambda operand: operand
     in_pieces = {axis for cut in rest.values() for axis in cut} == set(parameter.rest.axes)
-    return machine.gather(use.shape, rest if in_pieces else None, held)
+    order = use.view.order
+    if not order:
+        return machine.gather(use.shape, rest if in_pieces else None, held)
+    gather = machine.gather(
+        tuple(use.shape[dim] for dim in order),
+        _in_order(rest, order) if in_pieces else None,
+        _in_order(held, order),
+    )
+    return lambda operand: gather(operand.transpose(order)).transpose(np.argsort(order))
+
+
+def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
+    """Cuts of a value whose dims are put in another order."""
+    return {at: cuts[dim] for at, dim in enumerate(order) if dim in cuts}
 
 
 def gather_updated(

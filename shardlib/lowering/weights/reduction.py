@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine, row_major
@@ -38,10 +39,14 @@ class Reduction:
         scattered: dims of the operand that the stored gradient is sharded along, beyond what shards
             them already.
         summed: mesh axes that hold partial sums and shard no dim.
+        order: dims of the operand in the order of the parameter's, where it is used transposed:
+            sums are all-reduced as the parameter lies, a table that is used both ways once, since
+            compilers add what is of one shape before they reduce it. () where nothing is moved.
     """
 
     scattered: Cuts
     summed: tuple[str, ...]
+    order: tuple[int, ...] = ()
 
     def apply(self, partial: jax.Array, machine: Machine, *, stacked: bool = False) -> jax.Array:
         """Reduces one device's partial sums, inside a manual region.
@@ -80,7 +85,12 @@ class Reduction:
                 if machine.torus
                 else _scattered(partial, dim, machine.parts(axes))
             )
-        return jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial
+        if not self.summed:
+            return partial
+        parts = machine.parts(self.summed)
+        if len(self.order) != partial.ndim:
+            return jax.lax.psum(partial, parts)
+        return jax.lax.psum(partial.transpose(self.order), parts).transpose(np.argsort(self.order))
 
 
 def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
@@ -165,5 +175,7 @@ def reduction(
             scattered[dim] = wanted
     done = {axis for axes in scattered.values() for axis in axes}
     return Reduction(
-        scattered=scattered, summed=tuple(axis for axis in partial if axis not in done)
+        scattered=scattered,
+        summed=tuple(axis for axis in partial if axis not in done),
+        order=use.view.order,
     )

@@ -60,5 +60,5 @@ def situation_of(load: Workload, topology: Topology, plan: PlanData) -> Situatio
         compute_dtype=dtype,
         itemsize=ITEMSIZE.get(dtype, 4),
         weights=weights,
-        language=load.colouring.sequence_colour is not None,
+        language=load.colouring.named_sequence is not None,
     )

@@ -107,13 +107,14 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
     The colour of the residual stream is no candidate where the sequence can be sharded instead:
     both cost the same collectives, and along the sequence the normalisation needs none.
     """
-    barred = {colouring.batch_colour, colouring.sequence_colour}
+    barred = {colouring.batch_colour, colouring.named_sequence}
     fit = [
         c
         for c in colouring.colours.values()
         if c.matmuls
         and c.divisor > 1
         and c.name not in barred
+        and not c.walked
         and not (c.carried and colouring.sequence_colour)
     ]
     by_use = sorted(fit, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name))
