@@ -59,4 +59,4 @@ def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
 
 def _array(literal: jex.Literal) -> jax.Array:
     """A leaf that no op makes; the number of a literal has no shape that an optimizer could ask."""
-    return jnp.asarray(literal.val, literal.aval.dtype)
+    return jnp.asarray(literal.val, getattr(literal.aval, "dtype", None))

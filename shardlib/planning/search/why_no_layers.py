@@ -61,9 +61,10 @@ def _called_again(model: str, calls: int, pins: Pins) -> str:
     )
     often = "twice" if calls == 2 else f"{calls} times"
     return (
-        f"{asked}, and the loss runs the layers of {model} {often} with the same parameters, as"
-        " where it calls the model more than once; they have to run once, each layer with"
-        " parameters of its own\nTry: one call of the model for all rows, or no such pin"
+        f"{asked}, and the loss runs the layers of {model}, or some of them, {often} with the same"
+        " parameters, as where it calls the model or one of its layers more than once; they have to"
+        " run once, each layer with parameters of its own\nTry: one call of the model for all rows,"
+        " no layer that is used again, or no such pin"
     )
 
 

@@ -87,6 +87,30 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
     return math.gcd(*sizes) if sizes and name else 1
 
 
+def sequences_text(problem: Problem, colouring: Colouring, ways: str) -> str:
+    """What a message says of the sequences of a model: their lengths, which some number of parts
+    does not divide, or why there is none to shard.
+
+    Args:
+        problem: with the arrays of the batch.
+        colouring: which colour is the sequence.
+        ways: the parts, in words.
+    """
+    name = colouring.named_sequence
+    if name is None:
+        return "has no sequence"
+    if colouring.colours[name].walked:
+        return "walks along its sequence in a loop, one position after the other"
+    lengths = {
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    }
+    listed = " and ".join(map(str, sorted(lengths)))
+    return f"has sequences of {listed}, which {ways} not divide{'' if len(lengths) < 2 else ' all'}"
+
+
 def divisors(number: int, most: int | None = None) -> list[int]:
     """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
     are of use, and to look for all takes the root of the number.

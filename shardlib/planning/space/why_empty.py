@@ -15,6 +15,7 @@ from shardlib.planning.space.limits import (
     batch_size,
     divisors,
     sequence_size,
+    sequences_text,
     tensor_colours,
 )
 from shardlib.propagation.colours import Colouring
@@ -39,7 +40,8 @@ def explain_empty(
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     wrong = (
-        _batch_fault(problem, pins, sizes, size)
+        _devices_fault(sizes, devices)
+        or _batch_fault(problem, pins, sizes, size)
         or _pipeline_fault(pins, sizes)
         or _sequence_fault(problem, colouring, pins, sizes)
         or _context_fault(problem, colouring, pins, sizes, devices)
@@ -50,11 +52,9 @@ def explain_empty(
     tensor, names = sizes.get("tensor", 1), tensor_colours(colouring)[0]
     if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
         return _indivisible(tensor, colouring, names, sequence_size(problem, colouring))
-    beyond = [
-        fault for axis, size in sizes.items() if (fault := misfit(axis, size, problem, colouring))
-    ]
-    if beyond:
-        return PinError(beyond[0])
+    faults = (misfit(axis, size, problem, colouring) for axis, size in sizes.items())
+    if beyond := next(filter(None, faults), ""):
+        return PinError(beyond)
     if stored := _stored_fault(problem, colouring, pins, sizes, devices):
         return stored
     machine = f"{devices} device{'s'[: devices != 1]}"
@@ -62,6 +62,17 @@ def explain_empty(
         f"no mesh of {machine} over {', '.join(MESH_AXES)} fits {problem.model} with a batch of"
         f" {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
         " number of devices"
+    )
+
+
+def _devices_fault(sizes: Mapping[str, int], devices: int) -> PinError | None:
+    """Whether axes are pinned that take no part of the devices."""
+    if devices % (taken := math.prod(sizes.values())) == 0:
+        return None
+    listed = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    return PinError(
+        f"{taken} devices are pinned ({listed}), which are no part of the {devices} that there"
+        " are\nTry: smaller axes, or another number of devices"
     )
 
 
@@ -124,13 +135,9 @@ def _sequence_fault(
 ) -> PinError | None:
     """Why the sequence cannot be sharded over tensor, as is pinned."""
     tensor = sizes.get("tensor", 1)
-    length = sequence_size(problem, colouring)
-    if pins.sequence_parallel and (colouring.sequence_colour is None or length % tensor):
-        found = (
-            "has no sequence"
-            if colouring.sequence_colour is None
-            else f"has sequences of {length}, which {tensor} parts do not divide"
-        )
+    known = colouring.sequence_colour is not None
+    if pins.sequence_parallel and not (known and sequence_size(problem, colouring) % tensor == 0):
+        found = sequences_text(problem, colouring, f"{tensor} parts do")
         return PinError(
             f"sequence_parallel=True shards the sequence over tensor={tensor}, and {problem.model}"
             f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
@@ -144,13 +151,9 @@ def _context_fault(
     """Why no context axis can be that a pin asks for; one of a pinned size is looked at apart."""
     if pins.context in (None, "none") or "context" in sizes:
         return None
-    length = sequence_size(problem, colouring)
-    if colouring.sequence_colour is None:
-        found = "has no sequence"
-    elif math.gcd(length, devices) == 1:
-        found = f"has sequences of {length}, which no part of {devices} devices divides"
-    else:
+    if math.gcd(sequence_size(problem, colouring), devices) > 1:
         return None
+    found = sequences_text(problem, colouring, f"parts of {devices} devices do")
     return PinError(
         f"context={pins.context!r} shards the sequence, and {problem.model} {found}\nTry:"
         " context='none', or name the dim \"seq\" in batch_axes"
@@ -277,11 +280,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
     """
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
-        found = (
-            "has no sequence"
-            if colouring.sequence_colour is None
-            else f"has sequences of {length}, which {size} parts do not divide"
-        )
+        found = sequences_text(problem, colouring, f"{size} parts do")
         return (
             f"context={size} shards the sequence, and {problem.model} {found}\nTry: a context axis"
             ' that divides it, or name the dim "seq" in batch_axes'
