@@ -19,6 +19,7 @@ from shardlib.annotation.read import read
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, PinError, TopologyError
 from shardlib.layout import Layout
+from shardlib.lowering.mesh.device_findings import other_machine
 from shardlib.lowering.mesh.device_mesh import device_mesh
 from shardlib.lowering.mesh.shardings import optimizer_shardings, parameter_shardings
 from shardlib.lowering.program.build import build_program
@@ -348,3 +349,24 @@ def test_an_optimizer_may_ask_a_scalar_parameter_for_its_shape():
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     wanted = float(params["temperature"] + updates["temperature"])
     assert float(after.params["temperature"]) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("topology", "platform", "told"),
+    [
+        ("h100:8", "cpu", True),
+        ("v5e:2x4", "gpu", True),
+        ("cpu:8", "cpu", False),
+        ("h100:8", "gpu", False),
+        ("v5e:2x4", "tpu", False),
+        ("a machine of the user's", "cpu", False),
+        (None, "cpu", False),
+    ],
+)
+def test_a_program_on_other_devices_than_planned_says_so(topology, platform, told):
+    assert bool(other_machine(topology, platform)) == told
+
+
+def test_a_rehearsal_of_gpus_on_cpu_devices_says_so():
+    _, findings = device_mesh(MeshShape(data=8), topology="h100:8")
+    assert [one.code for one in findings] == ["other-machine"]

@@ -28,6 +28,7 @@ from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.errors import ShardlibError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.mesh.device_findings import idle_devices, other_machine
 from shardlib.planning.plan import Plan
 from shardlib.processes.devices import let_collectives_wait
 from shardlib.report import Finding
@@ -147,7 +148,7 @@ def device_mesh(
         devices: exactly the devices to use; by default the first ones that JAX sees.
 
     Returns:
-        The mesh, and a finding if devices that JAX sees stay idle.
+        The mesh; and findings, where devices that JAX sees stay idle or are none of the topology's.
 
     Raises:
         TopologyError: too few devices, or a number given explicitly that is not the mesh's.
@@ -167,23 +168,7 @@ def device_mesh(
             " in the environment, or "
             f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used'
         )
-    idle = len(found) - shape.devices
-    findings = (
-        (
-            Finding(
-                code="idle-devices",
-                severity="warning",
-                where=str(shape),
-                message=(
-                    f"the plan uses {shape.devices} of the {len(found)} devices that JAX sees;"
-                    f" {idle} stay idle."
-                ),
-                hint="plan for a topology of all devices",
-            ),
-        )
-        if idle
-        else ()
-    )
+    findings = (*idle_devices(shape, len(found)), *other_machine(topology, found[0].platform))
     names, sizes = axis_names(shape, parts or {})
     ordered = _ordered(shape, found, topology, order)
     return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings

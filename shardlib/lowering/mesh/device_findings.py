@@ -1,0 +1,62 @@
+"""What a user should know of the devices that a program runs on."""
+
+from __future__ import annotations
+
+from shardlib.axes import MeshShape
+from shardlib.errors import ShardlibError
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.report import Finding
+
+#: What JAX calls the devices of a chip's vendor.
+PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
+
+
+def idle_devices(shape: MeshShape, seen: int) -> tuple[Finding, ...]:
+    """A finding where JAX sees more devices than a mesh uses.
+
+    Args:
+        shape: sizes of the mesh axes.
+        seen: number of devices that JAX sees.
+    """
+    idle = seen - shape.devices
+    if not idle:
+        return ()
+    return (
+        Finding(
+            code="idle-devices",
+            severity="warning",
+            where=str(shape),
+            message=(
+                f"the plan uses {shape.devices} of the {seen} devices that JAX sees; {idle} stay"
+                " idle."
+            ),
+            hint="plan for a topology of all devices",
+        ),
+    )
+
+
+def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
+    """A finding where a program runs on devices of another kind than it was planned for.
+
+    Args:
+        topology: spelling of the one that the plan was made for; None where that is not known.
+        platform: what JAX calls the devices.
+    """
+    try:
+        chip = None if topology is None else parse_topology(topology).chip
+    except ShardlibError:  # a topology of the user's
+        return ()
+    if chip is None or platform in PLATFORMS[chip.vendor]:
+        return ()
+    return (
+        Finding(
+            code="other-machine",
+            severity="info",
+            where=topology or "",
+            message=(
+                f"the plan is for {chip.name} and the program runs on {platform} devices: predicted"
+                " times and memory are not those of this machine"
+            ),
+            hint="a topology of the devices that JAX sees, unless this is a rehearsal",
+        ),
+    )
