@@ -22,6 +22,9 @@ from shardlib.propagation.colours import Colouring
 from shardlib.schedules.schedule import Pipelines
 from shardlib.schedules.table import named
 
+#: What makes experts of a model that has none which are known.
+VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
+
 
 def explain_empty(
     problem: Problem, colouring: Colouring, pins: Pins, devices: int
@@ -40,8 +43,7 @@ def explain_empty(
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     wrong = (
-        _devices_fault(sizes, devices)
-        or _batch_fault(problem, pins, sizes, size)
+        _batch_fault(problem, pins, sizes, size)
         or _pipeline_fault(pins, sizes)
         or _sequence_fault(problem, colouring, pins, sizes)
         or _context_fault(problem, colouring, pins, sizes, devices)
@@ -55,6 +57,8 @@ def explain_empty(
     faults = (misfit(axis, size, problem, colouring) for axis, size in sizes.items())
     if beyond := next(filter(None, faults), ""):
         return PinError(beyond)
+    if taken := _devices_fault(sizes, devices):
+        return taken
     if stored := _stored_fault(problem, colouring, pins, sizes, devices):
         return stored
     machine = f"{devices} device{'s'[: devices != 1]}"
@@ -287,13 +291,10 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
         )
     if axis == "expert" and size > 1:
         name = expert_colour(problem.forward, colouring.forward)
-        found = (
-            f"has {colouring.colours[name].divisor} of them, which {size} parts do not divide"
-            if name
-            else "has none that a grouped matmul (jax.lax.ragged_dot) uses"
-        )
-        return (
-            f"expert={size} shards experts, and {problem.model} {found}\nTry: an expert axis that"
-            " divides them, or none"
-        )
+        found, hint = "has none that a grouped matmul (jax.lax.ragged_dot) uses", VISIT
+        if name:
+            count = colouring.colours[name].divisor
+            found = f"has {count} of them, which {size} parts do not divide"
+            hint = "an expert axis that divides them, or none"
+        return f"expert={size} shards experts, and {problem.model} {found}\nTry: {hint}"
     return ""
