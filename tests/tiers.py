@@ -36,6 +36,7 @@ TESTS = {
     "untrusted": "unit",
     "verification": "processes",
     "zoo": "compile",
+    "test_hand_llama.py": "compile",
     "checkpointing/test_owner.py": "processes",
     "checkpointing/test_processes.py": "processes",
     "cli/test_train.py": "processes",

@@ -134,7 +134,7 @@ def test_weights_gathered_once_give_the_same_gradients(
 
 
 MATRICES = 4 * 2  #: of the two layers that a stage has
-ENDS = 2  #: embedding and head
+ENDS = 1  #: the table that is embedding and head, which is gathered once for both
 
 
 def gathers_before_ticks(p):
