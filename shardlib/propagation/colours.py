@@ -93,13 +93,13 @@ class Colouring:
 
     @property
     def sequence_colour(self) -> str | None:
-        """The colour that sequence parallelism cuts; None where a loop walks along the sequence."""
+        """The colour that sequence parallelism shards; None where a loop walks along it."""
         found = self.named_sequence
         return None if found is None or self.colours[found].walked else found
 
     @property
     def named_sequence(self) -> str | None:
-        """The colour of the sequence, whether it can be cut or not."""
+        """The colour of the sequence, whether it can be sharded or not."""
         return next((found for name in SEQUENCE_NAMES if (found := self.canonical(name))), None)
 
     def conflicts(

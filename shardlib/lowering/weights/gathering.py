@@ -54,7 +54,7 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
 
 
 def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
-    """Cuts of a value whose dims are put in another order."""
+    """How a value is sharded whose dims are put in another order."""
     return {at: cuts[dim] for at, dim in enumerate(order) if dim in cuts}
 
 

@@ -22,7 +22,7 @@ from shardlib.propagation.colours import Colouring
 from shardlib.schedules.schedule import Pipelines
 from shardlib.schedules.table import named
 
-#: What makes experts of a model that has none which are known.
+#: What to try for an expert axis on a model in which no experts are found.
 VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
 
 
