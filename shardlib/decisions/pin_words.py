@@ -59,17 +59,22 @@ def unknown(word: str) -> str:
 
 
 def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
-    """Pins by their words, of keywords such as `tensor` or `tp`.
+    """Pins by their words, of keywords such as `tensor` or `tp`. A keyword that is a decision and a
+    mesh axis, too, such as `context` or `pipeline`, is the axis where its value is a size.
+
+    >>> aliased({"tp": 2, "context": 4}), aliased({"context": "ring"})
+    ({'mesh.tensor': 2, 'mesh.context': 4}, {'context': 'ring'})
 
     Raises:
         PinError: two keywords that stand for the same word have different values.
     """
     found: dict[str, PinValue] = {}
-    for word, value in pin.items():
-        if str(found.setdefault(alias(word), value)) != str(value):
+    for given, value in pin.items():
+        decision = given in ENTRIES and isinstance(value, str)
+        word = given if decision else alias(given)
+        if str(found.setdefault(word, value)) != str(value):
             raise PinError(
-                f"{word}={value!r} contradicts {alias(word)}={found[alias(word)]!r}"
-                f"{HINT}{alias(word)} once"
+                f"{given}={value!r} contradicts {word}={found[word]!r}{HINT}{word} once"
             )
     return found
 

@@ -150,11 +150,13 @@ class Decisions:
     pipeline: str = decision(
         "lockstep",
         meaning="how stages run: in one program for all devices, or as per-stage programs that one"
-        " process calls",
+        ' process calls; `"any"` lets the planner decide, otherwise it is `"lockstep"`, which runs'
+        " in any number of processes",
         choices={
             "lockstep": "stages are one program",
             "programs": "stages are programs of their own",
         },
+        left_open=True,
         late=True,
         searched=False,
     )

@@ -132,11 +132,8 @@ def search(
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, profile)
     preparing = time.perf_counter() - started
-    return _sourced(
-        searching.search(problem, source.topology, source.pins, load=source.load),
-        source,
-        preparing,
-    )
+    found = searching.search(problem, source.topology, source.pins, load=source.load)
+    return _sourced(found, source, preparing)
 
 
 def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:

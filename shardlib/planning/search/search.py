@@ -32,6 +32,7 @@ from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.search.collective_matmul import with_any_loops, with_loops
 from shardlib.planning.search.infeasible import infeasible
+from shardlib.planning.search.pipeline_forms import fastest_form, forms_in_order, left_open
 from shardlib.planning.search.priced_space import PricedSpace, priced_space
 from shardlib.planning.space.workload import Workload, prepare
 
@@ -67,6 +68,10 @@ def search(
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
     load = prepared(problem, topology, load, profile, pins)
+    if left_open(load, pins):
+        return fastest_form(
+            pins, lambda form: search(problem, topology, form, load=load, profile=profile)
+        )
     space = priced_space(load, topology, pins)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
@@ -151,6 +156,15 @@ def ranked(
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
     load = prepared(problem, topology, load, profile, pins)
+    if left_open(load, pins):
+        return forms_in_order(
+            pins,
+            lambda form: ranked(
+                problem, topology, form, load=load, slack=slack, profile=profile, front=front
+            ),
+            slack=slack,
+            front=front,
+        )
     ranking = Ranking[Candidate]()
     space = priced_space(load, topology, pins, ranking, slack)
     if space.best.fastest is None:

@@ -1,0 +1,106 @@
+"""Stages in one program or as per-stage programs, where a pin leaves that open.
+
+`pipeline="any"` searches both and takes the faster; a tie goes to one program. Per-stage programs
+take one process that has all devices, so nobody gets them without having asked: a plan that was
+tried on simulated devices would not be what several hosts run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.decisions.entry import ANY
+from shardlib.decisions.pins import Pins
+from shardlib.errors import InfeasibleError, PinError
+from shardlib.planning.plan import Plan, Ranked
+from shardlib.planning.space.workload import Workload
+
+T = TypeVar("T")
+#: What stages may be, the simpler first.
+FORMS = ("lockstep", "programs")
+
+
+def left_open(load: Workload, pins: Pins) -> bool:
+    """Whether the planner decides how stages run: only where shardlib makes the programs.
+
+    Args:
+        load: the prepared problem.
+        pins: decisions fixed by hand.
+    """
+    return pins.pipeline == ANY and load.profile.name == XLA.name
+
+
+def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
+    """The faster of the best plans of both forms, with a certificate over both.
+
+    Args:
+        pins: decisions fixed by hand, which leave the form open.
+        search: the fastest plan under pins that do not.
+
+    Raises:
+        PinError, InfeasibleError: neither form has a plan; of one program.
+    """
+    plans = _of_both(pins, search)
+    chosen = min(plans, key=lambda plan: plan.estimate.step_seconds)
+    counts = Counter[str]()
+    for plan in plans:
+        counts.update(dict(plan.search.counts))
+    bound = min(plan.estimate.step_seconds * (1 - plan.search.gap) for plan in plans)
+    certificate = replace(
+        chosen.search,
+        evaluations=sum(plan.search.evaluations for plan in plans),
+        candidates=sum(plan.search.candidates for plan in plans),
+        seconds=sum(plan.search.seconds for plan in plans),
+        lower_bound=min(plan.search.lower_bound for plan in plans),
+        gap=max(0.0, 1 - bound / chosen.estimate.step_seconds),
+        counts=tuple(sorted(counts.items())),
+    )
+    return replace(chosen, search=certificate)
+
+
+def forms_in_order(
+    pins: Pins,
+    ranked: Callable[[Pins], Iterator[Ranked]],
+    *,
+    slack: float = math.inf,
+    front: bool = False,
+) -> Iterator[Ranked]:
+    """Plans of both forms, the fastest first.
+
+    Args:
+        pins: decisions fixed by hand, which leave the form open.
+        ranked: plans under pins that do not, the fastest first.
+        slack: up to how many times the seconds of the fastest.
+        front: only plans that need less memory than every faster one.
+
+    Raises:
+        PinError, InfeasibleError: neither form has a plan; of one program.
+    """
+    least, most = math.inf, math.inf
+    for one in heapq.merge(*_of_both(pins, ranked), key=lambda one: one.seconds):
+        most = min(most, slack * one.seconds)
+        if one.seconds > most:
+            return
+        if not front or one.peak_bytes < least:
+            yield one
+        least = min(least, one.peak_bytes)
+
+
+def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
+    """The answers for both forms, or for the one that has any."""
+    found: list[T] = []
+    refused: list[PinError | InfeasibleError] = []
+    for form in FORMS:
+        try:
+            found.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
+        except (PinError, InfeasibleError) as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return found
