@@ -10,6 +10,8 @@ compiled ahead of time, with none of the hardware there. Of the bytes of compile
 - `missing`: planned bytes, by kind and axes, that were not compiled, as a part of all compiled;
 - `slow`: bytes that nobody planned over an axis that runs over the slow network, beyond 2%;
 - `memory`: predicted / compiled - 1 of the peak bytes of a device.
+
+Rows are added to RESULTS.json in the place of those of the same cases; others that are there stay.
 """
 
 from __future__ import annotations
@@ -155,6 +157,17 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def stored(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier run by their cases, in their order."""
+    if path is None or not path.exists():
+        return {}
+    return {_key(row["case"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+def _key(case: dict[str, Any]) -> str:
+    return json.dumps(case, sort_keys=True)
+
+
 def main() -> None:
     """Runs the cases of a file."""
     parser = argparse.ArgumentParser(
@@ -168,18 +181,19 @@ def main() -> None:
         help="a JSON list of cases",
     )
     parser.add_argument("--only", default="", help="cases whose line has this text")
-    parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    parser.add_argument("--out", type=Path, help="add the rows to this JSON")
     parser.add_argument(
         "--seconds", type=float, default=300.0, help="time that the compiler may take for a case"
     )
     args = parser.parse_args()
     limits = Limits(seconds=args.seconds, memory_bytes=24 * 2**30)
-    rows: list[dict[str, Any]] = []
+    table = stored(args.out)
     for case in json.loads(args.cases.read_text()):
         if args.only not in json.dumps(case):
             continue
-        rows.append(run(case, limits))
-        print(line(rows[-1]), file=sys.stderr, flush=True)
+        row = table[_key(case)] = run(case, limits)
+        print(line(row), file=sys.stderr, flush=True)
+        rows = [*table.values()]
         result = {
             **environment(),
             "benchmark": "planned_collectives",

@@ -54,6 +54,7 @@ TESTS = {
     "training/test_supervisor.py": "processes",
     "training/test_train_ends.py": "processes",
     "training/test_watchdog.py": "processes",
+    "verification/test_order_by_compiler.py": "unit",
     "test_architecture.py": "unit",
     "test_bad_input.py": "compile",
     "test_compiler.py": "compile",
