@@ -53,7 +53,7 @@ from shardlib.verification.hlo.found import Found
 from shardlib.verification.hlo.hlo import parse
 from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
-from shardlib.verification.report import key_text
+from shardlib.verification.report import Key, key_text
 from shardlib.verification.targets import Target, target
 from shardlib.verification.verify import judge
 
@@ -200,10 +200,11 @@ def compiled(
     return {
         **row,
         "compiled": _parts(by_rule),
-        "scheduled": _parts(replace(by_rule, exposed=waited)),
+        "scheduled": _parts(replace(by_rule, exposed=sum(waited.values()))),
         "wire": {
             "predicted": _wire(plan.estimate.collectives),
             "compiled": _wire(found.collectives),
+            "waited": {key_text(key): wait for key, wait in waited.items()},
         },
         "peak_bytes": {
             "predicted": plan.estimate.device_bytes.peak,
@@ -228,8 +229,8 @@ def _exported(
 
 def _waited(
     plan: shardlib.Plan, machine: Topology, where: Target, step: ExportedStep, made: Compiled
-) -> float:
-    """Seconds that the compiled schedule waits for collectives."""
+) -> dict[Key, float]:
+    """Seconds that the compiled schedule waits for collectives, by kind and mesh axes."""
     module = parse(made.text)
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
 

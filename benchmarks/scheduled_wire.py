@@ -10,10 +10,12 @@ may share the same kernels, or the same links, is not seen.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from shardlib.verification.hlo.found import Found
 from shardlib.verification.hlo.hlo import Computation, Instruction, Module
+from shardlib.verification.report import Key
 
 #: What the TPU compiler writes where it has no estimate.
 NO_ESTIMATE = 2**63 - 1
@@ -24,8 +26,8 @@ def waited_seconds(
     found: Iterable[Found],
     seconds: Callable[[Found], float],
     cycles_per_s: float,
-) -> float:
-    """Seconds of a step in which no kernel runs because of a collective.
+) -> dict[Key, float]:
+    """Seconds of a step in which no kernel runs because of a collective, by kind and mesh axes.
 
     Args:
         module: the program.
@@ -33,10 +35,11 @@ def waited_seconds(
         seconds: of one execution of a collective.
         cycles_per_s: of the device.
     """
-    hidden = windows(module)
-    return sum(
-        one.count * max(0.0, seconds(one) - hidden.get(one.name, 0) / cycles_per_s) for one in found
-    )
+    hidden, waited = windows(module), defaultdict[Key, float](float)
+    for one in found:
+        behind = hidden.get(one.name, 0) / cycles_per_s
+        waited[one.kind, one.axes] += one.count * max(0.0, seconds(one) - behind)
+    return dict(waited)
 
 
 def windows(module: Module) -> dict[str, int]:
