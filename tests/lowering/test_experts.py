@@ -235,13 +235,15 @@ def test_half_precision_adds_up_in_single(grouped):
 
 @pytest.mark.parametrize("kind", ["ragged", "blocks"])
 @pytest.mark.parametrize(
-    "sizes", [(5, 0, 17, 8), (0, 0, 0, 30), (0, 0, 0, 0), (1, 1, 1, 1), (16, 16, 5, 0)], ids=str
+    "sizes",
+    [(5, 0, 17, 8), (0, 0, 0, 30), (0, 0, 0, 0), (1, 1, 1, 1), (16, 16, 5, 0), (11,)],
+    ids=str,
 )
 def test_grouped_matmuls_are_one_matmul_for_every_group(kind, sizes):
     draw = np.random.default_rng(3)
     rows, weights, ways = (
         draw.normal(size=(37, 6)),
-        draw.normal(size=(4, 6, 5)),
+        draw.normal(size=(len(sizes), 6, 5)),
         draw.normal(size=(37, 5)),
     )
     true, ends = np.zeros((37, 5)), np.cumsum(sizes)
