@@ -12,6 +12,7 @@ is no JAX below floor 5:
     1  axes, layout, rules, collective, report   the small values that everything else speaks
        hardware                                  chips, link tiers, the spelling of topologies
        schedules                                 who does what when in a pipeline
+       exchanges                                 how islands meet
     2  graph                                     what a program computes
        decisions                                 the table of what a plan decides
     3  propagation                               names flow through the graph
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
+    from shardlib.exchanges.values import DiLoCo, Exact
     from shardlib.frontend.edge import plan_edge
     from shardlib.frontend.scale import scale
     from shardlib.functions.attention import attention
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from shardlib.hardware import Topology, topology
     from shardlib.launching.joining import join
     from shardlib.layout import Layout
+    from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program.guards import Guards
     from shardlib.lowering.program.program import Program
     from shardlib.lowering.runtime.state import TrainState
@@ -150,6 +153,9 @@ _HOME = {
     "Guards": "shardlib.lowering.program.guards",
     "Program": "shardlib.lowering.program.program",
     "TrainState": "shardlib.lowering.program.program",
+    "DiLoCo": "shardlib.exchanges.values",
+    "Exact": "shardlib.exchanges.values",
+    "IslandsProgram": "shardlib.lowering.islands.program",
     "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective",
     "Finding": "shardlib.report",
@@ -172,11 +178,14 @@ __all__ = [
     "Collective",
     "DataError",
     "DeviceBytes",
+    "DiLoCo",
     "DiskError",
     "Estimate",
+    "Exact",
     "Finding",
     "Guards",
     "InfeasibleError",
+    "IslandsProgram",
     "LaunchError",
     "Layout",
     "LayoutError",

@@ -1,4 +1,4 @@
-"""The six mesh axes: what each shards, which collectives it pays, and where it lies on the links.
+"""The mesh axes: what each shards, which collectives it pays, and where it lies on the links.
 
 A *logical axis* is a model's name for a dimension ("embed"); a *mesh axis* is a direction of the
 device grid ("tensor"). `AXES` lists the mesh axes from the one that tolerates the slowest links to
@@ -67,6 +67,17 @@ class Axis:
 #: Kinds of collectives by which a sharded value meets others.
 _OF_VALUES: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
+ISLAND = Axis(
+    name="island",
+    aliases=("diloco",),
+    shards="the batch, between meetings",
+    splits="nothing",
+    stores=False,
+    computes=False,
+    collectives={},
+    waits=False,
+    links=-1,
+)
 STAGE = Axis(
     name="stage",
     aliases=("pp", "pipeline"),
@@ -141,13 +152,13 @@ TENSOR = Axis(
     waits=True,
     links=5,
 )
+_ALL = (ISLAND, STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
 #: Mesh axes by name, from the outermost (slowest links) to the innermost (fastest links) of the
 #: device order.
-AXES: Mapping[str, Axis] = {
-    axis.name: axis
-    for axis in sorted((STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR), key=lambda axis: axis.links)
-}
+AXES: Mapping[str, Axis] = {axis.name: axis for axis in sorted(_ALL, key=lambda axis: axis.links)}
 MESH_AXES: tuple[str, ...] = tuple(AXES)
+#: Axes over which a plan divides the devices of an island; islands are pinned, with an exchange.
+INNER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis != ISLAND.name)
 #: Axes that split the batch.
 BATCH_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits == "batch")
 #: Axes whose devices work on different tokens, so that gradients are partial sums over them.
@@ -194,7 +205,7 @@ class MeshShape(Mapping[str, int]):
     """Sizes of the mesh axes; axes that are not given have size 1. Immutable, hashable, equal by
     value.
 
-    Iteration covers the axes larger than 1, outermost first; indexing knows all six.
+    Iteration covers the axes larger than 1, outermost first; indexing knows all of them.
 
     Attributes:
         sizes: sizes by name, or pairs of both; names may be aliases ("dp").

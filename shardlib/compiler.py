@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 import optax
@@ -26,8 +26,10 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
+from shardlib.exchanges.values import DiLoCo
 from shardlib.frontend import choice
 from shardlib.frontend.arguments import require_arguments
+from shardlib.frontend.islands import exchange_of, lower_islands, rows_of_one
 from shardlib.frontend.machines import machine_of, machine_of_plan
 from shardlib.frontend.traced_model import Loss, read_and_trace
 from shardlib.hardware.topology import Topology
@@ -35,6 +37,7 @@ from shardlib.planning.plan import Plan
 
 if TYPE_CHECKING:
     from shardlib.lowering.program.guards import Guards
+    from shardlib.lowering.program.options import BuildOption
     from shardlib.lowering.program.program import Program
     from shardlib.verification.isolation import Limits
     from shardlib.verification.report import Verification
@@ -130,6 +133,7 @@ def plan(
 
         machine = compiled_choice.with_compiler(machine_of(topology))
     with activations.no_mesh():
+        batch = rows_of_one(batch, batch_axes, exchange_of(None, pin))
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         if compiled:
             return compiled_choice.refined_by_compiler(traced, machine, pin, compiled, limits)
@@ -188,7 +192,9 @@ def compile(
         wrt: what is trained, see `plan`; all parameters if left out.
 
     Returns:
-        The program; nothing is compiled or allocated before its first use.
+        The program; nothing is compiled or allocated before its first use. Where an exchange is
+        pinned, an `IslandsProgram`, which has the same calls: `init`, `step`, `put`, `evaluate` and
+        `module`.
 
     Raises:
         ShardlibError: as `plan` without `refine`, of the same kinds.
@@ -216,18 +222,21 @@ def compile(
     from shardlib.frontend.lowered import lower
 
     with activations.no_mesh():
+        exchange = exchange_of(plan, pin)
+        batch = rows_of_one(batch, batch_axes, exchange)
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
         if evaluation is None:
             traced = evaluated_as_trained(traced)
-        return lower(
-            traced,
-            chosen,
-            devices=devices,
-            guards=guards,
-            disk=disk,
-            evaluation=traced.model.evaluated(evaluation or loss),
-        )
+        where: dict[str, BuildOption] = {
+            "devices": devices,
+            "guards": guards,
+            "disk": disk,
+            "evaluation": traced.model.evaluated(evaluation or loss),
+        }
+        if isinstance(exchange, DiLoCo):
+            return cast("Program", lower_islands(traced, chosen, exchange, **where))
+        return lower(traced, chosen, **where)
 
 
 def verify(

@@ -15,7 +15,7 @@ from benchmarks.house import nodes, parsed
 PACKAGE = Path(__file__).parents[1] / "shardlib"
 FLOORS = {
     0: ["errors", "untrusted"],
-    1: ["axes", "layout", "rules", "collective", "report", "hardware", "schedules"],
+    1: ["axes", "layout", "rules", "collective", "report", "hardware", "schedules", "exchanges"],
     2: ["graph", "decisions"],
     3: ["propagation", "cost"],
     4: ["planning"],
@@ -40,6 +40,7 @@ ORDER = {
         "emission",
         "plan",
         "assembly",
+        "islands",
         "offers",
         "search",
         "questions",
@@ -59,6 +60,7 @@ ORDER = {
         "host_memory",
         "pipeline",
         "program",
+        "islands",
     ],
     "lowering.pipeline": ["shared", "lockstep", "per_stage"],
     "tracing": ["program", "rules", "rewriting", "jaxpr_to_graph", "rows", "trace"],

@@ -28,6 +28,7 @@ class Seconds:
         bubble: idle time of pipeline stages.
         optimizer: reading and writing parameters, gradients and optimizer state.
         overhead: fixed cost of launching the program.
+        exchange: a step's share of the meetings of islands.
     """
 
     compute: float = 0.0
@@ -35,6 +36,7 @@ class Seconds:
     bubble: float = 0.0
     optimizer: float = 0.0
     overhead: float = 0.0
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
@@ -56,6 +58,7 @@ class DeviceBytes:
         batch: the input batch, and random streams, integers and the like of the model state.
         frozen: stored parameters that are not trained, and other floating-point state of the
             model.
+        exchange: what islands keep for their meetings.
     """
 
     parameters: int = 0
@@ -66,6 +69,7 @@ class DeviceBytes:
     communication: int = 0
     batch: int = 0
     frozen: int = 0
+    exchange: int = 0
 
     @property
     def peak(self) -> int:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.axes import MESH_AXES, STORED_AXES, MeshShape
+from shardlib.axes import INNER_AXES, MESH_AXES, STORED_AXES, MeshShape
 from shardlib.decisions.readers import ANY_GROUP, GroupPolicies, PinValue
 from shardlib.errors import HINT
+from shardlib.exchanges.values import EXACT
 from shardlib.schedules.schedule import Schedule
 from shardlib.schedules.table import named, pipelines
 
@@ -236,10 +237,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         broken=lambda g: (
-            g.get("axis_order") == () and any(g.axis(axis, 2) > 1 for axis in MESH_AXES)
+            g.get("axis_order") == () and any(g.axis(axis, 2) > 1 for axis in INNER_AXES)
         ),
         says="axis_order is [], which names no mesh axis",
         hint="axis_order=['stage', 'data', 'tensor'], or no pin of axis_order",
+    ),
+    Rule(
+        broken=lambda g: g.axis("island", 1) not in (1, g.get("exchange", EXACT).islands),
+        says="mesh.island={axes[island]} are islands, which are pinned with how they meet",
+        hint="exchange='diloco:{axes[island]}:100', and no pin of mesh.island",
     ),
 )
 

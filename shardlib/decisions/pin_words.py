@@ -73,9 +73,7 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
         decision = given in ENTRIES and isinstance(value, str)
         word = given if decision else alias(given)
         if str(found.setdefault(word, value)) != str(value):
-            raise PinError(
-                f"{given}={value!r} contradicts {word}={found[word]!r}{HINT}{word} once"
-            )
+            raise PinError(f"{given}={value!r} contradicts {word}={found[word]!r}{HINT}{word} once")
     return found
 
 

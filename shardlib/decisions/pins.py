@@ -29,6 +29,7 @@ from shardlib.decisions.pin_words import ENTRIES, pin_words, unknown
 from shardlib.decisions.readers import GroupPolicies, PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import HINT, PinError, ShardlibError, hoisted, raise_all
+from shardlib.exchanges.values import EXACT, Exchange
 from shardlib.rules import Rules
 from shardlib.schedules.table import named
 from shardlib.untrusted.json_types import JsonObject
@@ -99,6 +100,7 @@ class Pins:
     collective_matmul = _Pinned[str | None](None)
     offload = _Pinned[tuple[str, ...] | None](None)
     axis_order = _Pinned[tuple[str, ...] | None](None)
+    exchange = _Pinned[Exchange](EXACT)
     dtypes = _Pinned[Dtypes](())
     allow = _Pinned[Allowed](())
 

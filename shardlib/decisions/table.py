@@ -28,6 +28,8 @@ from shardlib.decisions.readers import (
     read_rules,
     write_group_policies,
 )
+from shardlib.exchanges.reading import read_exchange
+from shardlib.exchanges.values import EXACT, Exchange
 from shardlib.rules import Rules
 from shardlib.schedules.table import SCHEDULES
 
@@ -229,6 +231,16 @@ class Decisions:
         label="links",
         read=read_axis_order,
         write=lambda value, mesh: list(value or mesh),
+    )
+    exchange: Exchange = decision(
+        EXACT,
+        meaning="how islands meet: parts of the machine that train apart, each with its part of the"
+        " batch; anything but `exact` changes the mathematics; see [islands](islands.md)",
+        values='`"exact"`, `"diloco:2:100"`, `shardlib.DiLoCo(islands=2, every=100)`',
+        read=read_exchange,
+        write=lambda value, mesh: value.to_json(),
+        late=True,
+        searched=False,
     )
     dtypes: Dtypes = decision(
         (),

@@ -85,7 +85,10 @@ WRITTEN = (
     ),
     ({"axis_order": ["tensor", "data"]}, "axis_order=['tensor', 'data']"),
     ({"dtypes": {"moment_dtype": "bfloat16"}}, "dtypes={'moment_dtype': 'bfloat16'}"),
-    ({"allow": {"moment_dtype": ["bfloat16"]}}, "allow={'moment_dtype': ['bfloat16']}"),
+    (
+        {"exchange": {"kind": "exact"}, "allow": {"moment_dtype": ["bfloat16"]}},
+        "exchange={'kind': 'exact'}, allow={'moment_dtype': ['bfloat16']}",
+    ),
     ({"microbatches": np.int64(4), "mesh.fsdp": np.int32(2)}, "mesh.fsdp=2, microbatches=4"),
 )
 
@@ -151,6 +154,7 @@ BROKEN = (
     {"sequence_parallel": True, "mesh.tensor": 1},
     {"axis_order": ["tensor", "data"], "mesh.tensor": 1},
     {"axis_order": [], "mesh.data": 2},
+    {"exchange": "diloco:4:10", "mesh.island": 2},
 )
 
 

@@ -35,8 +35,8 @@ from pathlib import Path
 import shardlib
 
 path = Path(shardlib.__file__).parent / "axes.py"
-head, table = path.read_text().split("#: Mesh axes by name, from the outermost")
-changed = head + ENTRY + "#:" + table.replace("(STAGE, DATA,", "(STAGE, CLUSTER, DATA,")
+head, table = path.read_text().split("_ALL = (")
+changed = head + ENTRY + "_ALL = (" + table.replace("STAGE, DATA,", "STAGE, CLUSTER, DATA,")
 module = types.ModuleType("shardlib.axes")
 sys.modules["shardlib.axes"] = module
 exec(compile(changed, str(path), "exec"), module.__dict__)

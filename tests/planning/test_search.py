@@ -403,8 +403,8 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
                 "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are"
                 " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
                 " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
-                " attention, experts, collective_matmul, offload, axis_order, dtypes, param_dtype,"
-                " matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"
+                " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
+                " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"
             ),
         ),
         (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.axes import MESH_AXES
+from shardlib.axes import INNER_AXES
 from shardlib.decisions.readers import PinValue
 from shardlib.errors import PinError, raise_all
 from shardlib.schedules.table import SCHEDULES
@@ -65,7 +65,7 @@ class Abilities:
         rules: words of `RULES` that its plans keep.
     """
 
-    axes: tuple[str, ...] = MESH_AXES
+    axes: tuple[str, ...] = INNER_AXES
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     chunks: bool = True
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -84,7 +84,7 @@ class Abilities:
             if getattr(self, name) not in words
         ]
         known: Mapping[str, tuple[Any, ...]] = {
-            "axes": MESH_AXES,
+            "axes": INNER_AXES,
             "schedules": tuple(SCHEDULES),
             "zero": (0, 1, 2, 3),
             "remat": ("none", "dots", "full", "partly"),

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from shardlib.axes import MeshShape
 from shardlib.cost.estimate import LARGEST
 from shardlib.decisions.plain_data import illegal
 from shardlib.errors import PlanError, raise_all
+from shardlib.exchanges.reading import read_exchange
+from shardlib.exchanges.values import Exchange
 from shardlib.layout import Layout
 from shardlib.planning.decisions.compiled_trials import MESH
 from shardlib.planning.decisions.plan_data import FORMAT, ParameterLayout, PlanData, checksum
@@ -34,6 +37,7 @@ FORMS: Mapping[Any, Form] = {
     MeshShape: MESH,
     Layout: Form(plain=tuple[tuple[str, ...], ...], build=lambda dims: Layout(*dims)),
     Rules: Form(plain=tuple[tuple[str, tuple[str, ...]], ...], build=Rules.parse),
+    Exchange: Form(plain=Mapping[str, str | int | float], build=partial(read_exchange, "exchange")),
 }
 AGAIN = "make it again with `shardlib plan ... --out plan.json`"
 #: What a plan is made of that no file has.

@@ -20,13 +20,17 @@ from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.decisions.obeyed import require_obeyed
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import InfeasibleError, PinError
+from shardlib.exchanges.values import DiLoCo
 from shardlib.graph.problem import Problem
+from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.assembly.assemble import assemble
 from shardlib.planning.assembly.findings import without_effect
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import Rejected, Search
+from shardlib.planning.islands.room import met_in_order, planned_on_islands
+from shardlib.planning.islands.spread import inside
 from shardlib.planning.offers.incumbents import Best
 from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.plan import Plan, Ranked
@@ -67,6 +71,12 @@ def search(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
+    if isinstance(pins.exchange, DiLoCo):
+        return planned_on_islands(
+            pins.exchange,
+            topology,
+            lambda island: search(problem, island, inside(pins), load=load, profile=profile),
+        )
     load = prepared(problem, topology, load, profile, pins)
     if left_open(load, pins):
         return fastest_form(
@@ -155,6 +165,12 @@ def ranked(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
+    if isinstance(pins.exchange, DiLoCo):
+        exchange, island = pins.exchange, island_of(topology, pins.exchange.islands)
+        inner = ranked(
+            problem, island, inside(pins), load=load, slack=slack, profile=profile, front=front
+        )
+        return met_in_order(inner, exchange, topology)
     load = prepared(problem, topology, load, profile, pins)
     if left_open(load, pins):
         return forms_in_order(

@@ -1,0 +1,174 @@
+"""Several islands: the batch of one of them, and the programs of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.decisions.pins import PinMapping, Pins
+from shardlib.errors import BatchError, PinError, TopologyError, raise_all
+from shardlib.exchanges.values import DiLoCo, Exchange
+from shardlib.frontend.traced_model import TracedModel
+from shardlib.planning.islands.spread import of_one_island
+from shardlib.planning.plan import Plan
+from shardlib.tracing.batch import describe_batch
+from shardlib.tracing.parameters import abstract
+
+if TYPE_CHECKING:
+    from shardlib.lowering.islands.program import IslandsProgram
+    from shardlib.lowering.program.options import BuildOption
+
+
+def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
+    """How islands meet, as a plan that is given says it, or else pins.
+
+    Args:
+        plan: None for none.
+        pin: decisions fixed by hand.
+
+    Raises:
+        PinError: the pins make no sense.
+    """
+    return plan.exchange if plan is not None else Pins.parse(pin).exchange
+
+
+def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
+    """The batch of one island: of every array the first rows; the batch as it is where there is one
+    island.
+
+    Args:
+        batch: of all islands, arrays or abstract arrays.
+        batch_axes: logical axes of the batch; None for the convention.
+        exchange: how many islands there are.
+
+    Returns:
+        Abstract arrays, where there are several islands.
+
+    Raises:
+        BatchError: rows do not divide among the islands; all arrays concerned are listed. Or
+            `batch_axes` do not fit.
+    """
+    if exchange.islands == 1:
+        return batch
+    described = describe_batch(batch, batch_axes)
+    failures = [
+        f"{path}: {shape[axes.index('batch')]} rows"
+        for path, shape, _, axes in described
+        if "batch" in axes and shape[axes.index("batch")] % exchange.islands
+    ]
+    if failures:
+        raise_all(
+            BatchError,
+            f"the rows of the batch do not divide among {exchange.islands} islands",
+            failures,
+            hint=f"a number of rows that {exchange.islands} divides",
+        )
+    leaves, structure = jax.tree.flatten(abstract(batch))
+    parts = [
+        _part(leaf, axes.index("batch"), exchange.islands) if "batch" in axes else leaf
+        for leaf, (_, _, _, axes) in zip(leaves, described, strict=True)
+    ]
+    return jax.tree.unflatten(structure, parts)
+
+
+def _part(leaf: jax.ShapeDtypeStruct, dim: int, islands: int) -> jax.ShapeDtypeStruct:
+    shape = list(leaf.shape)
+    shape[dim] //= islands
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def lower_islands(
+    model: TracedModel,
+    plan: Plan,
+    exchange: DiLoCo,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    **where: BuildOption,
+) -> IslandsProgram:
+    """Lowers the plan of several islands: a program for each, and their meetings.
+
+    Args:
+        model: traced for the batch of one island.
+        plan: of all islands.
+        exchange: how they meet.
+        devices: of all islands, one island after the other; by default the first that JAX sees.
+        where: guards and the like, see `BuildOptions`.
+
+    Raises:
+        PinError: the model or the plan have what islands cannot carry.
+        TopologyError: there are too few devices, or several processes.
+        ShardlibError: see `shardlib.frontend.lowered.lower`.
+    """
+    from shardlib.frontend.lowered import lower
+    from shardlib.lowering.islands.program import IslandsProgram
+
+    _require_carried(model, plan, exchange)
+    inner = of_one_island(plan)
+    groups = _devices_of(exchange, inner.mesh.devices, devices)
+    programs = tuple(lower(model, inner, devices=group, **where) for group in groups)
+    return IslandsProgram(
+        plan=plan, exchange=exchange, programs=programs, dims=_dims(model.traced.problem.batch)
+    )
+
+
+def _dims(
+    batch: Sequence[tuple[str, tuple[int, ...], str, tuple[str | None, ...]]],
+) -> Mapping[str, int | None]:
+    """The batch dim of each array of a batch, by path."""
+    return {path: axes.index("batch") if "batch" in axes else None for path, _, _, axes in batch}
+
+
+def _require_carried(model: TracedModel, plan: Plan, exchange: DiLoCo) -> None:
+    """Refuses what islands cannot carry; all of it is listed."""
+    updated = [one.path for one in model.traced.problem.parameters if one.role == "updated"]
+    failures: list[str] = []
+    if updated:
+        failures.append(
+            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
+            " which are no parameters: each island would have its own, and nothing says which is"
+            " right"
+        )
+    if "disk" in plan.offload:
+        failures.append("offload=['disk'] keeps optimizer state in files, which islands share")
+    if failures:
+        raise_all(
+            PinError,
+            f"exchange={exchange} cannot be carried out",
+            failures,
+            hint="exchange='exact'",
+        )
+
+
+def _devices_of(
+    exchange: DiLoCo, each: int, devices: Sequence[jax.Device] | None
+) -> list[list[jax.Device]]:
+    """The devices of every island, `each` of them, neighbours in JAX's order.
+
+    Raises:
+        TopologyError: there are too few, or `devices` are not as many, or several processes.
+    """
+    if jax.process_count() > 1:
+        raise TopologyError(
+            "islands in several processes that share one program are not there yet\nTry: one"
+            " process that has all devices"
+        )
+    found = list(jax.devices() if devices is None else devices)
+    wanted = exchange.islands * each
+    if devices is not None and len(found) != wanted:
+        raise TopologyError(
+            f"{exchange.islands} islands of {each} devices are {wanted}, argument `devices` gives"
+            f" {len(found)}\nTry: exactly the devices that they use"
+        )
+    if len(found) < wanted:
+        raise TopologyError(
+            f"{exchange.islands} islands of {each} devices need {wanted}, JAX sees {len(found)}"
+            f" ({found[0].platform})\nTry: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={wanted} in the"
+            " environment simulates them"
+        )
+    if hasattr(found[0], "slice_index"):
+        found.sort(key=lambda device: device.slice_index)
+    apart = len(found) // exchange.islands
+    return [found[k * apart : k * apart + each] for k in range(exchange.islands)]

@@ -1,0 +1,12 @@
+"""Islands that train apart, and meet.
+
+Each island runs the unchanged program of its own plan on its own devices, so that nothing can cross
+inside of a step. What crosses is a second program over the devices of all islands, a *meeting*,
+which takes the islands' parameters as they lie, without copies:
+
+    state.py    what is carried from step to step: the islands' states, and what is outer
+    stacked.py  arrays of islands as one array over all devices, and back
+    meeting.py  the meeting as a compiled program
+    rows.py     the batch of all islands as one for each
+    program.py  what a user holds: init, step, evaluate
+"""

@@ -1,0 +1,286 @@
+"""What a user holds of several islands: their programs, and their meetings.
+
+    program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)})
+    state = program.init(seed=0)
+    state, metrics = program.step(state, batch)  # meets after every 100th step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardlib.annotation.model import UserModule
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import BatchError, StateError
+from shardlib.exchanges.values import DiLoCo
+from shardlib.lowering.islands.meeting import Meeting
+from shardlib.lowering.islands.rows import IslandBatches, parts
+from shardlib.lowering.islands.stacked import mesh_of_all, stacked, unstacked
+from shardlib.lowering.islands.state import IslandMetrics, IslandsState, OuterState
+from shardlib.lowering.mesh.shardings import batch_path
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.random_keys import is_key
+from shardlib.lowering.runtime.state import TrainState
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IslandsProgram:
+    """The programs of islands that train apart and meet.
+
+    Attributes:
+        plan: of all islands.
+        exchange: how they meet.
+        programs: of the islands, alike but for their devices.
+        dims: the batch dim of each array of the batch, by path.
+    """
+
+    plan: Plan
+    exchange: DiLoCo
+    programs: tuple[Program, ...]
+    dims: Mapping[str, int | None]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the plan has to say, and what lowering noticed."""
+        return tuple(dict.fromkeys((*self.plan.findings, *self.programs[0].findings)))
+
+    def init(self, seed: int = 0) -> IslandsState:
+        """Makes the state before the first step: parameters are the same on all islands, random
+        streams of the model are others on each.
+
+        Args:
+            seed: of the random streams of the constructor, 0 to 2**31 - 1.
+
+        Raises:
+            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
+        """
+        states = tuple(
+            _streams_of(number, program.init(seed)) for number, program in enumerate(self.programs)
+        )
+        outer = self._outer(states)
+        zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in outer]
+        exchange = OuterState(step=np.int32(0), params=outer, momentum=zeros)
+        return IslandsState(islands=states, exchange=exchange)
+
+    def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
+        """Does one step on every island, and a meeting after every so many.
+
+        Args:
+            state: from `init` or the step before; its buffers are donated.
+            batch: of all islands, host arrays, or what `put` gave.
+
+        Returns:
+            The next state, and metrics: means over islands.
+
+        Raises:
+            StateError: the state is none of islands, or was donated.
+            BatchError: the batch is not the one that the program was compiled for.
+        """
+        _require(state, len(self.programs))
+        mine = batch.islands if isinstance(batch, IslandBatches) else self._parts(batch)
+        done = [
+            program.step(one, rows)
+            for program, one, rows in zip(self.programs, state.islands, mine, strict=True)
+        ]
+        count = np.int32(int(state.exchange.step) + 1)
+        after = IslandsState(
+            islands=tuple(one for one, _ in done), exchange=replace(state.exchange, step=count)
+        )
+        metrics = IslandMetrics(tuple(metrics for _, metrics in done))
+        return (self.meet(after) if int(count) % self.exchange.every == 0 else after), metrics
+
+    def meet(self, state: IslandsState) -> IslandsState:
+        """Does a meeting now; `step` does it when it is due.
+
+        Args:
+            state: of this program; its parameters and what is outer are donated.
+        """
+        _require(state, len(self.programs))
+        trained = [self._trained(one) for one in state.islands]
+        together = [stacked(arrays, self.mesh) for arrays in zip(*trained, strict=True)]
+        together, (params, momentum) = self.meeting.meet(together, state.exchange)
+        like = [jax.tree.leaves(self._partition(p.state.params)) for p in self.programs]
+        apart = [
+            unstacked(array, leaves)
+            for array, leaves in zip(together, zip(*like, strict=True), strict=True)
+        ]
+        islands = tuple(
+            self._with_trained(one, [arrays[number] for arrays in apart])
+            for number, one in enumerate(state.islands)
+        )
+        exchange = replace(state.exchange, params=params, momentum=momentum)
+        return IslandsState(islands=islands, exchange=exchange)
+
+    def put(self, batch: Tree) -> IslandBatches:
+        """Places the rows of every island on its devices.
+
+        Args:
+            batch: of all islands.
+
+        Raises:
+            BatchError: it is not the one that the program was compiled for.
+        """
+        mine = zip(self.programs, self._parts(batch), strict=True)
+        return IslandBatches(islands=tuple(program.put(rows) for program, rows in mine))
+
+    def evaluate(self, state: IslandsState, batch: Tree) -> dict[str, jax.Array]:
+        """The metrics of any number of rows with the outer parameters, on the first island; see
+        `Program.evaluate`.
+
+        Args:
+            state: of this program; it stays usable.
+            batch: the rows.
+        """
+        return self.programs[0].evaluate(self.outer(state), batch)
+
+    def module(self, state: IslandsState) -> UserModule:
+        """The user's own model with the outer parameters, on the first island.
+
+        Args:
+            state: of this program; it stays usable.
+        """
+        return self.programs[0].module(self.outer(state))
+
+    def outer(self, state: IslandsState) -> TrainState:
+        """The state of the first island with the outer parameters: those of the last meeting.
+
+        Args:
+            state: of this program; it stays usable.
+        """
+        _require(state, len(self.programs))
+        mesh, first = self.programs[0].mesh, self.programs[0].state.params
+        like = jax.tree.leaves(self._partition(first))
+        specs = jax.tree.leaves(self.programs[0].parts.params.state)
+        here = set(mesh.devices.flat) if isinstance(mesh, Mesh) else set[jax.Device]()
+        found: list[jax.Array] = []
+        for array, leaf, spec in zip(state.exchange.params, like, specs, strict=True):
+            held = [shard.data for shard in array.addressable_shards if shard.device in here]
+            mine = jax.make_array_from_single_device_arrays(array.shape, spec, held)
+            found.append(jax.device_put(mine.astype(leaf.dtype), leaf.sharding))
+        return self._with_trained(state.islands[0], found)
+
+    def prepare(self) -> None:
+        """Compiles all that steps and meetings run, if that has not been done."""
+        for program in self.programs:
+            program.prepare()
+        self.meeting.prepare()
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step of the first island."""
+        return self.programs[0].compiled()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of an island's compiled step, see `Program.memory`; what is outer is not
+        among them.
+        """
+        return self.programs[0].memory()
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh of all islands."""
+        return mesh_of_all([p.mesh for p in self.programs if isinstance(p.mesh, Mesh)])
+
+    @cached_property
+    def meeting(self) -> Meeting:
+        """The meeting of the islands."""
+        first = self.programs[0]
+        return Meeting(
+            exchange=self.exchange,
+            mesh=self.mesh,
+            trained=jax.tree.leaves(self._partition(first.state.params)),
+            outer=jax.tree.leaves(first.parts.params.state),
+            digest=self.plan.digest,
+        )
+
+    def _parts(self, batch: Tree) -> tuple[Tree, ...]:
+        wanted = self.programs[0].batch
+        if jax.tree.structure(batch) == jax.tree.structure(wanted):
+            _require_rows(batch, self.dims, len(self.programs))
+            return parts(batch, self.dims, len(self.programs))
+        return (batch,) * len(self.programs)  # whose first program says what is wrong
+
+    def _partition(self, params: Tree) -> Tree:
+        return self.programs[0].model.partition.trained(params)
+
+    def _trained(self, state: TrainState) -> list[jax.Array]:
+        return jax.tree.leaves(self._partition(state.params))
+
+    def _with_trained(self, state: TrainState, arrays: list[jax.Array]) -> TrainState:
+        partition = self.programs[0].model.partition
+        structure = jax.tree.structure(partition.trained(state.params))
+        params = partition.joined(jax.tree.unflatten(structure, arrays), state.params)
+        return replace(state, params=params)
+
+    def _outer(self, states: tuple[TrainState, ...]) -> list[jax.Array]:
+        """The outer parameters before the first step: those that all islands start from."""
+        found: list[jax.Array] = []
+        for arrays, sharding in zip(
+            zip(*map(self._trained, states), strict=True), self.meeting.outer_shardings, strict=True
+        ):
+            held: list[jax.Array] = []
+            for program, array in zip(self.programs, arrays, strict=True):
+                own = NamedSharding(program.mesh, sharding.spec)
+                copy = jax.jit(_float32, out_shardings=own)(array)
+                held += [shard.data for shard in copy.addressable_shards]
+            found.append(
+                jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, held)
+            )
+        return found
+
+
+def _float32(array: jax.Array) -> jax.Array:
+    """A float32 copy, in a buffer of its own."""
+    return jnp.copy(array.astype(jnp.float32))
+
+
+def _streams_of(number: int, state: TrainState) -> TrainState:
+    """A state whose model draws other random numbers than that of the first island."""
+    if number == 0:
+        return state
+
+    def other(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        keys = jax.jit(_folded, static_argnums=1, out_shardings=leaf.sharding)
+        return keys(leaf, number)
+
+    return replace(state, model_state=jax.tree.map(other, state.model_state))
+
+
+def _folded(keys: jax.Array, number: int) -> jax.Array:
+    flat = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
+    return flat.reshape(keys.shape)
+
+
+def _require(state: object, islands: int) -> None:
+    """Refuses what is no state of so many islands."""
+    if not isinstance(state, IslandsState):
+        raise StateError(
+            f"the state is of type {type(state).__name__}, and not of islands\nTry: program.init()"
+        )
+    if len(state.islands) != islands:
+        raise StateError(
+            f"the state has {len(state.islands)} islands, and the program {islands}\nTry: the"
+            " program that it was made by"
+        )
+
+
+def _require_rows(batch: Tree, dims: Mapping[str, int | None], islands: int) -> None:
+    """Refuses a batch whose rows do not divide among islands."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        dim = dims[batch_path(path)]
+        if dim is not None and (np.ndim(leaf) <= dim or np.shape(leaf)[dim] % islands):
+            raise BatchError(
+                f"{batch_path(path)} has shape {np.shape(leaf)}, whose rows do not divide among"
+                f" {islands} islands"
+            )

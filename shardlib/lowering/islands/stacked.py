@@ -1,0 +1,90 @@
+"""Arrays of islands as one array over the devices of all, and back; no byte is copied.
+
+Along their first dim the arrays stand one after the other, island by island: a dim of d rows
+becomes one of K d, sharded over the islands outside of what shards it already. A device holds the
+same bytes either way. Arrays without dims are given one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.axes import ISLAND
+
+
+def mesh_of_all(meshes: Sequence[Mesh]) -> Mesh:
+    """The mesh of all islands: those of the islands one after the other along the island axis.
+
+    Args:
+        meshes: of the islands, alike but for their devices; their island axis has size 1.
+    """
+    first = meshes[0]
+    place = first.axis_names.index(ISLAND.name)
+    devices = np.concatenate([mesh.devices for mesh in meshes], axis=place)
+    return Mesh(devices, first.axis_names, axis_types=first.axis_types)
+
+
+def stacked_sharding(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """How the stacked array of all islands is sharded.
+
+    Args:
+        sharding: of an island's array.
+        mesh: of all islands.
+    """
+    first, *others = sharding.spec or (None,)
+    inner = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    return NamedSharding(mesh, PartitionSpec((ISLAND.name, *inner), *others))
+
+
+def stacked_shape(shape: Sequence[int], islands: int) -> tuple[int, ...]:
+    """The shape of the stacked array.
+
+    Args:
+        shape: of an island's array.
+        islands: how many.
+    """
+    first, *others = shape or (1,)
+    return islands * first, *others
+
+
+def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """The arrays of all islands as one.
+
+    Args:
+        arrays: one for each island, sharded alike over its devices.
+        mesh: of all islands.
+    """
+    one = [array if array.ndim else array.reshape(1) for array in arrays]
+    assert isinstance(one[0].sharding, NamedSharding)
+    return jax.make_array_from_single_device_arrays(
+        stacked_shape(one[0].shape, len(one)),
+        stacked_sharding(one[0].sharding, mesh),
+        [shard.data for array in one for shard in array.addressable_shards],
+    )
+
+
+def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The array of each island of a stacked one.
+
+    Args:
+        array: of all islands.
+        like: abstract arrays of the islands, with their shardings.
+    """
+    held = {shard.device: shard.data for shard in array.addressable_shards}
+    return [_of_island(held, one) for one in like]
+
+
+def _of_island(held: dict[jax.Device, jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding: Any = like.sharding
+    mine = [held[d] for d in sharding.mesh.devices.flat if d in held]
+    array = jax.make_array_from_single_device_arrays(
+        like.shape or (1,),
+        sharding if like.shape else NamedSharding(sharding.mesh, PartitionSpec()),
+        mine,
+    )
+    return array if like.shape else array.reshape(())

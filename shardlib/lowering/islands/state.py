@@ -1,0 +1,70 @@
+"""What islands carry from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.runtime.state import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class OuterState:
+    """What belongs to all islands, on the devices of each.
+
+    Attributes:
+        step: number of steps that every island has done, int32 of the host.
+        params: trained parameters that all islands started this round from, float32.
+        momentum: of the outer update, like `params`.
+    """
+
+    step: Any
+    params: list[Any]
+    momentum: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class IslandsState:
+    """A pytree with the state of every island, and what is outer; a step donates it.
+
+    Attributes:
+        islands: a state for each island.
+        exchange: what belongs to all of them.
+    """
+
+    islands: tuple[TrainState, ...]
+    exchange: OuterState
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return int(self.exchange.step)
+
+
+class IslandMetrics(Mapping[str, np.ndarray]):
+    """Metrics of a step: the mean over islands, taken when it is asked for, so that no number
+    crosses and a step does not wait.
+
+    Attributes:
+        islands: the metrics of each island, arrays on its devices.
+    """
+
+    def __init__(self, islands: tuple[dict[str, Tree], ...]) -> None:
+        self.islands = islands
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        values = [np.asarray(one[name]) for one in self.islands]
+        return np.mean(values, axis=0, dtype=np.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.islands[0])
+
+    def __len__(self) -> int:
+        return len(self.islands[0])

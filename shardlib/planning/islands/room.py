@@ -1,0 +1,92 @@
+"""Plans for islands, from a search for one: the fastest that leaves room for what is kept for
+meetings, and all in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from shardlib.cost.estimate import Estimate
+from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.errors import InfeasibleError
+from shardlib.exchanges.values import DiLoCo
+from shardlib.hardware.islands import island_of
+from shardlib.hardware.topology import Topology
+from shardlib.planning.islands.spread import on_islands
+from shardlib.planning.plan import Plan, Ranked
+from shardlib.planning.units.quantity import bytes_text
+
+#: Searches with more and more memory held back, at most.
+ROUNDS = 4
+
+
+def planned_on_islands(
+    exchange: DiLoCo, machine: Topology, search: Callable[[Topology], Plan]
+) -> Plan:
+    """The fastest plan of an island that fits with what is kept for meetings, for all islands.
+
+    What is kept follows from the plan: it is held back from the island's memory, and the search
+    repeated, until plan and meetings fit together.
+
+    Args:
+        exchange: how islands meet.
+        machine: all islands together.
+        search: the fastest plan for the machine of one island.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        PinError, TopologyError: see `search` and `island_of`.
+    """
+    island, held = island_of(machine, exchange.islands), 0
+    plan = on_islands(search(island), exchange, machine)
+    for _ in range(ROUNDS):
+        parts = plan.estimate.device_bytes
+        short = parts.peak - fitting_bytes(island)
+        if short <= 0:
+            return plan
+        held = max(held + 1, parts.exchange)
+        if held >= island.chip.usable_bytes:
+            break
+        plan = on_islands(search(_holding(island, held)), exchange, machine)
+        if plan.estimate.device_bytes.peak <= fitting_bytes(island):
+            return plan
+    raise InfeasibleError(
+        f"{plan.model} does not fit on the islands of {machine.name}: what {exchange} keeps for"
+        f" meetings is {bytes_text(plan.estimate.device_bytes.exchange)} a device, and with it"
+        f" {bytes_text(plan.estimate.device_bytes.peak)} are needed of"
+        f" {bytes_text(fitting_bytes(island))}\nTry: zero=3, which shards it; or fewer islands",
+        short_bytes=int(plan.estimate.device_bytes.peak - fitting_bytes(island)),
+    )
+
+
+def met_in_order(inner: Iterator[Ranked], exchange: DiLoCo, machine: Topology) -> Iterator[Ranked]:
+    """Plans for an island, the fastest first, as plans for all islands; meetings take each as long
+    as the fastest.
+
+    Args:
+        inner: plans for an island.
+        exchange: how islands meet.
+        machine: all islands together.
+    """
+    met: Estimate | None = None
+    for one in inner:
+        if met is None:
+            met = on_islands(one.make(), exchange, machine).estimate
+        yield replace(
+            one,
+            seconds=one.seconds + met.seconds.exchange,
+            peak_bytes=one.peak_bytes + met.device_bytes.exchange,
+            make=partial(_met, one, exchange, machine),
+        )
+
+
+def _met(one: Ranked, exchange: DiLoCo, machine: Topology) -> Plan:
+    return on_islands(one.make(), exchange, machine)
+
+
+def _holding(island: Topology, held: int) -> Topology:
+    """An island with so much less memory."""
+    chip = replace(island.chip, reserved_bytes=island.chip.reserved_bytes + held)
+    return replace(island, chip=chip)

@@ -1,0 +1,107 @@
+"""The plan of one island as the plan of all of them, and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardlib.axes import ISLAND, MeshShape
+from shardlib.decisions.pins import Pins
+from shardlib.errors import PlanError
+from shardlib.exchanges.values import EXACT, DiLoCo
+from shardlib.hardware.islands import island_of
+from shardlib.hardware.placement import place
+from shardlib.hardware.topology import Topology, topology
+from shardlib.planning.decisions.plan_data import Link
+from shardlib.planning.islands.meeting import meeting
+from shardlib.planning.plan import Plan
+from shardlib.planning.units.quantity import bytes_text, seconds_text
+from shardlib.report import Finding
+
+
+def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
+    """The plan of all islands: the same for each of them, and their meetings.
+
+    Args:
+        plan: of one island.
+        exchange: how they meet.
+        machine: all islands together.
+    """
+    mesh = MeshShape(island=exchange.islands, **plan.mesh)
+    met, one = meeting(plan.parameters, plan.mesh, exchange, machine), plan.estimate
+    estimate = replace(
+        one,
+        seconds=replace(one.seconds, exchange=met.seconds / exchange.every),
+        device_bytes=replace(one.device_bytes, exchange=met.kept_bytes),
+        collectives=(*one.collectives, *met.collectives),
+        tokens=one.tokens * exchange.islands,
+        model_flops=one.model_flops * exchange.islands,
+        hardware_flops=one.hardware_flops * exchange.islands,
+        peak_flops_per_s=one.peak_flops_per_s * exchange.islands,
+    )
+    placed = place(mesh, machine) or {}
+    links = tuple(
+        Link(kind=machine.tiers[span.tier].kind, ways=span.ways)
+        for span in placed.get(ISLAND.name, ())
+    )
+    made = replace(
+        plan,
+        mesh=mesh,
+        exchange=exchange,
+        topology=machine.name,
+        placement=((ISLAND.name, links), *plan.placement),
+        estimate=estimate,
+    )
+    crossing = sum(c.total_bytes for c in met.collectives if ISLAND.name in c.axes)
+    return made.with_findings(
+        Finding(
+            code="other-mathematics",
+            severity="info",
+            where=str(exchange),
+            message=(
+                f"{exchange.islands} islands train apart, each on its part of the batch, and meet"
+                f" every {exchange.every} steps: another optimizer than one of the whole batch."
+                f" A meeting moves {bytes_text(crossing)} a device between islands and takes"
+                f" {seconds_text(met.seconds)}."
+            ),
+            hint="compare the loss with exchange='exact' over some thousand steps of your own data",
+        )
+    )
+
+
+def of_one_island(plan: Plan) -> Plan:
+    """The plan that each island carries out; the plan itself where there is one.
+
+    Args:
+        plan: of all islands.
+
+    Raises:
+        PlanError: mesh and exchange of the plan say different numbers of islands.
+    """
+    islands = plan.exchange.islands
+    if plan.mesh[ISLAND.name] != islands:
+        raise PlanError(
+            f"the mesh {plan.mesh} has {plan.mesh[ISLAND.name]} islands, and the exchange"
+            f" {plan.exchange} {islands}\nTry: make the plan again"
+        )
+    if islands == 1:
+        return plan
+    sizes = {axis: size for axis, size in plan.mesh.items() if axis != ISLAND.name}
+    return replace(
+        plan,
+        mesh=MeshShape(sizes),
+        exchange=EXACT,
+        topology=island_of(topology(plan.topology), islands).name,
+        placement=tuple(one for one in plan.placement if one[0] != ISLAND.name),
+        source=None,
+    )
+
+
+def inside(pins: Pins) -> Pins:
+    """The pins of the plan of one island.
+
+    Args:
+        pins: of all islands.
+    """
+    sizes = tuple((axis, size) for axis, size in pins.axes if axis != ISLAND.name)
+    mesh = None if pins.mesh is None else {k: n for k, n in pins.mesh.items() if k != ISLAND.name}
+    return pins.but(exchange=None, axes=sizes, mesh=None if mesh is None else MeshShape(mesh))
