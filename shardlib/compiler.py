@@ -3,8 +3,6 @@
 Each step is a file of `shardlib.frontend`. What lowers, compiles and verifies is imported by the
 functions that do so: planning does without it.
 
-import optax, shardlib
-
 program = shardlib.compile(Model, loss, optax.adamw(3e-4), batch, topology="cpu:8")
 print(program.plan.explain())
 state = program.init(seed=0)
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import jax
 import optax
@@ -26,10 +24,9 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
-from shardlib.exchanges.values import DiLoCo
 from shardlib.frontend import choice
 from shardlib.frontend.arguments import require_arguments
-from shardlib.frontend.islands import exchange_of, lower_islands, rows_of_one
+from shardlib.frontend.islands import exchange_of, lower_all, rows_of_one
 from shardlib.frontend.machines import machine_of, machine_of_plan
 from shardlib.frontend.traced_model import Loss, read_and_trace
 from shardlib.hardware.topology import Topology
@@ -37,7 +34,6 @@ from shardlib.planning.plan import Plan
 
 if TYPE_CHECKING:
     from shardlib.lowering.program.guards import Guards
-    from shardlib.lowering.program.options import BuildOption
     from shardlib.lowering.program.program import Program
     from shardlib.verification.isolation import Limits
     from shardlib.verification.report import Verification
@@ -93,7 +89,6 @@ def plan(
             and pytrees a predicate (path, leaf) -> bool; all parameters if left out. The rest is
             frozen: stored and used sharded, with no gradient and no optimizer state, see
             `docs/partial_training.md`.
-
         framework: the training framework that will run the plan, such as "megatron-core": it is
             priced for it and keeps to what it can do, see `docs/frameworks.md`.
 
@@ -192,9 +187,8 @@ def compile(
         wrt: what is trained, see `plan`; all parameters if left out.
 
     Returns:
-        The program; nothing is compiled or allocated before its first use. Where an exchange is
-        pinned, an `IslandsProgram`, which has the same calls: `init`, `step`, `put`, `evaluate` and
-        `module`.
+        The program; nothing is compiled or allocated before its first use. With an exchange it is
+        an `IslandsProgram`: `init`, `step`, `put`, `evaluate` and `module` are the same.
 
     Raises:
         ShardlibError: as `plan` without `refine`, of the same kinds.
@@ -219,24 +213,21 @@ def compile(
         evaluation=evaluation,
     )
     from shardlib.frontend.evaluation import evaluated_as_trained
-    from shardlib.frontend.lowered import lower
 
     with activations.no_mesh():
-        exchange = exchange_of(plan, pin)
-        batch = rows_of_one(batch, batch_axes, exchange)
+        batch = rows_of_one(batch, batch_axes, exchange_of(plan, pin))
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
         if evaluation is None:
             traced = evaluated_as_trained(traced)
-        where: dict[str, BuildOption] = {
-            "devices": devices,
-            "guards": guards,
-            "disk": disk,
-            "evaluation": traced.model.evaluated(evaluation or loss),
-        }
-        if isinstance(exchange, DiLoCo):
-            return cast("Program", lower_islands(traced, chosen, exchange, **where))
-        return lower(traced, chosen, **where)
+        return lower_all(
+            traced,
+            chosen,
+            devices=devices,
+            guards=guards,
+            disk=disk,
+            evaluation=traced.model.evaluated(evaluation or loss),
+        )
 
 
 def verify(
@@ -285,13 +276,13 @@ def verify(
         VerificationError: the loss or the optimizer is missing, or the plan was made for another
             topology.
     """
-    from shardlib.frontend.compiled_choice import priced_as_compiled, with_compiler
-    from shardlib.frontend.lowered import lower
+    from shardlib.frontend.compiled_choice import with_compiler
+    from shardlib.frontend.verified import verified, verified_program
+    from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program.program import Program
-    from shardlib.verification.verify import verify_program
 
-    if isinstance(init, Program):
-        return verify_program(init, machine_of_plan(topology, init.plan), limits, options)
+    if isinstance(init, Program | IslandsProgram):
+        return verified_program(init, machine_of_plan(topology, init.plan), limits, options)
     if loss is None or optimizer is None:
         raise VerificationError(
             "verify(init, loss, optimizer, batch, ...) lacks the loss or the optimizer\nTry: pass"
@@ -302,7 +293,7 @@ def verify(
     )
     machine = with_compiler(machine_of_plan(topology, plan))
     with activations.no_mesh():
+        batch = rows_of_one(batch, batch_axes, exchange_of(plan, pin))
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         traced, chosen = choice.given_or_searched(traced, plan, machine, pin)
-        program = lower(traced, priced_as_compiled(traced, chosen, machine), abstract=True)
-        return verify_program(program, machine, limits, options)
+        return verified(traced, chosen, machine, limits, options)

@@ -25,6 +25,7 @@ TESTS = {
     "graph": "unit",
     "hardware": "unit",
     "launching": "processes",
+    "islands": "compile",
     "lowering": "compile",
     "models": "compile",
     "planning": "unit",

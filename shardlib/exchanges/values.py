@@ -25,8 +25,10 @@ def _whole(name: str, value: object, least: int) -> list[str]:
 
 def _between(name: str, value: object, *, most: float, above: bool) -> list[str]:
     """What is wrong with a number from 0 to less than `most`; above 0 where `above`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and math.isfinite(value) and 0 <= value < most and (value > 0 or not above):
+    number = (
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    )
+    if math.isfinite(number) and 0 <= number < most and (number > 0 or not above):
         return []
     least = "more than 0" if above else "at least 0"
     limit = f" and less than {most:g}" if math.isfinite(most) else ""

@@ -16,7 +16,7 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
 from shardlib.planning.questions.counterfactual import pinned, roomy
 from shardlib.verification.isolation import Limits
-from shardlib.verification.refine import refine as refined
+from shardlib.verification.refining.refine import refine as refined
 from shardlib.verification.report import Verification
 from shardlib.verification.targets import PLATFORMS, require_compiler
 from shardlib.verification.verify import verify_program
@@ -75,7 +75,7 @@ def refined_by_compiler(
         limits: seconds and bytes that the compiler may take for each.
 
     Raises:
-        ShardlibError: see `shardlib.verification.refine.refine`.
+        ShardlibError: see `shardlib.verification.refining.refine.refine`.
     """
 
     def compiled(candidate: Plan) -> Verification:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 
@@ -20,6 +20,7 @@ from shardlib.tracing.parameters import abstract
 if TYPE_CHECKING:
     from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program.options import BuildOption
+    from shardlib.lowering.program.program import Program
 
 
 def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
@@ -80,32 +81,50 @@ def _part(leaf: jax.ShapeDtypeStruct, dim: int, islands: int) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
 
-def lower_islands(
+def lower_all(
     model: TracedModel,
     plan: Plan,
-    exchange: DiLoCo,
     *,
     devices: Sequence[jax.Device] | None = None,
     **where: BuildOption,
-) -> IslandsProgram:
-    """Lowers the plan of several islands: a program for each, and their meetings.
+) -> Program:
+    """Lowers a plan of one island or of several: then it is an `IslandsProgram`, which has the
+    calls of a `Program` that users make.
 
     Args:
         model: traced for the batch of one island.
-        plan: of all islands.
-        exchange: how they meet.
+        plan: to be carried out.
         devices: of all islands, one island after the other; by default the first that JAX sees.
         where: guards and the like, see `BuildOptions`.
 
     Raises:
+        ShardlibError: see `shardlib.compile`.
+    """
+    from shardlib.frontend.lowered import lower
+
+    if isinstance(plan.exchange, DiLoCo):
+        several = _lower_islands(model, plan, plan.exchange, devices, where)
+        return cast("Program", several)
+    return lower(model, plan, devices=devices, **where)
+
+
+def _lower_islands(
+    model: TracedModel,
+    plan: Plan,
+    exchange: DiLoCo,
+    devices: Sequence[jax.Device] | None,
+    where: Mapping[str, BuildOption],
+) -> IslandsProgram:
+    """A program for each island, and their meetings.
+
+    Raises:
         PinError: the model or the plan have what islands cannot carry.
         TopologyError: there are too few devices, or several processes.
-        ShardlibError: see `shardlib.frontend.lowered.lower`.
     """
     from shardlib.frontend.lowered import lower
     from shardlib.lowering.islands.program import IslandsProgram
 
-    _require_carried(model, plan, exchange)
+    require_carried(model, plan, exchange)
     inner = of_one_island(plan)
     groups = _devices_of(exchange, inner.mesh.devices, devices)
     programs = tuple(lower(model, inner, devices=group, **where) for group in groups)
@@ -121,8 +140,17 @@ def _dims(
     return {path: axes.index("batch") if "batch" in axes else None for path, _, _, axes in batch}
 
 
-def _require_carried(model: TracedModel, plan: Plan, exchange: DiLoCo) -> None:
-    """Refuses what islands cannot carry; all of it is listed."""
+def require_carried(model: TracedModel, plan: Plan, exchange: DiLoCo) -> None:
+    """Refuses what islands cannot carry.
+
+    Args:
+        model: traced for the batch of one island.
+        plan: of all islands.
+        exchange: how they meet.
+
+    Raises:
+        PinError: there is some; all of it is listed.
+    """
     updated = [one.path for one in model.traced.problem.parameters if one.role == "updated"]
     failures: list[str] = []
     if updated:

@@ -12,6 +12,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.arguments import require_arguments
+from shardlib.frontend.islands import exchange_of, rows_of_one
 from shardlib.frontend.traced_model import Loss, problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware.family import of_size
@@ -64,7 +65,7 @@ def scale(
         "scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name
     )
     machines = [of_size(topology, number) for number in devices]
-    weak = callable(batch)
+    weak, exchange = callable(batch), exchange_of(None, pin)
     traced: dict[int, Problem] = {}
     fastest: dict[int, Plan] = {}
 
@@ -75,7 +76,7 @@ def scale(
                 init,
                 loss,
                 optimizer,
-                batch(key) if callable(batch) else batch,
+                rows_of_one(batch(key) if callable(batch) else batch, batch_axes, exchange),
                 batch_axes=batch_axes,
                 name=name,
                 wrt=wrt,
@@ -88,7 +89,11 @@ def scale(
             pin,
             load=best.source.load if best is not None and best.source is not None else None,
         )
-        if best is not None and best.estimate.step_seconds < found.estimate.step_seconds:
+        if (
+            best is not None
+            and exchange.islands == 1
+            and best.estimate.step_seconds < found.estimate.step_seconds
+        ):
             found = (
                 priced_on(best, machine) or found
             )  # a part of the machine is faster than all of it

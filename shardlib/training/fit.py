@@ -23,6 +23,8 @@ from typing import Any
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
+from shardlib.errors import ArgumentError
+from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.training.display import Display
@@ -145,6 +147,11 @@ def fit(
             packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
+    if isinstance(program, IslandsProgram):
+        raise ArgumentError(
+            "fit trains one island: saving and restoring several are not there yet\nTry:"
+            " program.step(state, batch) in a loop of your own, or exchange='exact'"
+        )
     require_kinds(
         "fit",
         _KINDS,

@@ -17,8 +17,8 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import SEVERITIES, Finding
 from shardlib.verification.compare_collectives import SLACK, traffic, wire_dtypes
+from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.hlo.found import Found
-from shardlib.verification.report import CompiledStep
 
 #: The compiler's kernels may take so much longer than was predicted before that is said.
 OPTIMISTIC = 0.02

@@ -11,9 +11,10 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text
 from shardlib.report import Finding
+from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.hlo.found import REDUCTIONS, Found
 from shardlib.verification.hlo.shapes import BITS
-from shardlib.verification.report import CompiledStep, Key, key_text, totals
+from shardlib.verification.report import Key, key_text, totals
 
 #: Differences under this part of all bytes of a step are noise.
 NOISE = 0.01

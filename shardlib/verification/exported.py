@@ -7,6 +7,7 @@ and no compiler is loaded here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from jax import export
 from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
-from shardlib.jax_types import KeyPath
+from shardlib.jax_types import Function, KeyPath
 from shardlib.lowering.host_memory.offload import HOST
+from shardlib.lowering.islands.meeting import Meeting
 from shardlib.lowering.program.program import Program
 from shardlib.untrusted.json_types import JsonObject
 
@@ -64,43 +66,104 @@ def export_step(program: Program, platform: str) -> ExportedStep:
     Raises:
         VerificationError: the step does not lower for the platform.
     """
-    paths, tree = jax.tree_util.tree_flatten_with_path((program.state, program.batch))
-    leaves = [leaf for _, leaf in paths]
     state = jax.tree.leaves(program.state)
     step = program.step_function()
 
-    def flat(*arguments: Any) -> tuple[tuple[Any, ...], Any]:
-        after, metrics = step(*tree.unflatten(arguments))
+    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+        return step(state, batch)
+
+    run.__name__ = run.__qualname__ = step.__name__
+    return _exported(
+        run,
+        (program.state, program.batch),
+        results=state,
+        mesh=program.mesh,
+        platform=platform,
+        what="the training step",
+    )
+
+
+def export_meeting(meeting: Meeting, platform: str) -> ExportedStep:
+    """Lowers a meeting of islands for a platform that need not be here.
+
+    Args:
+        meeting: on a mesh of all islands, abstract or of any devices.
+        platform: "tpu", "cuda" or "cpu".
+
+    Raises:
+        VerificationError: the meeting does not lower for the platform.
+    """
+    arguments = meeting.arguments()
+
+    def meet(*arguments: Any) -> tuple[Any, Any]:
+        return meeting.function(*arguments), ()
+
+    return _exported(
+        meet,
+        arguments,
+        results=jax.tree.leaves(arguments),
+        mesh=meeting.mesh,
+        platform=platform,
+        what="the meeting of islands",
+    )
+
+
+def _exported(
+    function: Function,
+    arguments: tuple[Tree, ...],
+    *,
+    results: Sequence[Tree],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    platform: str,
+    what: str,
+) -> ExportedStep:
+    """A function of trees as a serialised program over their flat leaves.
+
+    Args:
+        function: gives what takes the place of the first arguments, and metrics.
+        arguments: abstract, each leaf with its sharding.
+        results: abstract leaves of what takes their place; these arguments are donated.
+        mesh: of the program.
+        platform: "tpu", "cuda" or "cpu".
+        what: the function is, for messages.
+
+    Raises:
+        VerificationError: it does not lower for the platform.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path(arguments)
+    leaves = [leaf for _, leaf in paths]
+
+    def flat(*given: Any) -> tuple[tuple[Any, ...], Any]:
+        after, metrics = function(*tree.unflatten(given))
         return tuple(jax.tree.leaves(after)), metrics
 
-    flat.__name__ = flat.__qualname__ = step.__name__
-    whole = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec())
+    flat.__name__ = flat.__qualname__ = function.__name__
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     jitted = jax.jit(
         flat,
         in_shardings=tuple(leaf.sharding for leaf in leaves),
-        out_shardings=(tuple(leaf.sharding for leaf in state), whole),
-        donate_argnums=tuple(range(len(state))),
+        out_shardings=(tuple(leaf.sharding for leaf in results), whole),
+        donate_argnums=tuple(range(len(results))),
     )
     try:
-        with _jax_compat.in_mesh(program.mesh):
+        with _jax_compat.in_mesh(mesh):
             exported = export.export(
                 jitted, platforms=[platform], disabled_checks=_unstable_calls()
             )(*leaves)
         data = bytes(exported.serialize())
     except Exception as error:
         raise VerificationError(
-            f"the training step does not lower for {platform}: {type(error).__name__}:"
-            f" {str(error)[:800]}"
+            f"{what} does not lower for {platform}: {type(error).__name__}: {str(error)[:800]}"
         ) from error
     return ExportedStep(
         program=data,
-        mesh=tuple((axis, size) for axis, size in program.mesh.shape.items()),
+        mesh=tuple((axis, size) for axis, size in mesh.shape.items()),
         arguments=tuple(_name(path) for path, _ in paths),
         in_specs=tuple(_spec(leaf) for leaf in leaves),
-        out_specs=tuple(_spec(leaf) for leaf in state),
+        out_specs=tuple(_spec(leaf) for leaf in results),
         in_kinds=tuple(_kind(leaf) for leaf in leaves),
-        out_kinds=tuple(_kind(leaf) for leaf in state),
-        donated=len(state),
+        out_kinds=tuple(_kind(leaf) for leaf in results),
+        donated=len(results),
     )
 
 

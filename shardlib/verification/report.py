@@ -15,68 +15,18 @@ from typing import Any, cast
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.planning.decisions.plan_data import plan_to_data
+from shardlib.planning.islands.meeting import CAUSES
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
 from shardlib.untrusted import construct, parse_json, shown
 from shardlib.untrusted.json_types import JsonObject
-from shardlib.verification.hlo.overlap import Scheduled
+from shardlib.verification.compiled_step import CompiledStep
 
 FORMAT = 1
 
 #: (kind, mesh axes).
 Key = tuple[str, tuple[str, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """What a compiler made of a training step.
-
-    Attributes:
-        device_bytes: bytes per device: "arguments", "outputs", "aliased", "temporaries", "peak".
-        collectives: every collective of a step, the most bytes first; their seconds are what the
-            cost model gives them.
-        wire_bytes: bytes that a device sends in a step, by ring algorithms.
-        compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it
-            gives none (GPU and CPU).
-        device_kind: what the compiler calls the device.
-        unread: what of the program could not be read, one line each.
-        reductions: (kind, axes, dtype, bytes of the results of a step) of every kind of reduction.
-        scheduled: the collectives as they stand in the schedule, with the matmuls that they hide
-            behind; absent from JSON.
-    """
-
-    device_bytes: Mapping[str, int]
-    collectives: tuple[Collective, ...]
-    wire_bytes: float
-    compute_seconds: float
-    device_kind: str
-    unread: tuple[str, ...] = ()
-    reductions: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
-    scheduled: tuple[Scheduled, ...] = ()
-
-    def to_json(self) -> JsonObject:
-        """The step as plain data."""
-        return {
-            "device_bytes": dict(self.device_bytes),
-            "wire_bytes": self.wire_bytes,
-            "compute_seconds": self.compute_seconds,
-            "device_kind": self.device_kind,
-            "unread": list(self.unread),
-            "reductions": [
-                [kind, list(axes), dtype, size] for kind, axes, dtype, size in self.reductions
-            ],
-            "collectives": [
-                {
-                    "kind": c.kind,
-                    "axes": list(c.axes),
-                    "count": c.count,
-                    "bytes": c.bytes,
-                    "cause": c.cause,
-                }
-                for c in self.collectives
-            ],
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +230,25 @@ def _time_lines(found: Verification) -> list[str]:
 
 def _collective_lines(found: Verification) -> list[str]:
     assert found.compiled
-    promised, real = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
+    listed = found.plan.estimate.collectives
+    steps = tuple(c for c in listed if not of_meetings(c))
+    lines = _compared("result bytes of a step", steps, found.compiled.collectives)
+    if found.compiled.meeting is None:
+        return lines
+    met = tuple(c for c in listed if of_meetings(c))
+    return lines + _compared("result bytes of a meeting", met, found.compiled.meeting.collectives)
+
+
+def of_meetings(collective: Collective) -> bool:
+    """Whether a planned collective is one of the meetings of islands."""
+    return collective.cause in CAUSES
+
+
+def _compared(
+    head: str, planned: tuple[Collective, ...], compiled: tuple[Collective, ...]
+) -> list[str]:
+    """Bytes of collectives that were planned beside those that were compiled."""
+    promised, real = totals(planned), totals(compiled)
     keys = sorted({*promised, *real}, key=lambda key: -max(promised.get(key, 0), real.get(key, 0)))
     rows = [
         _row(
@@ -291,8 +259,4 @@ def _collective_lines(found: Verification) -> list[str]:
         )
         for key in keys
     ]
-    return (
-        [_row("result bytes of a step", "predicted", "compiled", "error"), *rows, ""]
-        if rows
-        else []
-    )
+    return [_row(head, "predicted", "compiled", "error"), *rows, ""] if rows else []

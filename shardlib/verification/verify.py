@@ -12,6 +12,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
 from shardlib.verification.compare import compare, other_compiler
+from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.compiler_failures import failed
 from shardlib.verification.exported import ExportedStep, export_step
 from shardlib.verification.hlo.hlo import parse
@@ -19,7 +20,7 @@ from shardlib.verification.hlo.overlap import scheduled
 from shardlib.verification.hlo.timing import timed
 from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
-from shardlib.verification.report import CompiledStep, Verification
+from shardlib.verification.report import Verification
 from shardlib.verification.targets import Target, require_compiler, target
 
 __all__ = ["Limits", "Verification", "verify_program"]

@@ -32,9 +32,10 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.explain import explain
 from shardlib.report import Finding
-from shardlib.verification.refine import refine
-from shardlib.verification.refine_findings import COMPILATIONS
-from shardlib.verification.report import CompiledStep, Verification
+from shardlib.verification.compiled_step import CompiledStep
+from shardlib.verification.refining.findings import COMPILATIONS
+from shardlib.verification.refining.refine import refine
+from shardlib.verification.report import Verification
 from tests.planning import worlds
 
 CONFIG = TransformerConfig(

@@ -23,10 +23,11 @@ from shardlib.hardware import topology
 from shardlib.models.config import TransformerConfig
 from shardlib.report import Finding
 from shardlib.verification import compare
+from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.hlo.found import Found
 from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Limits
-from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
+from shardlib.verification.report import growth, read_baseline, totals
 
 CONFIG = TransformerConfig(
     name="tiny",

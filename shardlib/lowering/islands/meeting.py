@@ -1,25 +1,26 @@
 """The meeting of islands as a compiled program over the devices of all.
 
-It is manual over the island axis alone: what crosses is one all-reduce of each shard of the outer
-gradient. Inside of an island outer parameters are sharded as optimizer state is, and what comes of
-them is gathered where parameters rest less sharded.
+What crosses is one all-reduce of each shard of the outer gradient. Inside of an island outer
+parameters are sharded as optimizer state is; what comes of them is gathered where parameters rest
+less sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import ISLAND
 from shardlib.exchanges.values import DiLoCo
 from shardlib.lowering.islands.stacked import stacked_shape, stacked_sharding
 from shardlib.lowering.islands.state import OuterState
+from shardlib.lowering.mesh.pinning import held
 
 #: Of one parameter: (theta of all islands, outer parameter, momentum) -> the same afterwards.
 Triple = tuple[jax.Array, jax.Array, jax.Array]
@@ -48,7 +49,7 @@ class Meeting:
         """How outer parameters and momentum are sharded: alike on all islands."""
         return [NamedSharding(self.mesh, one.spec) for one in self.outer]
 
-    def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
+    def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
         """Abstract arguments: parameters of all islands, outer parameters, momentum."""
         outer = [
             jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
@@ -80,7 +81,9 @@ class Meeting:
         ]
         return [one[0] for one in done], [one[1] for one in done], [one[2] for one in done]
 
-    def meet(self, thetas: list[jax.Array], outer: OuterState) -> tuple[list[jax.Array], Any]:
+    def meet(
+        self, thetas: list[jax.Array], outer: OuterState
+    ) -> tuple[list[jax.Array], OuterState]:
         """Does a meeting; donates all that it is given.
 
         Args:
@@ -88,10 +91,10 @@ class Meeting:
             outer: what is outer.
 
         Returns:
-            The parameters that all islands go on from, stacked, and (outer parameters, momentum).
+            The parameters that all islands go on from, stacked, and what is outer.
         """
         thetas, params, momentum = self._compiled(thetas, outer.params, outer.momentum)
-        return thetas, (params, momentum)
+        return thetas, replace(outer, params=params, momentum=momentum)
 
     def prepare(self) -> None:
         """Compiles it, if that has not been done."""
@@ -105,36 +108,31 @@ class Meeting:
     def _stacked(self) -> list[NamedSharding]:
         return [_stacked_of(leaf, self.mesh) for leaf in self.trained]
 
-    def _met(
-        self, place: int, theta: jax.Array, outer: jax.Array, momentum: jax.Array
-    ) -> Triple:
-        leaf, state = self.trained[place], self.outer[place].spec
-        rest = leaf.sharding.spec if leaf.sharding is not None else PartitionSpec()
-        rate, decay = self.exchange.rate, self.exchange.momentum
-
-        def island(theta: jax.Array, outer: jax.Array, momentum: jax.Array) -> Triple:
-            mine = self._held(theta.reshape(leaf.shape).astype(jnp.float32), state)
-            found = jax.lax.pmean(outer - mine, ISLAND.name)
-            momentum = found + decay * momentum
-            outer = self._held(outer - rate * (found + decay * momentum), state)
-            back = self._held(outer.astype(leaf.dtype), rest)
-            return back.reshape(theta.shape), outer, self._held(momentum, state)
-
-        own, all_alike = PartitionSpec(ISLAND.name), PartitionSpec()
-        return jax.shard_map(
-            island,
+    def _met(self, place: int, theta: jax.Array, outer: jax.Array, momentum: jax.Array) -> Triple:
+        """The meeting about one parameter."""
+        state, rest = stacked_sharding(self.outer[place], self.mesh), self._stacked[place]
+        own, alike = state.spec, self.outer[place].spec
+        theta, outer, momentum = jax.shard_map(
+            self._updated,
             mesh=self.mesh,
-            in_specs=(own, all_alike, all_alike),
-            out_specs=(own, all_alike, all_alike),
-            axis_names={ISLAND.name},
+            in_specs=(own, alike, alike),
+            out_specs=(own, alike, alike),
             check_vma=False,
-        )(theta, outer, momentum)
+        )(held(theta, state), outer, momentum)
+        return held(theta, rest), outer, momentum
 
-    def _held(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """A value of an island held to a layout over the axes inside of it."""
-        if self.mesh.size == self.exchange.islands:
-            return value
-        return jax.lax.with_sharding_constraint(value, spec)
+    def _updated(self, theta: jax.Array, outer: jax.Array, momentum: jax.Array) -> Triple:
+        """The update of what one device holds of a parameter.
+
+        What crosses is flat: a TPU pads the last two dims of an array to whole tiles, and sends
+        them so.
+        """
+        mine = theta.reshape(outer.shape).astype(jnp.float32)
+        crossing = jax.lax.pmean((outer - mine).reshape(-1), ISLAND.name)
+        gradient, decay = crossing.reshape(outer.shape), self.exchange.momentum
+        momentum = gradient + decay * momentum
+        outer = outer - self.exchange.rate * (gradient + decay * momentum)
+        return outer.astype(theta.dtype).reshape(theta.shape), outer, momentum
 
 
 def _stacked_of(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -1,8 +1,8 @@
 """What a user holds of several islands: their programs, and their meetings.
 
-    program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)})
-    state = program.init(seed=0)
-    state, metrics = program.step(state, batch)  # meets after every 100th step
+program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)})
+state = program.init(seed=0)
+state, metrics = program.step(state, batch)  # meets after every 100th step
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class IslandsProgram:
         _require(state, len(self.programs))
         trained = [self._trained(one) for one in state.islands]
         together = [stacked(arrays, self.mesh) for arrays in zip(*trained, strict=True)]
-        together, (params, momentum) = self.meeting.meet(together, state.exchange)
+        together, exchange = self.meeting.meet(together, state.exchange)
         like = [jax.tree.leaves(self._partition(p.state.params)) for p in self.programs]
         apart = [
             unstacked(array, leaves)
@@ -118,7 +118,6 @@ class IslandsProgram:
             self._with_trained(one, [arrays[number] for arrays in apart])
             for number, one in enumerate(state.islands)
         )
-        exchange = replace(state.exchange, params=params, momentum=momentum)
         return IslandsState(islands=islands, exchange=exchange)
 
     def put(self, batch: Tree) -> IslandBatches:
@@ -232,9 +231,7 @@ class IslandsProgram:
                 own = NamedSharding(program.mesh, sharding.spec)
                 copy = jax.jit(_float32, out_shardings=own)(array)
                 held += [shard.data for shard in copy.addressable_shards]
-            found.append(
-                jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, held)
-            )
+            found.append(jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, held))
         return found
 
 

@@ -61,7 +61,7 @@ class IslandMetrics(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         values = [np.asarray(one[name]) for one in self.islands]
-        return np.mean(values, axis=0, dtype=np.float32)
+        return np.asarray(np.mean(values, axis=0, dtype=np.float32))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.islands[0])

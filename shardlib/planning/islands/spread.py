@@ -12,7 +12,7 @@ from shardlib.hardware.islands import island_of
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning.decisions.plan_data import Link
-from shardlib.planning.islands.meeting import meeting
+from shardlib.planning.islands.meeting import CAUSES, meeting
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
@@ -86,8 +86,20 @@ def of_one_island(plan: Plan) -> Plan:
     if islands == 1:
         return plan
     sizes = {axis: size for axis, size in plan.mesh.items() if axis != ISLAND.name}
+    every = plan.estimate
+    estimate = replace(
+        every,
+        seconds=replace(every.seconds, exchange=0.0),
+        device_bytes=replace(every.device_bytes, exchange=0),
+        collectives=tuple(c for c in every.collectives if c.cause not in CAUSES),
+        tokens=every.tokens // islands,
+        model_flops=every.model_flops / islands,
+        hardware_flops=every.hardware_flops / islands,
+        peak_flops_per_s=every.peak_flops_per_s / islands,
+    )
     return replace(
         plan,
+        estimate=estimate,
         mesh=MeshShape(sizes),
         exchange=EXACT,
         topology=island_of(topology(plan.topology), islands).name,

@@ -31,13 +31,14 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.compiled_trials import CHOSEN, SLOWER, Refined, Trial
 from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.units.quantity import bytes_text
-from shardlib.verification.refine_findings import (
+from shardlib.verification.compiled_step import CompiledStep
+from shardlib.verification.refining.findings import (
     COMPILATIONS,
     refine_findings,
     search_counts,
     trial_name,
 )
-from shardlib.verification.report import CompiledStep, Verification
+from shardlib.verification.report import Verification
 
 #: Has a plan compiled for its machine.
 Verify = Callable[[Plan], Verification]

@@ -1,0 +1,145 @@
+"""Islands against their plan: the step of one, and the meeting of all, each compiled for the
+machine that it runs on.
+
+A step is compiled for the devices of its island and for no others, so that nothing of it can cross.
+A meeting may move between islands what was planned, and nothing else (`hidden-exchange`), in the
+dtype that was promised (`wide-exchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.axes import ISLAND
+from shardlib.exchanges.values import DiLoCo
+from shardlib.hardware.islands import island_of
+from shardlib.hardware.topology import Topology
+from shardlib.lowering.islands.meeting import Meeting
+from shardlib.lowering.program.program import Program
+from shardlib.planning.islands.meeting import CAUSES
+from shardlib.planning.plan import Plan
+from shardlib.planning.units.quantity import bytes_text
+from shardlib.report import Finding
+from shardlib.verification.compiled_step import CompiledStep
+from shardlib.verification.compiler_failures import failed
+from shardlib.verification.exported import export_meeting
+from shardlib.verification.hlo.found import Found
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.timing import timed
+from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.verification.isolation import Failure, Limits, compile_apart
+from shardlib.verification.report import Verification
+from shardlib.verification.targets import target
+from shardlib.verification.verify import verify_program
+
+#: What a meeting may move more than planned, as a part of it: sums of single numbers.
+SLACK = 0.01
+
+
+def verify_islands(
+    plan: Plan,
+    exchange: DiLoCo,
+    program: Program,
+    topology: Topology,
+    limits: Limits | None = None,
+    options: Mapping[str, str | bool | int] | None = None,
+) -> Verification:
+    """Compiles the step of one island and the meeting of all, and compares both with the plan.
+
+    Args:
+        plan: of all islands.
+        exchange: how they meet.
+        program: of one island, lowered for any mesh of its shape; an abstract one will do.
+        topology: the machine of all islands.
+        limits: time and memory that the compiler may take for each.
+        options: options of the compiler.
+
+    Raises:
+        ShardlibError: see `verify_program`.
+    """
+    island = island_of(topology, exchange.islands)
+    step = verify_program(program, island, limits, options)
+    meeting = abstract_meeting(plan, exchange, program)
+    where = target(topology, plan.mesh)
+    exported = export_meeting(meeting, where.platform)
+    made = compile_apart(exported, where, limits, options)
+    if isinstance(made, Failure) or step.compiled is None:
+        findings = (failed(made, plan),) if isinstance(made, Failure) else ()
+        return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
+    traffic = read_traffic(parse(made.text), plan.mesh, exported.arguments, where.positions)
+    met = CompiledStep(
+        device_bytes=made.memory,
+        collectives=timed(traffic, plan.mesh, topology),
+        wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
+        device_kind=made.device_kind,
+        unread=traffic.problems,
+        reductions=traffic.reductions,
+    )
+    kept, memory = plan.estimate.device_bytes.exchange, step.compiled.device_bytes
+    together = {**memory, "exchange": kept, "peak": memory["peak"] + kept}
+    return replace(
+        step,
+        plan=plan,
+        compiled=replace(step.compiled, device_bytes=together, meeting=met),
+        compile_seconds=step.compile_seconds + made.seconds,
+        findings=(*crossings(plan, traffic.found), *step.findings),
+    )
+
+
+def abstract_meeting(plan: Plan, exchange: DiLoCo, program: Program) -> Meeting:
+    """The meeting of islands whose devices need not be here.
+
+    Args:
+        plan: of all islands.
+        exchange: how they meet.
+        program: of one island.
+    """
+    return Meeting(
+        exchange=exchange,
+        mesh=_all(program.mesh, exchange.islands),
+        trained=jax.tree.leaves(program.model.partition.trained(program.state.params)),
+        outer=jax.tree.leaves(program.parts.params.state),
+        digest=plan.digest,
+    )
+
+
+def _all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
+    sizes = tuple(islands if axis == ISLAND.name else size for axis, size in mesh.shape.items())
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def crossings(plan: Plan, found: Sequence[Found]) -> Iterator[Finding]:
+    """What crosses between islands, and was not planned, or is wider than promised.
+
+    Args:
+        plan: of all islands.
+        found: collectives of a compiled meeting.
+    """
+    crossing = [one for one in found if ISLAND.name in one.axes or not one.axes]
+    due = sum(c.total_bytes for c in plan.estimate.collectives if ISLAND.name in c.axes)
+    moved = sum(one.bytes * one.count for one in crossing)
+    if moved > due * (1 + SLACK):
+        worst = max(crossing, key=lambda one: one.bytes * one.count)
+        yield Finding(
+            code="hidden-exchange",
+            severity="error",
+            where=worst.op_name or worst.name,
+            message=(
+                f"a meeting moves {bytes_text(moved)} a device between islands,"
+                f" {bytes_text(due)} were planned."
+            ),
+            hint="tell us: the meeting is the same program for every model",
+        )
+    dtypes = {dtype for one in crossing if one.kind == "all-reduce" for dtype in one.dtypes}
+    if dtypes - {"f32"}:
+        yield Finding(
+            code="wide-exchange",
+            severity="error",
+            where=", ".join(CAUSES[:1]),
+            message=f"outer gradients cross as {', '.join(sorted(dtypes))}, and not as f32.",
+        )

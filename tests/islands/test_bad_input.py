@@ -1,0 +1,130 @@
+"""What users can get wrong about islands: each an error before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardlib
+from shardlib.exchanges.reading import read_exchange
+from tests.islands.test_diloco import AXES, compiled, loss, rows, weights
+
+ISLANDS = "diloco:2:10"
+
+
+def plan(batch: Any = None, topology: str = "cpu:8", **pin: Any) -> shardlib.Plan:
+    return shardlib.plan(
+        shardlib.tree(weights, AXES),
+        loss,
+        optax.sgd(0.1),
+        rows(0) if batch is None else batch,
+        topology=topology,
+        pin=pin,
+    )
+
+
+@pytest.mark.parametrize(
+    ("exchange", "says"),
+    [
+        ("dilco:2", "did you mean 'diloco'"),
+        ("diloco:2:10:0.5", "has no name"),
+        ("diloco:2:ten", "is no number"),
+        ("diloco:2:islands=4", "says islands twice"),
+        ("exact:2", "exact has no settings, and not islands"),
+        ({"kind": "diloco", "evry": 3}, "and not evry"),
+        ({"islands": 2}, "it is one of"),
+        (2, "it is one of"),
+        ({"kind": "diloco", "islands": 1}, "islands is 1; it is an integer of at least 2"),
+        ({"kind": "diloco", "every": 0}, "every is 0; it is an integer of at least 1"),
+        ({"kind": "diloco", "every": True}, "every is True"),
+        ({"kind": "diloco", "every": 2.5}, "every is 2.5"),
+        ({"kind": "diloco", "rate": 0}, "rate is 0; it is a number of more than 0"),
+        ({"kind": "diloco", "rate": float("nan")}, "rate is nan"),
+        ({"kind": "diloco", "momentum": 1.0}, "momentum is 1.0"),
+    ],
+)
+def test_what_is_no_exchange_says_what_would_be_one(exchange: object, says: str) -> None:
+    with pytest.raises(shardlib.PinError, match=says.replace("(", r"\(")):
+        read_exchange("exchange", exchange)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "says"),
+    [
+        ({"exchange": "diloco:3"}, shardlib.BatchError, "do not divide among 3 islands"),
+        (
+            {"exchange": "diloco:16"},
+            shardlib.TopologyError,
+            "16 islands do not divide the 8 devices of cpu:8",
+        ),
+        (
+            {"exchange": ISLANDS, "topology": "v5e:4x4"},
+            shardlib.TopologyError,
+            r"islands are whole slices, and v5e:4x4 is one\nTry: topology='2\*v5e:4x4'",
+        ),
+        (
+            {"exchange": "diloco:4", "topology": "2*h100:8"},
+            shardlib.TopologyError,
+            "4 islands do not divide the 2 domains",
+        ),
+        ({"mesh.island": 2}, shardlib.PinError, "are islands, which are pinned with how they meet"),
+    ],
+)
+def test_islands_that_do_not_divide(asked: dict[str, Any], kind: type, says: str) -> None:
+    with pytest.raises(kind, match=says):
+        plan(**asked)
+
+
+def test_state_that_steps_update_is_refused() -> None:
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    with pytest.raises(shardlib.PinError, match="cannot be carried out: steps update"):
+        shardlib.compile(
+            lambda rngs: Net(rngs),
+            lambda model, batch: jnp.mean(model.norm(model.dense(batch["x"])) ** 2),
+            optax.sgd(0.1),
+            {"x": np.ones((8, 8), np.float32)},
+            topology="cpu:4",
+            pin={"exchange": ISLANDS},
+        )
+
+
+def test_batches_states_and_callers_that_do_not_fit() -> None:
+    program = compiled(optax.sgd(0.1), exchange=ISLANDS)
+    state = program.init(0)
+    short = jax.tree.map(lambda a: a[:-1], rows(0))
+    with pytest.raises(shardlib.BatchError, match="rows do not divide among 2 islands"):
+        program.step(state, short)
+    with pytest.raises(shardlib.BatchError):
+        program.step(state, jax.tree.map(lambda a: a[:-2], rows(0)))
+    with pytest.raises(shardlib.BatchError):
+        program.step(state, {"inputs": rows(0)["inputs"]})
+    with pytest.raises(shardlib.StateError, match="and not of islands"):
+        program.step(state.islands[0], rows(0))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(shardlib.ArgumentError, match="fit trains one island"):
+        shardlib.fit(program, rows, steps=2)  # pyright: ignore[reportArgumentType]
+    state, _ = program.step(state, program.put(rows(0)))
+    assert state.step == 1
+
+
+def test_a_plan_of_islands_is_stored_and_carried_out() -> None:
+    made = plan(exchange=ISLANDS)
+    again = shardlib.Plan.from_json(made.to_json())
+    assert again.exchange == made.exchange == shardlib.DiLoCo(islands=2, every=10)
+    assert again.mesh["island"] == 2 and again.digest == made.digest != plan().digest
+    assert made.estimate.tokens == plan().estimate.tokens
+    program: Any = shardlib.compile(
+        shardlib.tree(weights, AXES), loss, optax.sgd(0.1), rows(0), plan=again
+    )
+    state, metrics = program.step(program.init(0), rows(0))
+    assert np.isfinite(metrics["loss"]) and len(state.islands) == 2
