@@ -190,13 +190,13 @@ def mesh_axis(name: str) -> str:
         PinError: the name is no mesh axis.
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(MESH_AXES)}")
+        raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(INNER_AXES)}")
     canonical = MESH_AXIS_ALIASES.get(name, name)
     if canonical not in MESH_AXES:
         near = difflib.get_close_matches(name, MESH_AXES, n=1)
         raise PinError(
             f"{name!r} is no mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes"
-            f" are {', '.join(MESH_AXES)}"
+            f" are {', '.join(INNER_AXES)}"
         )
     return canonical
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import INNER_AXES, MeshShape
 from shardlib.errors import LayoutError
 
 
@@ -36,10 +36,10 @@ class Layout(tuple[tuple[str, ...], ...]):
     def __new__(cls, *dims: str | Iterable[str] | None) -> Layout:
         cut = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
         used = [axis for dim in cut for axis in dim]
-        unknown = sorted(set(used) - set(MESH_AXES))
+        unknown = sorted(set(used) - set(INNER_AXES))
         if unknown:
             raise LayoutError(
-                f"layout {cut} names {', '.join(unknown)}; mesh axes are {', '.join(MESH_AXES)}"
+                f"layout {cut} names {', '.join(unknown)}; mesh axes are {', '.join(INNER_AXES)}"
             )
         if len(set(used)) < len(used):
             raise LayoutError(

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, LogicalAxes, MeshShape
+from shardlib.axes import INNER_AXES, MESH_AXIS_ALIASES, LogicalAxes, MeshShape
 from shardlib.errors import RuleError, raise_all
 from shardlib.layout import Layout
 
@@ -102,7 +102,7 @@ class Rules:
                 continue
             axes = tuple(MESH_AXIS_ALIASES.get(str(name), str(name)) for name in names)
             unknown = [
-                str(name) for name, axis in zip(names, axes, strict=True) if axis not in MESH_AXES
+                str(name) for name, axis in zip(names, axes, strict=True) if axis not in INNER_AXES
             ]
             if unknown:
                 failures.append(f"{logical!r} -> {', '.join(map(repr, unknown))} is no mesh axis")
@@ -117,7 +117,7 @@ class Rules:
                 RuleError,
                 "sharding rules are not usable",
                 failures,
-                hint=f"mesh axes are {', '.join(MESH_AXES)}",
+                hint=f"mesh axes are {', '.join(INNER_AXES)}",
             )
         return cls(tuple(entries))
 

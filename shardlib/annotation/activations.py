@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
-from shardlib.axes import MESH_AXES
+from shardlib.axes import INNER_AXES
 from shardlib.jax_types import Jaxpr
 from shardlib.report import Finding
 
@@ -34,7 +34,9 @@ def no_mesh() -> AbstractContextManager[object]:
 def planning_mesh() -> AbstractContextManager[object]:
     """A mesh of one device with all six mesh axes."""
     return jax.sharding.use_abstract_mesh(
-        AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+        AbstractMesh(
+            (1,) * len(INNER_AXES), INNER_AXES, axis_types=(AxisType.Auto,) * len(INNER_AXES)
+        )
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from shardlib.decisions.pins import PinMapping, Pins
-from shardlib.errors import PlanError
+from shardlib.errors import PinError, PlanError
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
@@ -85,10 +85,15 @@ def searched(
         The model, with what the search taught of its rows, and its plan.
 
     Raises:
-        ShardlibError: topology, pin or nothing fits.
+        ShardlibError: topology, pin or nothing fits; or a framework is to carry out an exchange.
     """
     machine = machine_of(topology)
     if framework is not None:
+        if Pins.parse(pin).exchange.islands > 1:
+            raise PinError(
+                f"an exchange is about programs that shardlib makes, and {framework} runs its"
+                " own\nTry: leave out one of the two"
+            )
         load = prepared_for(framework, model.traced.problem, machine)
         found = search(load.problem, machine, pin, load=load)
         return model, found.with_findings(*model.model.findings)

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.axes import ISLAND
 from shardlib.exchanges.values import DiLoCo
 from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.meeting import Meeting
+from shardlib.lowering.islands.stacked import abstract_mesh_of_all
 from shardlib.lowering.program.program import Program
 from shardlib.planning.islands.meeting import CAUSES
 from shardlib.planning.plan import Plan
@@ -101,16 +101,11 @@ def abstract_meeting(plan: Plan, exchange: DiLoCo, program: Program) -> Meeting:
     """
     return Meeting(
         exchange=exchange,
-        mesh=_all(program.mesh, exchange.islands),
+        mesh=abstract_mesh_of_all(program.mesh, exchange.islands),
         trained=jax.tree.leaves(program.model.partition.trained(program.state.params)),
         outer=jax.tree.leaves(program.parts.params.state),
         digest=plan.digest,
     )
-
-
-def _all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
-    sizes = tuple(islands if axis == ISLAND.name else size for axis, size in mesh.shape.items())
-    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def crossings(plan: Plan, found: Sequence[Found]) -> Iterator[Finding]:

@@ -80,6 +80,16 @@ def test_islands_that_do_not_divide(asked: dict[str, Any], kind: type, says: str
         plan(**asked)
 
 
+def test_frameworks_and_rules_have_no_islands() -> None:
+    given = (shardlib.tree(weights, AXES), loss, optax.sgd(0.1), rows(0))
+    with pytest.raises(shardlib.PinError, match="megatron-core runs its own"):
+        shardlib.plan(
+            *given, topology="2*h100:8", pin={"exchange": ISLANDS}, framework="megatron-core"
+        )
+    with pytest.raises(shardlib.RuleError, match="island"):
+        plan(rules=[["embed", "island"]])
+
+
 def test_state_that_steps_update_is_refused() -> None:
     from flax import nnx
 

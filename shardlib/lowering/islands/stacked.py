@@ -12,21 +12,32 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.axes import ISLAND
 
 
 def mesh_of_all(meshes: Sequence[Mesh]) -> Mesh:
-    """The mesh of all islands: those of the islands one after the other along the island axis.
+    """The mesh of all islands: those of the islands, one after the other.
 
     Args:
-        meshes: of the islands, alike but for their devices; their island axis has size 1.
+        meshes: of the islands, alike but for their devices.
     """
-    first = meshes[0]
-    place = first.axis_names.index(ISLAND.name)
-    devices = np.concatenate([mesh.devices for mesh in meshes], axis=place)
-    return Mesh(devices, first.axis_names, axis_types=first.axis_types)
+    devices, first = np.stack([mesh.devices for mesh in meshes]), meshes[0]
+    names = (ISLAND.name, *first.axis_names)
+    return Mesh(devices, names, axis_types=(AxisType.Auto, *first.axis_types))
+
+
+def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
+    """The same without devices.
+
+    Args:
+        mesh: of one island.
+        islands: how many.
+    """
+    sizes = (islands, *mesh.shape.values())
+    names = (ISLAND.name, *mesh.axis_names)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto, *mesh.axis_types))
 
 
 def stacked_sharding(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:

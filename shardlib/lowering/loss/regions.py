@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib.axes import MESH_AXES
+from shardlib.axes import INNER_AXES
 from shardlib.lowering.loss.constraints import manual_axes, whole, within
 from shardlib.lowering.mesh.device_mesh import on_mesh
 from shardlib.tracing.element_lookup import by_elements, is_element_lookup
@@ -39,7 +39,7 @@ def on_this_mesh(
     if (
         equation.name == "sharding_constraint"
         and isinstance(asked, NamedSharding)
-        and (manual or axes > len(MESH_AXES))
+        and (manual or axes > len(INNER_AXES))
     ):
         here = within(mesh, on_mesh(mesh, asked))
         return [jax.lax.with_sharding_constraint(operands[0], here)]

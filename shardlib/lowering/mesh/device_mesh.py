@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import INNER_AXES, MeshShape
 from shardlib.errors import ShardlibError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import topology as parse_topology
@@ -59,12 +59,12 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
         parts: sizes of the physical parts of an axis, by its name.
     """
     pairs = [
-        (f"{axis}_{i}", size) for axis in MESH_AXES for i, size in enumerate(parts.get(axis, ()))
+        (f"{axis}_{i}", size) for axis in INNER_AXES for i, size in enumerate(parts.get(axis, ()))
     ]
-    whole = {axis: ((axis, shape[axis]),) for axis in MESH_AXES if axis not in parts}
+    whole = {axis: ((axis, shape[axis]),) for axis in INNER_AXES if axis not in parts}
     ordered = [
         pair
-        for axis in MESH_AXES
+        for axis in INNER_AXES
         for pair in whole.get(axis, tuple(p for p in pairs if p[0].rpartition("_")[0] == axis))
     ]
     return tuple(name for name, _ in ordered), tuple(size for _, size in ordered)
@@ -91,12 +91,12 @@ def logical_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     under.
     """
     sizes = tuple(
-        math.prod(mesh.shape[part] for part in parts_of(mesh, (axis,))) for axis in MESH_AXES
+        math.prod(mesh.shape[part] for part in parts_of(mesh, (axis,))) for axis in INNER_AXES
     )
-    types = (AxisType.Auto,) * len(MESH_AXES)
+    types = (AxisType.Auto,) * len(INNER_AXES)
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(sizes, MESH_AXES, axis_types=types)
-    return Mesh(mesh.devices.reshape(sizes), MESH_AXES, axis_types=types)
+        return AbstractMesh(sizes, INNER_AXES, axis_types=types)
+    return Mesh(mesh.devices.reshape(sizes), INNER_AXES, axis_types=types)
 
 
 def on_mesh(mesh: Mesh | AbstractMesh, sharding: T) -> T | NamedSharding:
@@ -197,7 +197,7 @@ def _ordered(
     places = [] if topology is None else tpu_places(shape, topology, order)
     if places and all(place in by_place for place in places):
         return np.array([by_place[place] for place in places], dtype=object)
-    return _grid(tuple(shape[axis] for axis in MESH_AXES), list(first)).reshape(-1)
+    return _grid(tuple(shape[axis] for axis in INNER_AXES), list(first)).reshape(-1)
 
 
 def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> np.ndarray | None:
@@ -271,7 +271,7 @@ def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
         left //= across[-1]
     if left > 1:
         raise TopologyError(
-            f"mesh sizes {dict(zip(MESH_AXES, sizes, strict=True))} do not spread over {slices}"
+            f"mesh sizes {dict(zip(INNER_AXES, sizes, strict=True))} do not spread over {slices}"
             " slices\nTry: give the data or stage axis a multiple of the number of slices"
         )
     return tuple(across)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, MeshShape
+from shardlib.axes import BATCH_AXES, INNER_AXES, STORED_AXES, MeshShape
 from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.decisions.pins import Pins
 from shardlib.errors import BatchError, PinError, raise_all
@@ -63,7 +63,7 @@ def explain_empty(
         return stored
     machine = f"{devices} device{'s'[: devices != 1]}"
     return PinError(
-        f"no mesh of {machine} over {', '.join(MESH_AXES)} fits {problem.model} with a batch of"
+        f"no mesh of {machine} over {', '.join(INNER_AXES)} fits {problem.model} with a batch of"
         f" {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
         " number of devices"
     )
