@@ -151,8 +151,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
             "pins are not usable:\n  - 'remta' is no decision; did you mean 'remat'? (decisions are"
             " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
             " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
-            " attention, experts, collective_matmul, offload, axis_order, dtypes, param_dtype,"
-            " matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n "
+            " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
+            " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n "
             " - zero is 7; it is one of 0, 1, 2, 3"
         ),
     ),

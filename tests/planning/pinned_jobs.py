@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlib.axes import MESH_AXES
+from shardlib.axes import INNER_AXES
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
@@ -89,7 +89,7 @@ def pins(job: Job, load: Workload, seed: int) -> Iterator[dict[str, Any]]:
     rng, devices = random.Random(seed + 1_000_003), topology(job.where).devices
     ways = [n for n in range(2, devices + 1) if devices % n == 0]
     options: dict[str, list[Any]] = {
-        **{f"mesh.{axis}": [1, *ways] for axis in MESH_AXES},
+        **{f"mesh.{axis}": [1, *ways] for axis in INNER_AXES},
         "mesh": [dict(mesh) for mesh in _meshes(rng, devices)],
         "zero": [0, 1, 2, 3],
         "remat": list(load.problem.steps),
@@ -104,7 +104,7 @@ def pins(job: Job, load: Workload, seed: int) -> Iterator[dict[str, Any]]:
         "experts": ["none", "dropless"],
         "collective_matmul": ["none"],
         "offload": [["optimizer"], ["activations"], ["optimizer", "activations"], ["none"]],
-        "axis_order": [rng.sample(MESH_AXES, len(MESH_AXES))],
+        "axis_order": [rng.sample(INNER_AXES, len(INNER_AXES))],
         "sequence_parallel": [True, False],
     }
     for _ in range(PINS_A_MODEL):
@@ -118,7 +118,7 @@ def _meshes(rng: random.Random, devices: int) -> Iterator[dict[str, int]]:
     """Random meshes of all devices."""
     for _ in range(8):
         left, mesh = devices, dict[str, int]()
-        for axis in rng.sample(MESH_AXES, len(MESH_AXES)):
+        for axis in rng.sample(INNER_AXES, len(INNER_AXES)):
             size = rng.choice([n for n in range(1, left + 1) if left % n == 0])
             mesh[axis], left = size, left // size
         mesh["data"] *= left

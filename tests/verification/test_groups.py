@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import INNER_AXES, MeshShape
 from shardlib.verification.hlo.groups import (
     axes_of_groups,
     axes_of_pairs,
@@ -24,16 +24,16 @@ SIZES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=6) if np.prod
 def along(mesh: MeshShape, axes: tuple[str, ...]) -> np.ndarray:
     """Groups along axes, by grouping devices whose other coordinates agree."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(itertools.product(*(range(mesh[axis]) for axis in MESH_AXES))):
+    for device, place in enumerate(itertools.product(*(range(mesh[axis]) for axis in INNER_AXES))):
         groups.setdefault(
-            tuple(i for i, axis in zip(place, MESH_AXES, strict=True) if axis not in axes), []
+            tuple(i for i, axis in zip(place, INNER_AXES, strict=True) if axis not in axes), []
         ).append(device)
     return np.array(list(groups.values()))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_groups_along_axes_are_recognised_in_every_form(sizes: tuple[int, ...]):
-    mesh = MeshShape(zip(MESH_AXES, sizes, strict=True))
+    mesh = MeshShape(zip(INNER_AXES, sizes, strict=True))
     for count in range(1, len(list(mesh)) + 1):
         for axes in itertools.combinations(list(mesh), count):
             groups = along(mesh, axes)
@@ -42,13 +42,13 @@ def test_groups_along_axes_are_recognised_in_every_form(sizes: tuple[int, ...]):
             )
             named = (
                 "mesh["
-                + ",".join(f"'{axis}'={mesh[axis]}" for axis in MESH_AXES)
+                + ",".join(f"'{axis}'={mesh[axis]}" for axis in INNER_AXES)
                 + "] {"
                 + ",".join(f"'{axis}'" for axis in axes)
                 + "}"
             )
-            order = [i for i, axis in enumerate(MESH_AXES) if axis not in axes] + [
-                i for i, axis in enumerate(MESH_AXES) if axis in axes
+            order = [i for i, axis in enumerate(INNER_AXES) if axis not in axes] + [
+                i for i, axis in enumerate(INNER_AXES) if axis in axes
             ]
             iota = f"[{groups.shape[0]},{groups.shape[1]}]<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))})"
             for text in (explicit, named, iota):
