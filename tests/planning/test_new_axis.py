@@ -41,7 +41,7 @@ module = types.ModuleType("shardlib.axes")
 sys.modules["shardlib.axes"] = module
 exec(compile(changed, str(path), "exec"), module.__dict__)
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import INNER_AXES, MeshShape
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from tests.planning import worlds
@@ -61,7 +61,7 @@ def plan(machine, **mesh):
 
 
 print(json.dumps({
-    "axes": MESH_AXES,
+    "axes": INNER_AXES,
     "alias": str(MeshShape(replica_of_data=2)),
     "one": plan("h100:4", data=4),
     "two": plan("h100:4", cluster=2, data=2),
