@@ -4,12 +4,13 @@ meetings, and all in order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 from shardlib.cost.estimate import Estimate
-from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.cost.machine.corrections import fitting_bytes, margin
 from shardlib.errors import InfeasibleError
 from shardlib.exchanges.values import DiLoCo
 from shardlib.hardware.islands import island_of
@@ -46,7 +47,7 @@ def planned_on_islands(
         short = parts.peak - fitting_bytes(island)
         if short <= 0:
             return plan
-        held = max(held + 1, parts.exchange)
+        held = max(held + 1, math.ceil(parts.exchange * margin(island)))
         if held >= island.chip.usable_bytes:
             break
         plan = on_islands(search(_holding(island, held)), exchange, machine)

@@ -85,7 +85,6 @@ def of_one_island(plan: Plan) -> Plan:
         )
     if islands == 1:
         return plan
-    sizes = {axis: size for axis, size in plan.mesh.items() if axis != ISLAND.name}
     every = plan.estimate
     estimate = replace(
         every,
@@ -100,12 +99,22 @@ def of_one_island(plan: Plan) -> Plan:
     return replace(
         plan,
         estimate=estimate,
-        mesh=MeshShape(sizes),
+        mesh=inner_mesh(plan.mesh),
+        axis_order=tuple(axis for axis in plan.axis_order if axis != ISLAND.name),
         exchange=EXACT,
         topology=island_of(topology(plan.topology), islands).name,
         placement=tuple(one for one in plan.placement if one[0] != ISLAND.name),
         source=None,
     )
+
+
+def inner_mesh(mesh: MeshShape) -> MeshShape:
+    """The mesh of one island.
+
+    Args:
+        mesh: of all islands.
+    """
+    return MeshShape({axis: size for axis, size in mesh.items() if axis != ISLAND.name})
 
 
 def inside(pins: Pins) -> Pins:
@@ -114,6 +123,13 @@ def inside(pins: Pins) -> Pins:
     Args:
         pins: of all islands.
     """
-    sizes = tuple((axis, size) for axis, size in pins.axes if axis != ISLAND.name)
-    mesh = None if pins.mesh is None else {k: n for k, n in pins.mesh.items() if k != ISLAND.name}
-    return pins.but(exchange=None, axes=sizes, mesh=None if mesh is None else MeshShape(mesh))
+    return pins.but(
+        exchange=None,
+        axes=tuple((axis, size) for axis, size in pins.axes if axis != ISLAND.name),
+        mesh=None if pins.mesh is None else inner_mesh(pins.mesh),
+        axis_order=(
+            None
+            if pins.axis_order is None
+            else tuple(axis for axis in pins.axis_order if axis != ISLAND.name)
+        ),
+    )

@@ -13,6 +13,7 @@ from numbers import Integral
 
 from shardlib.errors import ArgumentError
 from shardlib.planning.answers.alternative import Alternative
+from shardlib.planning.islands.spread import inner_mesh
 from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.questions.counterfactual import changes
 from shardlib.planning.units.quantity import TIE
@@ -79,15 +80,16 @@ def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ..
         first, others = _first_other(plan, ties)
         if first is None:
             continue
+        made = first.make()
         found.append(
             Alternative(
                 place=len(found) + 1,
-                mesh=first.candidate.mesh,
+                mesh=made.mesh,
                 summary=first.candidate.summary,
                 step_seconds=first.seconds,
                 peak_bytes=int(first.peak_bytes),
                 ratio=first.seconds / (plan.estimate.step_seconds or 1.0),
-                differs=changes(plan, first.make()),
+                differs=changes(plan, made),
                 ties=others,
             )
         )
@@ -112,7 +114,8 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
     """
     own = abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
     if own and any(
-        one.candidate.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties
+        one.candidate.mesh == inner_mesh(plan.mesh) and one.make().decisions == plan.decisions
+        for one in ties
     ):
         return None, 0
     return ties[0], len(ties) - 1

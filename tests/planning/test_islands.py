@@ -1,0 +1,85 @@
+"""Plans of several islands can be asked what plans of one can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardlib.axes import MeshShape
+from shardlib.decisions.pins import Pins
+from shardlib.errors import InfeasibleError
+from shardlib.exchanges.values import DiLoCo
+from shardlib.hardware.topology import topology
+from shardlib.planning import planner
+from shardlib.planning.islands.spread import of_one_island
+from shardlib.planning.plan import Plan
+from shardlib.planning.questions.counterfactual import pinned
+from tests.planning import worlds
+
+WORLD = worlds.made(worlds.stack, depth=8, seq=64, embed=64, hidden=256, batch=512)
+ISLANDS = {"exchange": "diloco:2:10"}
+
+
+def planned(where: Any, **pins: Any) -> Plan:
+    return planner.search(WORLD, where, pins)
+
+
+@pytest.mark.parametrize(("where", "one"), [("2*h100:8", "h100:8"), ("4*v5e:2x4", "2*v5e:2x4")])
+def test_an_island_is_planned_as_the_machine_that_it_has(where: str, one: str):
+    made, alone = planned(where, **ISLANDS), planned(one)
+    inner = of_one_island(made)
+    assert inner.decisions == alone.decisions and inner.topology == one
+    assert inner.estimate == alone.estimate and inner.parameters == alone.parameters
+    assert made.mesh == MeshShape(island=2, **alone.mesh)
+    assert made.search.gap == 0 and made.search.evaluations == alone.search.evaluations
+    assert made.estimate.tokens == 2 * alone.estimate.tokens
+    assert made.estimate.mfu == pytest.approx(
+        alone.estimate.mfu * alone.estimate.step_seconds / made.estimate.step_seconds
+    )
+
+
+def test_what_it_keeps_and_moves_is_arithmetic():
+    made = planned("2*h100:8", **ISLANDS, zero=1, **{"mesh.fsdp": 8})
+    elements = sum(a * b * c for a, b, c in (p.shape for p in made.parameters))
+    assert made.estimate.device_bytes.exchange == 2 * 4 * elements / 8
+    crossing = [c for c in made.estimate.collectives if "island" in c.axes]
+    assert [(c.kind, c.bytes, c.count, c.every) for c in crossing] == [
+        ("all-reduce", 4 * elements // 8, 1, 10)
+    ]
+    seldom = planned("2*h100:8", exchange="diloco:2:1000", zero=1, **{"mesh.fsdp": 8})
+    assert seldom.estimate.seconds.exchange == pytest.approx(made.estimate.seconds.exchange / 100)
+
+
+def test_plans_can_be_asked():
+    made = planned("2*v5e:2x4", **ISLANDS)
+    others = made.alternatives(3)
+    assert all(one.differs and one.mesh["island"] == 2 and one.ratio >= 1 for one in others)
+    assert "diloco:2:50" in made.why_not(exchange="diloco:2:50")
+    assert made.why_not(zero=3) and str(made.constraints()) and str(made.sensitivity())
+    again = planner.search(WORLD, "2*v5e:2x4", pinned(made))
+    assert again.decisions == made.decisions and again.estimate == made.estimate
+    assert "diloco:2:10" in made.explain()
+
+
+def test_what_is_kept_for_meetings_is_held_back():
+    """The fastest plan of an island fills it; with what is kept, another one is found, or none."""
+    free = planned("2*h100:8", **ISLANDS)
+    peak = free.estimate.device_bytes.peak * free.estimate.margin
+    machine = topology("2*h100:8")
+
+    def with_memory(size: float):
+        chip = replace(machine.chip, hbm_bytes=int(size), reserved_bytes=0)
+        return replace(machine, chip=chip)
+
+    tight = planned(with_memory(peak - 1), **ISLANDS)
+    assert tight.decisions != free.decisions
+    assert tight.estimate.device_bytes.peak * tight.estimate.margin <= peak
+    with pytest.raises(InfeasibleError):
+        planned(with_memory(1 << 20), **ISLANDS)
+
+
+def test_the_pins_of_all_islands_are_read_by_the_words_of_one():
+    pins = Pins.parse({"exchange": {"kind": "diloco", "islands": 2}, "mesh": {"island": 2}})
+    assert isinstance(pins.exchange, DiLoCo) and pins.mesh == MeshShape(island=2)
