@@ -6,7 +6,7 @@ For each job: every mesh over data, fsdp and tensor with ZeRO stages 1 and 3, on
 microbatches, and with tensor also with sharded sequences, is priced; of the plans within 20% of the
 best prediction, the best and others that are spread evenly over the predictions are compiled ahead
 of time, with no TPU there. A compiled step takes the compiler's estimate of the cycles of all
-kernels, and the time on the wire of the collectives that the program has, as far as it is not
+kernels, and the time on the links of the collectives that the program has, as far as it is not
 hidden:
 
 - `compiled`: by the rule that `refine` ranks plans by (`shardlib.cost.pricing.from_compiled`);
