@@ -1,8 +1,10 @@
 """Seconds of gathers, reductions and rings that compute does not hide.
 
-XLA hides all of them behind all of compute. A framework that says what it hides has its gathers in
-the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the backward
-pass (two thirds), of the last microbatch where it reduces once a step.
+XLA for GPUs hides all of them behind all of compute. For TPUs it hides gathers of parameters that
+are stored sharded, and rings, and waits for reductions and for gathers of updated parameters
+(`benchmarks/order_by_compiler.py` reads that from compiled schedules). A framework that says what
+it hides has its gathers in the forward pass (a third of compute) or, under ZeRO 3, in both, and its
+reductions in the backward pass (two thirds), of the last microbatch where it reduces once a step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from shardlib.cost.pricing.stage_shares import dealt, on_stage, shares_moved
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import ends_on_all_stages
+from shardlib.cost.terms.framework_profiles import XLA, ends_on_all_stages
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import OUTSIDE_LAYERS
 
@@ -32,10 +34,6 @@ def exposed(
 ) -> Array:
     """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
     compute does not hide, in a step.
-
-    XLA hides all of them behind all of compute. A profile that says what it hides has its gathers
-    in the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
-    backward pass (two thirds), of the last microbatch where it reduces once a step.
 
     Args:
         s: sums of the terms, by segment and candidate.
@@ -59,6 +57,8 @@ def exposed(
         )
     ring = s.collectives.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
     if profile.gather_overlap is None and profile.reduce_overlap is None:
+        if profile.name == XLA.name and pricer.topology.chip.vendor == "google":
+            return _on_tpus(reduced, gathered, ring, constants.overlap * compute * micro, how)
         if in_the_last(
             profile, how
         ):  # without stages, beside the backward pass of the last microbatch
@@ -84,6 +84,16 @@ def exposed(
         gathered + reduced - max(gathers, reduces) * compute * micro
     )  # nothing hides two of them at once
     return np.maximum(apart, together) + np.maximum(0.0, ring - constants.overlap * compute * micro)
+
+
+def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, how: Knobs) -> Array:
+    """The seconds that a program of the TPU compiler waits: it starts gathers of parameters before
+    they are used, where they are stored sharded, and waits for all reductions and for gathers of
+    updated parameters (`benchmarks/order_by_compiler.py`).
+    """
+    if how.zero >= 3:
+        return reduced + np.maximum(0.0, gathered + ring - behind)
+    return reduced + gathered + np.maximum(0.0, ring - behind)
 
 
 def saved_by_gathering_once(
