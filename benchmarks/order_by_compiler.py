@@ -194,7 +194,11 @@ def compiled(
     found = judge(program.plan, machine, where, step, made).compiled
     assert found is not None
     by_rule = reprice(
-        plan.estimate.seconds, found.collectives, found.compute_seconds, machine.chip.vendor
+        plan.estimate.seconds,
+        found.collectives,
+        found.compute_seconds,
+        machine.chip.vendor,
+        zero=plan.zero,
     )
     waited = _waited(program.plan, machine, where, step, made)
     return {
@@ -213,6 +217,34 @@ def compiled(
         "versions": made.versions,
         "compile_seconds": made.seconds,
     }
+
+
+def priced_again(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A job whose programs were compiled before, with today's predictions."""
+    job, done = Job(**kept["job"]), [row for row in kept["plans"] if "failed" not in row]
+    given, machine = job.given(), shardlib.topology(job.topology)
+    for row in done:
+        decided = {name: row[name] for name in ("mesh", "zero", "microbatches", "remat")}
+        plan = shardlib.plan(**given, topology=machine, pin={**row["pin"], **decided})
+        compiled = [
+            shardlib.Collective(kind=kind, axes=tuple(axes.split("·")), bytes=0, seconds=seconds)
+            for key, seconds in row["wire"]["compiled"].items()
+            for kind, axes in [key.split(" over ")]
+            if axes != "unknown axes"
+        ]
+        rule = reprice(
+            plan.estimate.seconds,
+            compiled,
+            row["compiled"]["compute"],
+            machine.chip.vendor,
+            zero=plan.zero,
+        )
+        waited = row["scheduled"]["exposed"]
+        row["predicted"] = _parts(plan.estimate.seconds)
+        row["compiled"] = _parts(rule)
+        row["scheduled"] = _parts(replace(rule, exposed=waited))
+    figures = {name: judged_by(name, done) for name in ("compiled", "scheduled")}
+    return {**kept, **figures, "priced": source_digest("cost", "planning")}
 
 
 def _exported(
@@ -278,11 +310,17 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=6, help="plans of a job, at most")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each compilation")
     parser.add_argument("--out", type=Path, default=RESULTS / "order_by_compiler.json")
+    parser.add_argument(
+        "--price-again",
+        action="store_true",
+        help="compile nothing: predict the stored plans again, and judge the order anew",
+    )
     args = parser.parse_args()
     limits = Limits(seconds=args.seconds, memory_bytes=24 * 2**30)
     kept = json.loads(args.out.read_text())["jobs"] if args.out.exists() else {}
     for name in args.job or JOBS:
-        kept[name] = run(JOBS[name], args.plans, limits)
+        again = args.price_again and name in kept
+        kept[name] = priced_again(kept[name]) if again else run(JOBS[name], args.plans, limits)
         print(line(name, kept[name]), flush=True)
         figures = {
             by: summary(job[by] for job in kept.values()) for by in ("compiled", "scheduled")

@@ -65,7 +65,9 @@ def test_a_plan_without_small_sums_is_priced_as_predicted(where: str) -> None:
         {"mesh": {"tensor": 4}, "sequence_parallel": False},
         load=workload(),
     )
-    again = reprice(plan.estimate.seconds, plan.estimate.collectives, 0.0, place.chip.vendor)
+    again = reprice(
+        plan.estimate.seconds, plan.estimate.collectives, 0.0, place.chip.vendor, zero=plan.zero
+    )
     assert again.total == pytest.approx(plan.estimate.step_seconds, rel=1e-4)
 
 
@@ -105,13 +107,18 @@ def test_what_hides_and_what_does_not() -> None:
     assert min(seconds.values()) > 0
     priced = [replace(c, seconds=time) for c, time in seconds.items()]
     waiting = seconds[blocking] + seconds[nowhere]
-    roomy = reprice(predicted, priced, 100.0, "google")
+    roomy = reprice(predicted, priced, 100.0, "google", zero=3)
     assert (roomy.compute, roomy.optimizer, roomy.overhead) == (
         100.0,
         0.0,
         0.25,
     ) and roomy.exposed == pytest.approx(waiting)
-    tight = reprice(predicted, priced, 0.01, "google")
+    tight = reprice(predicted, priced, 0.01, "google", zero=3)
     assert tight.exposed == pytest.approx(waiting + seconds[hidden] - 0.9 * 0.01)
-    silent = reprice(predicted, priced, 0.0, "google")
+    silent = reprice(predicted, priced, 0.0, "google", zero=3)
     assert (silent.compute, silent.optimizer) == (5.0, 0.5)
+    for zero, kind in ((1, "all-gather"), (3, "reduce-scatter"), (3, "all-reduce")):
+        one = replace(hidden, kind=kind, seconds=seconds[hidden])
+        tpu = reprice(predicted, [one], 100.0, "google", zero=zero)
+        gpu = reprice(predicted, [one], 100.0, "nvidia", zero=zero)
+        assert tpu.exposed == seconds[hidden] and gpu.exposed == 0

@@ -10,6 +10,9 @@ cost model says what a collective costs on the links. With c the seconds of one 
     step     = kernels + blocking + max(0, hidden - overlap x kernels) + bubble + optimizer
                + overhead
 
+On TPUs only gathers of parameters that are stored sharded hide (ZeRO 3); reductions and gathers of
+updated parameters block, too.
+
 This is the rule of `cost/pricing/exposed_communication.py` with three differences, because a
 compiled program does not tell them apart: small sums of activations along data and fsdp count as
 hidden here, reductions of gradients along tensor alone as blocking, and kernels from a compiler's
@@ -78,7 +81,12 @@ def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
 
 
 def reprice(
-    predicted: Seconds, priced: Iterable[Collective], kernels: float, vendor: str
+    predicted: Seconds,
+    priced: Iterable[Collective],
+    kernels: float,
+    vendor: str,
+    *,
+    zero: int,
 ) -> Seconds:
     """The step time with the compiler's figures, by the formula above.
 
@@ -87,10 +95,12 @@ def reprice(
         priced: the compiled collectives with the seconds of all their executions.
         kernels: seconds of all kernels by the compiler; 0 where it gives none.
         vendor: of the chip.
+        zero: the ZeRO stage of the plan.
     """
     hidden = blocking = 0.0
     for c in priced:
-        if not set(HIDEABLE_AXES).isdisjoint(c.axes):
+        hides = vendor != "google" or (zero >= 3 and c.kind == "all-gather")
+        if hides and not set(HIDEABLE_AXES).isdisjoint(c.axes):
             hidden += c.seconds
         else:
             blocking += c.seconds

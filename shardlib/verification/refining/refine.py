@@ -164,6 +164,7 @@ class _Bench:
             compiled.collectives,
             compiled.compute_seconds,
             self.topology.chip.vendor,
+            zero=plan.zero,
         )
         trial = replace(trial, compiled_seconds=seconds.total, compiled_bytes=peak)
         if peak > usable:
