@@ -122,7 +122,7 @@ def plan(
         framework=framework,
     )
     pin = choice.with_allowed(pin, allow)
-    compiled = choice.wanted(refine, framework)
+    compiled = choice.wanted(refine, framework, pin)
     if compiled:
         from shardlib.frontend import compiled_choice
 

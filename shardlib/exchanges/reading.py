@@ -39,7 +39,7 @@ def read_exchange(word: str, value: object) -> Exchange:
     if isinstance(value, Exact | DiLoCo):
         return value
     if isinstance(value, str):
-        kind, *rest = value.split(":")
+        kind, *rest = value.lower().split(":")
         return _made(word, value, kind, _settings(word, value, rest))
     if isinstance(value, Mapping):
         given = dict(cast("Mapping[str, Any]", value))
@@ -54,7 +54,7 @@ def _settings(word: str, value: str, rest: list[str]) -> dict[str, Any]:
         name, named, number = text.rpartition("=")
         if not named and place >= len(_PLACES):
             raise PinError(
-                f"{word} is {shown(value)}, whose part {text!r} has no name{HINT}NAME={text}"
+                f"{word} is {shown(value)}, whose part {text!r} has no name{HINT}rate={text}"
             )
         name = name if named else _PLACES[place]
         if name in found:

@@ -29,12 +29,13 @@ def with_allowed(
     return {**(pin or {}), "allow": allow} if allow else pin
 
 
-def wanted(refine: int | None, framework: str | None) -> int:
-    """How many plans to compile; none of a framework, which runs its own programs.
+def wanted(refine: int | None, framework: str | None, pin: PinMapping | None = None) -> int:
+    """How many plans to compile; none of a framework, which runs its own programs, or of islands.
 
     Args:
         refine: as the user says.
         framework: the training framework; None for programs of shardlib.
+        pin: decisions fixed by hand.
 
     Raises:
         PlanError: `refine` is no integer of at least 0, or what is asked for is about programs of
@@ -45,6 +46,11 @@ def wanted(refine: int | None, framework: str | None) -> int:
         raise PlanError(
             f"refine is about programs that shardlib makes, and {framework} runs its"
             " own\nTry: leave out one of the two"
+        )
+    if count and Pins.parse(pin).exchange.islands > 1:
+        raise PlanError(
+            "refine is about the plans of one island, and an exchange is pinned\nTry: refine=0, and"
+            " shardlib.verify, which compiles a step and a meeting; or refine without the exchange"
         )
     return count
 

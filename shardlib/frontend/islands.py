@@ -123,14 +123,14 @@ def _lower_islands(
     """
     from shardlib.frontend.lowered import lower
     from shardlib.lowering.islands.program import IslandsProgram
+    from shardlib.lowering.runtime.random_keys import with_keys
 
     require_carried(model, plan, exchange)
     inner = of_one_island(plan)
     groups = _devices_of(exchange, inner.mesh.devices, devices)
     programs = tuple(lower(model, inner, devices=group, **where) for group in groups)
-    return IslandsProgram(
-        plan=plan, exchange=exchange, programs=programs, dims=_dims(model.traced.problem.batch)
-    )
+    dims = with_keys(_dims(model.traced.problem.batch), abstract(model.batch), model.traced.program)
+    return IslandsProgram(plan=plan, exchange=exchange, programs=programs, dims=dims)
 
 
 def _dims(

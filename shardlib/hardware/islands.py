@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.errors import TopologyError
+from shardlib.hardware.placement import used_shapes
 from shardlib.hardware.tier import Tier
 from shardlib.hardware.topology import Topology
 
@@ -51,6 +52,32 @@ def island_of(machine: Topology, islands: int) -> Topology:
     tiers = (*_of(outer, left, inner=len(machine.tiers) > 1), *machine.tiers[1:])
     part = replace(machine, name=_spelled(machine, left), tiers=tiers, alone=1.0)
     return replace(part, alone=min(machine.alone, float(part.devices)))
+
+
+def in_use(machine: Topology, islands: int, devices: int) -> Topology:
+    """The machine of the devices that islands use: where some of each idle, the others alone, so
+    that what islands lie on stays what joins them.
+
+    Args:
+        machine: all of it.
+        islands: how many.
+        devices: that each uses.
+    """
+    island = island_of(machine, islands)
+    if devices == island.devices:
+        return machine
+    used = used_shapes(devices, island)
+    assert used is not None, f"{devices} devices are no part of {island.name}"
+    outer = machine.tiers[0]
+    if len(used) == len(machine.tiers):
+        shapes = ((islands * used[0][0],), *used[1:])
+    else:  # an island has nothing of what joins them
+        shapes = ((islands,), *used)
+    tiers = tuple(
+        replace(tier, shape=shape, wrap=()) if tier.kind != "torus" or shape != tier.shape else tier
+        for tier, shape in zip((outer, *machine.tiers[1:]), shapes, strict=True)
+    )
+    return replace(machine, tiers=tiers, alone=min(machine.alone, float(islands * devices)))
 
 
 def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:

@@ -75,7 +75,7 @@ def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> P
         than the topology, or a number of them that no sub-block of the tiers has (11 devices of
         "2*h100:8").
     """
-    used = _used_shapes(mesh.devices, topology)
+    used = used_shapes(mesh.devices, topology)
     if used is None:
         return None
     left, spans = used, dict[str, tuple[Span, ...]]()
@@ -174,8 +174,14 @@ def _number_strides(topology: Topology) -> list[list[int]]:
 
 
 @lru_cache(maxsize=4096)
-def _used_shapes(devices: int, topology: Topology) -> tuple[tuple[int, ...], ...] | None:
-    """The sub-block of every tier that a mesh of `devices` uses, as full inside as can be."""
+def used_shapes(devices: int, topology: Topology) -> tuple[tuple[int, ...], ...] | None:
+    """The sub-block of every tier that a mesh of so many devices uses, as full inside as can be;
+    None where no sub-block has that many.
+
+    Args:
+        devices: of the mesh.
+        topology: the machine.
+    """
     if devices > topology.devices:
         return None
     if devices == topology.devices:

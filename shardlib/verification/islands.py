@@ -15,7 +15,7 @@ import jax
 
 from shardlib.axes import ISLAND
 from shardlib.exchanges.values import DiLoCo
-from shardlib.hardware.islands import island_of
+from shardlib.hardware.islands import in_use, island_of
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.meeting import Meeting
 from shardlib.lowering.islands.stacked import abstract_mesh_of_all
@@ -24,6 +24,7 @@ from shardlib.planning.islands.meeting import CAUSES
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text
 from shardlib.report import Finding
+from shardlib.verification import compare
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.compiler_failures import failed
 from shardlib.verification.exported import export_meeting
@@ -64,7 +65,8 @@ def verify_islands(
     island = island_of(topology, exchange.islands)
     step = verify_program(program, island, limits, options)
     meeting = abstract_meeting(plan, exchange, program)
-    where = target(topology, plan.mesh)
+    joined = in_use(topology, exchange.islands, program.plan.mesh.devices)
+    where = target(joined, plan.mesh)
     exported = export_meeting(meeting, where.platform)
     made = compile_apart(exported, where, limits, options)
     if isinstance(made, Failure) or step.compiled is None:
@@ -73,7 +75,7 @@ def verify_islands(
     traffic = read_traffic(parse(made.text), plan.mesh, exported.arguments, where.positions)
     met = CompiledStep(
         device_bytes=made.memory,
-        collectives=timed(traffic, plan.mesh, topology),
+        collectives=timed(traffic, plan.mesh, joined),
         wire_bytes=sum(item.wire_bytes for item in traffic.found),
         compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
         device_kind=made.device_kind,
@@ -82,12 +84,18 @@ def verify_islands(
     )
     kept, memory = plan.estimate.device_bytes.exchange, step.compiled.device_bytes
     together = {**memory, "exchange": kept, "peak": memory["peak"] + kept}
+    compiled = replace(step.compiled, device_bytes=together, meeting=met)
+    others = [one for one in step.findings if one.code not in ("memory-differs", "out-of-memory")]
     return replace(
         step,
         plan=plan,
-        compiled=replace(step.compiled, device_bytes=together, meeting=met),
+        compiled=compiled,
         compile_seconds=step.compile_seconds + made.seconds,
-        findings=(*crossings(plan, traffic.found), *step.findings),
+        findings=(
+            *crossings(plan, traffic.found),
+            *compare.memory(plan, topology, compiled),
+            *others,
+        ),
     )
 
 

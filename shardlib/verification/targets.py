@@ -25,6 +25,7 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.errors import MissingPackageError, TopologyError
 from shardlib.hardware.placement import device_order
+from shardlib.hardware.slices import slice_of
 from shardlib.hardware.topology import Topology
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
@@ -113,6 +114,9 @@ def target(topology: Topology, mesh: MeshShape, axes: tuple[str, ...] = ()) -> T
     Raises:
         TopologyError: the mesh does not fit the topology, or no compiler knows it.
     """
+    part = slice_of(topology, mesh.devices)
+    if part is not None:
+        return target(part, mesh, axes)
     order = device_order(mesh, topology, axes)
     if order is None:
         raise TopologyError(

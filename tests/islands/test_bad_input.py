@@ -86,6 +86,8 @@ def test_frameworks_and_rules_have_no_islands() -> None:
         shardlib.plan(
             *given, topology="2*h100:8", pin={"exchange": ISLANDS}, framework="megatron-core"
         )
+    with pytest.raises(shardlib.PlanError, match="refine is about the plans of one island"):
+        shardlib.plan(*given, topology="cpu:8", pin={"exchange": ISLANDS}, refine=1)
     with pytest.raises(shardlib.PinError, match="'embed' -> 'island' is no mesh axis"):
         plan(rules=[["embed", "island"]])
 
@@ -123,8 +125,12 @@ def test_batches_states_and_callers_that_do_not_fit() -> None:
         program.step(state.islands[0], rows(0))  # pyright: ignore[reportArgumentType]
     with pytest.raises(shardlib.ArgumentError, match="fit trains one island"):
         shardlib.fit(program, rows, steps=2)  # pyright: ignore[reportArgumentType]
+    before = state
     state, _ = program.step(state, program.put(rows(0)))
     assert state.step == 1
+    for asked in (program.module, lambda one: program.evaluate(one, rows(0))):
+        with pytest.raises(shardlib.StateError):
+            asked(before)
 
 
 def test_a_plan_of_islands_is_stored_and_carried_out() -> None:

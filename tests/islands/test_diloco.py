@@ -197,3 +197,25 @@ def test_random_streams_differ_by_island_and_parameters_do_not() -> None:
     state, metrics = program.step(state, batch)
     losses = [float(one["loss"]) for one in metrics.islands]
     assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_keys_of_the_batch_differ_by_island(make: Any) -> None:
+    def noisy(params: Tree, batch: Tree) -> jax.Array:
+        kept = jax.random.bernoulli(batch["key"], 0.5, batch["x"].shape)
+        return jnp.mean((jnp.where(kept, batch["x"], 0) @ params["w"]) ** 2)
+
+    batch = {"x": np.ones((8, 16), np.float32), "key": make(0)}
+    axes = {"x": ("batch", None), "key": (None,) * batch["key"].ndim}
+    program: Any = shardlib.compile(
+        shardlib.tree(lambda key: {"w": jnp.ones((16, 16))}, {"w": ("in", "out")}),
+        noisy,
+        optax.sgd(0.0),
+        batch,
+        batch_axes=axes,
+        topology="cpu:4",
+        pin={"exchange": "diloco:2:5"},
+    )
+    _, metrics = program.step(program.init(0), batch)
+    losses = [float(one["loss"]) for one in metrics.islands]
+    assert losses[0] != losses[1]

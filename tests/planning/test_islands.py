@@ -11,6 +11,8 @@ from shardlib.axes import MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError
 from shardlib.exchanges.values import DiLoCo
+from shardlib.hardware.islands import in_use
+from shardlib.hardware.placement import place
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.islands.spread import of_one_island
@@ -83,3 +85,32 @@ def test_what_is_kept_for_meetings_is_held_back():
 def test_the_pins_of_all_islands_are_read_by_the_words_of_one():
     pins = Pins.parse({"exchange": {"kind": "diloco", "islands": 2}, "mesh": {"island": 2}})
     assert isinstance(pins.exchange, DiLoCo) and pins.mesh == MeshShape(island=2)
+
+
+def test_a_meeting_is_no_part_of_what_a_step_moves():
+    one, both = planned("h100:8"), planned("2*h100:8", **ISLANDS)
+
+    def line(plan: Plan, start: str) -> list[str]:
+        return [line for line in plan.explain().splitlines() if line.startswith(start)]
+
+    assert line(both, "Collectives: ") == line(one, "Collectives: ")
+    assert "over island" in line(both, "Every 10 steps a meeting")[0]
+    assert not line(one, "Every ")
+
+
+@pytest.mark.parametrize(
+    ("where", "used", "left"),
+    [
+        ("2*v5e:4x4", 8, "2*v5e:4x4"),
+        ("2*h100:8", 4, "2*h100:8"),
+        ("8*h100:8", 16, "8*h100:8"),
+    ],
+)
+def test_islands_that_leave_devices_idle_still_meet_over_what_joins_them(
+    where: str, used: int, left: str
+):
+    joined = in_use(topology(where), 2, used)
+    assert joined.devices == 2 * used and joined.tiers[0].kind == "network"
+    placed = place(MeshShape(island=2, fsdp=used), joined)
+    assert placed is not None and [span.tier for span in placed["island"]] == [0]
+    assert in_use(topology(left), 2, topology(left).devices // 2) == topology(left)

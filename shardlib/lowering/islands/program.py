@@ -7,7 +7,6 @@ state, metrics = program.step(state, batch)  # meets after every 100th step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +26,8 @@ from shardlib.lowering.islands.stacked import mesh_of_all, stacked, unstacked
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, OuterState
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.program.program import Program
-from shardlib.lowering.runtime.random_keys import is_key
+from shardlib.lowering.runtime.donated import require_present
+from shardlib.lowering.runtime.random_keys import BatchDims, is_key
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
@@ -41,13 +41,14 @@ class IslandsProgram:
         plan: of all islands.
         exchange: how they meet.
         programs: of the islands, alike but for their devices.
-        dims: the batch dim of each array of the batch, by path.
+        dims: the batch dim of each array of the batch, by path; a `Fold` for a key of the whole
+            batch.
     """
 
     plan: Plan
     exchange: DiLoCo
     programs: tuple[Program, ...]
-    dims: Mapping[str, int | None]
+    dims: BatchDims
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -157,6 +158,7 @@ class IslandsProgram:
             state: of this program; it stays usable.
         """
         _require(state, len(self.programs))
+        require_present("outer", (state.islands[0].inference, state.exchange.params))
         mesh, first = self.programs[0].mesh, self.programs[0].state.params
         like = jax.tree.leaves(self._partition(first))
         specs = jax.tree.leaves(self.programs[0].parts.params.state)
@@ -177,6 +179,10 @@ class IslandsProgram:
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step of the first island."""
         return self.programs[0].compiled()
+
+    def timeline(self) -> str:
+        """The schedule of the pipeline of an island, see `Program.timeline`."""
+        return self.programs[0].timeline()
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of an island's compiled step, see `Program.memory`; what is outer is not
@@ -272,11 +278,11 @@ def _require(state: object, islands: int) -> None:
         )
 
 
-def _require_rows(batch: Tree, dims: Mapping[str, int | None], islands: int) -> None:
+def _require_rows(batch: Tree, dims: BatchDims, islands: int) -> None:
     """Refuses a batch whose rows do not divide among islands."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         dim = dims[batch_path(path)]
-        if dim is not None and (np.ndim(leaf) <= dim or np.shape(leaf)[dim] % islands):
+        if isinstance(dim, int) and (np.ndim(leaf) <= dim or np.shape(leaf)[dim] % islands):
             raise BatchError(
                 f"{batch_path(path)} has shape {np.shape(leaf)}, whose rows do not divide among"
                 f" {islands} islands"

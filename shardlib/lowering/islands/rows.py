@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.mesh.shardings import batch_path
-from shardlib.lowering.runtime.random_keys import is_key
+from shardlib.lowering.runtime.random_keys import BatchDims, Fold
 
 
 @jax.tree_util.register_dataclass
@@ -25,21 +25,23 @@ class IslandBatches:
     islands: tuple[Tree, ...]
 
 
-def parts(batch: Tree, dims: Mapping[str, int | None], islands: int) -> tuple[Tree, ...]:
+def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
     """The part of a batch that each island trains on. A random key that belongs to no row is
     another one on each.
 
     Args:
         batch: of all islands; rows divide by their number.
-        dims: the batch dim of each array, by path; None for one without.
+        dims: the batch dim of each array, by path; None for one without, a `Fold` for a key.
         islands: how many.
     """
 
     def part(number: int) -> Tree:
         def of_leaf(path: Any, leaf: Any) -> Any:
             dim = dims[batch_path(path)]
+            if isinstance(dim, Fold):
+                return dim.stacked(jnp.asarray(leaf), islands)[number]
             if dim is None:
-                return jax.random.fold_in(leaf, number) if number and is_key(leaf) else leaf
+                return leaf
             rows = leaf.shape[dim] // islands
             where = [slice(None)] * dim + [slice(number * rows, (number + 1) * rows)]
             return leaf[tuple(where)]

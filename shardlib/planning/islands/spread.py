@@ -8,7 +8,7 @@ from shardlib.axes import ISLAND, MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PlanError
 from shardlib.exchanges.values import EXACT, DiLoCo
-from shardlib.hardware.islands import island_of
+from shardlib.hardware.islands import in_use, island_of
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning.decisions.plan_data import Link
@@ -27,7 +27,8 @@ def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
         machine: all islands together.
     """
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
-    met, one = meeting(plan.parameters, plan.mesh, exchange, machine), plan.estimate
+    joined = in_use(machine, exchange.islands, plan.mesh.devices)
+    met, one = meeting(plan.parameters, plan.mesh, exchange, joined), plan.estimate
     estimate = replace(
         one,
         seconds=replace(one.seconds, exchange=met.seconds / exchange.every),
@@ -38,9 +39,9 @@ def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
         hardware_flops=one.hardware_flops * exchange.islands,
         peak_flops_per_s=one.peak_flops_per_s * exchange.islands,
     )
-    placed = place(mesh, machine) or {}
+    placed = place(mesh, joined) or {}
     links = tuple(
-        Link(kind=machine.tiers[span.tier].kind, ways=span.ways)
+        Link(kind=joined.tiers[span.tier].kind, ways=span.ways)
         for span in placed.get(ISLAND.name, ())
     )
     made = replace(
@@ -60,6 +61,7 @@ def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
             message=(
                 f"{exchange.islands} islands train apart, each on its part of the batch, and meet"
                 f" every {exchange.every} steps: another optimizer than one of the whole batch."
+                " The loss of an island is that of its own rows; metrics are means over islands."
                 f" A meeting moves {bytes_text(crossing)} a device between islands and takes"
                 f" {seconds_text(met.seconds)}."
             ),

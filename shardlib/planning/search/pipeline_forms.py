@@ -20,8 +20,17 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.space.workload import Workload
+from shardlib.report import Finding
 
 T = TypeVar("T")
+#: What whoever leaves the form open should know of per-stage programs.
+ONE_PROCESS = Finding(
+    code="one-process",
+    severity="info",
+    where="pipeline=programs",
+    message="per-stage programs are called by one process, which has to have all devices",
+    hint="pipeline=lockstep, which runs in any number of processes",
+)
 #: What stages may be, the simpler first.
 FORMS = ("lockstep", "programs")
 
@@ -61,7 +70,8 @@ def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
         gap=max(0.0, 1 - bound / chosen.estimate.step_seconds),
         counts=tuple(sorted(counts.items())),
     )
-    return replace(chosen, search=certificate)
+    found = replace(chosen, search=certificate)
+    return found.with_findings(*([ONE_PROCESS] if found.pipeline == "programs" else []))
 
 
 def forms_in_order(

@@ -150,9 +150,9 @@ def _cause(scope: str) -> str:
 
 def collectives_section(plan: PlanData) -> str:
     """What devices send each other in a step; empty where that is nothing."""
-    rows = collective_rows(plan.estimate.collectives)
+    rows = collective_rows(in_every_step(plan.estimate.collectives))
     if not rows:
-        return ""
+        return meetings_section(plan)
     everything = sum(row.seconds for row in rows)
     exposed = min(plan.estimate.seconds.exposed, everything)
     head = (
@@ -180,5 +180,30 @@ def collectives_section(plan: PlanData) -> str:
             head,
             *aligned(table, right={2, 3, 4}),
             *and_more(len(rows) - _MOST_COLLECTIVES, "kinds of collective"),
+            *([meetings] if (meetings := meetings_section(plan)) else []),
         ]
     )
+
+
+def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
+    """The collectives of a step, without those of meetings of islands.
+
+    Args:
+        collectives: of a plan.
+    """
+    return [one for one in collectives if one.every == 1]
+
+
+def meetings_section(plan: PlanData) -> str:
+    """What a meeting of islands moves; empty where there is none.
+
+    Args:
+        plan: the plan.
+    """
+    met = [one for one in plan.estimate.collectives if one.every > 1]
+    told = "; ".join(
+        f"{one.kind} over {'·'.join(one.axes)}, {bytes_text(one.total_bytes)} in"
+        f" {seconds_text(one.seconds)}"
+        for one in met
+    )
+    return f"Every {met[0].every} steps a meeting, all of it exposed: {told}" if met else ""

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from shardlib.cost.estimate import Estimate
 from shardlib.planning.decisions.plan_data import PlanData, Rejected
-from shardlib.planning.text.figures import LABELS, held_back
+from shardlib.planning.text.figures import LABELS, held_back, in_every_step
 from shardlib.planning.units.quantity import (
     bytes_text,
     count_text,
@@ -93,7 +93,7 @@ def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
 
 def _communication_reason(plan: PlanData) -> list[str]:
     by_axes: dict[tuple[str, ...], float] = {}
-    for collective in plan.estimate.collectives:
+    for collective in in_every_step(plan.estimate.collectives):
         by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + collective.seconds
     everything = sum(by_axes.values())
     if not everything:
