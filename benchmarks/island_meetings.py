@@ -1,0 +1,97 @@
+"""Is what islands move at a meeting, by the real compilers, what was planned?
+
+    python benchmarks/island_meetings.py
+
+Two layers of width 512 on islands of TPU slices, GPU nodes and simulated devices; the step of one
+island and the meeting of all are compiled ahead of time (`shardlib.verify`). Bytes are those that a
+device holds of the results of collectives. Stored for each version of JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+import optax
+
+import shardlib
+from benchmarks.environment import RESULTS, write
+from shardlib import models
+from shardlib.models.config import TransformerConfig
+
+#: (machine, islands, pins beside the exchange).
+CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("cpu:8", 2, {"mesh.fsdp": 4, "zero": 3}),
+    ("2*h100:8", 2, {"zero": 1}),
+    ("2*v5e:4x4", 2, {"zero": 3}),
+    ("4*v5e:2x2", 4, {"zero": 1}),
+)
+
+
+def over_islands(collectives: Any) -> int:
+    """Bytes of all executions over the island axis."""
+    return sum(one.total_bytes for one in collectives if "island" in one.axes)
+
+
+def row(topology: str, islands: int, pin: dict[str, Any]) -> dict[str, Any]:
+    """One case, planned and compiled."""
+    config = TransformerConfig(
+        name="job",
+        vocab_size=4096,
+        max_seq=512,
+        compute_dtype="bfloat16",
+        activation="silu",
+        gated=True,
+        layers=2,
+        embed=512,
+        heads=8,
+        kv_heads=8,
+        head_dim=64,
+        mlp=2048,
+    )
+    init, loss = models.build(config)
+    batch = {key: jax.ShapeDtypeStruct((64, 512), np.int32) for key in ("inputs", "targets")}
+    exchange = shardlib.DiLoCo(islands=islands, every=32)
+    found = shardlib.verify(
+        init,
+        loss,
+        optax.adamw(1e-3),
+        batch,
+        topology=topology,
+        pin={"exchange": exchange, **pin},
+    )
+    assert found.compiled is not None and found.compiled.meeting is not None, str(found)
+    return {
+        "topology": topology,
+        "mesh": dict(found.plan.mesh),
+        "zero": found.plan.zero,
+        "step_over_islands": over_islands(found.compiled.collectives),
+        "meeting_planned": over_islands(found.plan.estimate.collectives),
+        "meeting_compiled": over_islands(found.compiled.meeting.collectives),
+        "meeting_seconds": found.plan.estimate.seconds.exchange * exchange.every,
+        "errors": [one.code for one in found.findings if one.severity == "error"],
+        "versions": dict(found.versions),
+    }
+
+
+def main() -> None:
+    """Compiles the cases and stores them."""
+    rows = [row(*case) for case in CASES]
+    for one in rows:
+        print(json.dumps(one), flush=True)
+    write(
+        RESULTS / f"island_meetings_jax-{jax.__version__}.json",
+        {"benchmark": "island_meetings", "rows": rows},
+    )
+
+
+if __name__ == "__main__":
+    main()
