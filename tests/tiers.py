@@ -37,6 +37,7 @@ TESTS = {
     "untrusted": "unit",
     "verification": "processes",
     "zoo": "compile",
+    "test_accelerator.py": "compile",
     "test_hand_llama.py": "compile",
     "checkpointing/test_owner.py": "processes",
     "checkpointing/test_processes.py": "processes",
