@@ -44,7 +44,7 @@ def _count(value: Any) -> bool:
 #: What the arguments of `fit` must be.
 _KINDS: Mapping[str, Kind] = {
     "program": (
-        lambda value: isinstance(value, Program),
+        lambda value: isinstance(value, Program | IslandsProgram),
         "program",
         "program=shardlib.compile(init, loss, optimizer, batch)",
     ),
@@ -147,10 +147,10 @@ def fit(
             packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
-    if isinstance(program, IslandsProgram):
+    if isinstance(program, IslandsProgram) and (settings or Settings()).run is not None:
         raise ArgumentError(
-            "fit trains one island: saving and restoring several are not there yet\nTry:"
-            " program.step(state, batch) in a loop of your own, or exchange='exact'"
+            "states of several islands are not saved yet, and the settings name the folder of a"
+            " run\nTry: settings without a folder, or exchange='exact'"
         )
     require_kinds(
         "fit",

@@ -219,3 +219,11 @@ def test_keys_of_the_batch_differ_by_island(make: Any) -> None:
     _, metrics = program.step(program.init(0), batch)
     losses = [float(one["loss"]) for one in metrics.islands]
     assert losses[0] != losses[1]
+
+
+def test_fit_trains_islands() -> None:
+    program: Any = compiled(optax.adamw(1e-2), exchange="diloco:2:3", **{"mesh.fsdp": 2})
+    found = shardlib.fit(program, rows, steps=7)
+    losses, state = trained(program, steps=7)
+    np.testing.assert_array_equal(found.losses, np.mean(losses, axis=1, dtype=np.float32))
+    jax.tree.map(np.testing.assert_array_equal, program.module(found.state), program.module(state))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree
@@ -49,6 +49,22 @@ class IslandsProgram:
     exchange: DiLoCo
     programs: tuple[Program, ...]
     dims: BatchDims
+
+    @property
+    def state(self) -> IslandsState:
+        """Abstract training state, each leaf with its sharding."""
+        outer = self.meeting.arguments()[1]
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        return IslandsState(
+            islands=tuple(program.state for program in self.programs),
+            exchange=OuterState(step=step, params=outer, momentum=outer),
+        )
+
+    @property
+    def batch(self) -> IslandBatches:
+        """Abstract batches, one for each island, each leaf with its sharding."""
+        return IslandBatches(islands=tuple(program.batch for program in self.programs))
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -47,6 +47,10 @@ class IslandsState:
         """Number of steps done."""
         return int(self.exchange.step)
 
+    @property
+    def guard(self) -> None:
+        """There is no guard of all islands: each has its own."""
+
 
 class IslandMetrics(Mapping[str, np.ndarray]):
     """Metrics of a step: the mean over islands, taken when it is asked for, so that no number
