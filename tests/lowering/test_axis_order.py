@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import INNER_AXES, MeshShape
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import topology
 from shardlib.lowering.mesh.device_mesh import device_mesh, tpu_places
@@ -57,7 +57,7 @@ def _numbers(mesh, order, where):
     moved = [np.moveaxis(grid, i, 0) for i in range(grid.ndim)]
     return {
         axis: list(one.reshape(one.shape[0], -1)[:, 0])
-        for axis, one in zip(MESH_AXES, moved, strict=True)
+        for axis, one in zip(INNER_AXES, moved, strict=True)
         if one.shape[0] > 1
     }
 
@@ -93,8 +93,8 @@ def test_the_compiler_of_a_tpu_is_given_devices_along_the_links_of_the_plan(mesh
     assert spans is not None
     given = target(where, shape, order).order
     assert list(given) == tpu_places(shape, "2*v5e:2x4", order)
-    grid = np.array(given).reshape(*(shape[axis] for axis in MESH_AXES), 5)
-    for i, axis in enumerate(MESH_AXES):
+    grid = np.array(given).reshape(*(shape[axis] for axis in INNER_AXES), 5)
+    for i, axis in enumerate(INNER_AXES):
         if axis not in spans:
             continue
         steps = np.ptp(np.moveaxis(grid, i, 0), axis=0).reshape(-1, 5).max(0)

@@ -8,5 +8,6 @@ which takes the islands' parameters as they lie, without copies:
     stacked.py  arrays of islands as one array over all devices, and back
     meeting.py  the meeting as a compiled program
     rows.py     the batch of all islands as one for each
+    checks.py   what is refused before anything runs
     program.py  what a user holds: init, step, evaluate
 """

@@ -18,13 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import BatchError, StateError
 from shardlib.exchanges.values import DiLoCo
+from shardlib.lowering.islands.checks import require_islands, require_rows
 from shardlib.lowering.islands.meeting import Meeting
 from shardlib.lowering.islands.rows import IslandBatches, parts
 from shardlib.lowering.islands.stacked import mesh_of_all, stacked, unstacked
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, OuterState
-from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import BatchDims, is_key
@@ -103,7 +102,7 @@ class IslandsProgram:
             StateError: the state is none of islands, or was donated.
             BatchError: the batch is not the one that the program was compiled for.
         """
-        _require(state, len(self.programs))
+        require_islands(state, len(self.programs))
         mine = batch.islands if isinstance(batch, IslandBatches) else self._parts(batch)
         done = [
             program.step(one, rows)
@@ -122,7 +121,7 @@ class IslandsProgram:
         Args:
             state: of this program; its parameters and what is outer are donated.
         """
-        _require(state, len(self.programs))
+        require_islands(state, len(self.programs))
         trained = [self._trained(one) for one in state.islands]
         together = [stacked(arrays, self.mesh) for arrays in zip(*trained, strict=True)]
         together, exchange = self.meeting.meet(together, state.exchange)
@@ -173,7 +172,7 @@ class IslandsProgram:
         Args:
             state: of this program; it stays usable.
         """
-        _require(state, len(self.programs))
+        require_islands(state, len(self.programs))
         require_present("outer", (state.islands[0].inference, state.exchange.params))
         mesh, first = self.programs[0].mesh, self.programs[0].state.params
         like = jax.tree.leaves(self._partition(first))
@@ -226,7 +225,7 @@ class IslandsProgram:
     def _parts(self, batch: Tree) -> tuple[Tree, ...]:
         wanted = self.programs[0].batch
         if jax.tree.structure(batch) == jax.tree.structure(wanted):
-            _require_rows(batch, self.dims, len(self.programs))
+            require_rows(batch, self.dims, len(self.programs))
             return parts(batch, self.dims, len(self.programs))
         return (batch,) * len(self.programs)  # whose first program says what is wrong
 
@@ -279,27 +278,3 @@ def _streams_of(number: int, state: TrainState) -> TrainState:
 def _folded(keys: jax.Array, number: int) -> jax.Array:
     flat = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
     return flat.reshape(keys.shape)
-
-
-def _require(state: object, islands: int) -> None:
-    """Refuses what is no state of so many islands."""
-    if not isinstance(state, IslandsState):
-        raise StateError(
-            f"the state is of type {type(state).__name__}, and not of islands\nTry: program.init()"
-        )
-    if len(state.islands) != islands:
-        raise StateError(
-            f"the state has {len(state.islands)} islands, and the program {islands}\nTry: the"
-            " program that it was made by"
-        )
-
-
-def _require_rows(batch: Tree, dims: BatchDims, islands: int) -> None:
-    """Refuses a batch whose rows do not divide among islands."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        dim = dims[batch_path(path)]
-        if isinstance(dim, int) and (np.ndim(leaf) <= dim or np.shape(leaf)[dim] % islands):
-            raise BatchError(
-                f"{batch_path(path)} has shape {np.shape(leaf)}, whose rows do not divide among"
-                f" {islands} islands"
-            )
