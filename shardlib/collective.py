@@ -30,9 +30,9 @@ class Collective:
         axes: mesh axes that the group spans, in the order of `MESH_AXES`.
         bytes: bytes that a device holds of the result: the gathered array, the reduced array, the
             shard, the message.
-        count: executions in one training step, or where it is not in every step, in one that has
-            it.
-        every: it is in one of so many steps; those of a meeting of islands are in few.
+        count: executions in one training step; of a meeting of islands, in one meeting.
+        every: steps from one meeting of islands to the next, for what belongs to meetings; 0 for
+            what belongs to every step.
         seconds: predicted time of these executions, whether hidden behind compute or not; 0 when
             not predicted.
         cause: the parameter or operation that needs it.
@@ -44,17 +44,17 @@ class Collective:
     count: int = 1
     seconds: float = 0.0
     cause: str = ""
-    every: int = 1
+    every: int = 0
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
         assert all(axis in MESH_AXES for axis in self.axes), self.axes
         assert self.bytes >= 0 and self.count >= 0, (self.bytes, self.count)
-        assert self.every >= 1, self.every
+        assert self.every >= 0, self.every
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all executions in one step that has it."""
+        """Bytes of all executions in one step, or in one meeting."""
         return self.bytes * self.count
 
     def to_json(self) -> dict[str, object]:
@@ -66,5 +66,5 @@ class Collective:
             "count": self.count,
             "seconds": self.seconds,
             "cause": self.cause,
-            **({"every": self.every} if self.every > 1 else {}),
+            **({"every": self.every} if self.every else {}),
         }

@@ -63,7 +63,7 @@ class DiLoCo:
     local SGD (arXiv:1805.09767): the mean of the parameters.
 
     Attributes:
-        islands: how many, at least 2; they divide the machine and the rows of the batch.
+        islands: their number, at least 2; they divide the machine and the rows of the batch.
         every: steps between two meetings.
         rate: of the outer update.
         momentum: of the outer update, in Nesterov's form.

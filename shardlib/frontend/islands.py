@@ -43,7 +43,7 @@ def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
     Args:
         batch: of all islands, arrays or abstract arrays.
         batch_axes: logical axes of the batch; None for the convention.
-        exchange: how many islands there are.
+        exchange: the number of islands.
 
     Returns:
         Abstract arrays, where there are several islands.

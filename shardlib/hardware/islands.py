@@ -22,7 +22,7 @@ def island_of(machine: Topology, islands: int) -> Topology:
 
     Args:
         machine: all of it, by its spelling.
-        islands: how many; they divide the outermost tier.
+        islands: their number; they divide the outermost tier.
 
     Raises:
         TopologyError: they do not, or the outermost links are those of a torus, whose parts would
@@ -54,13 +54,13 @@ def island_of(machine: Topology, islands: int) -> Topology:
     return replace(part, alone=min(machine.alone, float(part.devices)))
 
 
-def in_use(machine: Topology, islands: int, devices: int) -> Topology:
+def used_by(machine: Topology, islands: int, devices: int) -> Topology:
     """The machine of the devices that islands use: where some of each idle, the others alone, so
     that what islands lie on stays what joins them.
 
     Args:
         machine: all of it.
-        islands: how many.
+        islands: their number.
         devices: that each uses.
     """
     island = island_of(machine, islands)

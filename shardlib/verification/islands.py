@@ -15,12 +15,11 @@ import jax
 
 from shardlib.axes import ISLAND
 from shardlib.exchanges.values import DiLoCo
-from shardlib.hardware.islands import in_use, island_of
+from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.meeting import Meeting
 from shardlib.lowering.islands.stacked import abstract_mesh_of_all
 from shardlib.lowering.program.program import Program
-from shardlib.planning.islands.meeting import CAUSES
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text
 from shardlib.report import Finding
@@ -67,7 +66,7 @@ def verify_islands(
     island = island_of(topology, exchange.islands)
     step = verify_program(program, island, limits, options)
     meeting = abstract_meeting(plan, exchange, program)
-    joined = in_use(topology, exchange.islands, program.plan.mesh.devices)
+    joined = used_by(topology, exchange.islands, program.plan.mesh.devices)
     where = target(joined, plan.mesh)
     exported = export_meeting(meeting, where.platform)
     made = compile_apart(exported, where, limits, options)
@@ -145,6 +144,6 @@ def crossings(plan: Plan, found: Sequence[Found]) -> Iterator[Finding]:
         yield Finding(
             code="wide-exchange",
             severity="error",
-            where=", ".join(CAUSES[:1]),
+            where="outer gradient",
             message=f"outer gradients cross as {', '.join(sorted(dtypes))}, and not as f32.",
         )

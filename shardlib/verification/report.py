@@ -15,7 +15,6 @@ from typing import Any, cast
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.planning.decisions.plan_data import plan_to_data
-from shardlib.planning.islands.meeting import CAUSES
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
@@ -231,17 +230,12 @@ def _time_lines(found: Verification) -> list[str]:
 def _collective_lines(found: Verification) -> list[str]:
     assert found.compiled
     listed = found.plan.estimate.collectives
-    steps = tuple(c for c in listed if not of_meetings(c))
+    steps = tuple(c for c in listed if not c.every)
     lines = _compared("result bytes of a step", steps, found.compiled.collectives)
     if found.compiled.meeting is None:
         return lines
-    met = tuple(c for c in listed if of_meetings(c))
+    met = tuple(c for c in listed if c.every)
     return lines + _compared("result bytes of a meeting", met, found.compiled.meeting.collectives)
-
-
-def of_meetings(collective: Collective) -> bool:
-    """Whether a planned collective is one of the meetings of islands."""
-    return collective.cause in CAUSES
 
 
 def _compared(

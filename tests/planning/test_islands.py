@@ -11,7 +11,7 @@ from shardlib.axes import MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError
 from shardlib.exchanges.values import DiLoCo
-from shardlib.hardware.islands import in_use
+from shardlib.hardware.islands import used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
@@ -109,8 +109,8 @@ def test_a_meeting_is_no_part_of_what_a_step_moves():
 def test_islands_that_leave_devices_idle_still_meet_over_what_joins_them(
     where: str, used: int, left: str
 ):
-    joined = in_use(topology(where), 2, used)
+    joined = used_by(topology(where), 2, used)
     assert joined.devices == 2 * used and joined.tiers[0].kind == "network"
     placed = place(MeshShape(island=2, fsdp=used), joined)
     assert placed is not None and [span.tier for span in placed["island"]] == [0]
-    assert in_use(topology(left), 2, topology(left).devices // 2) == topology(left)
+    assert used_by(topology(left), 2, topology(left).devices // 2) == topology(left)

@@ -39,7 +39,7 @@ def require_rows(batch: Tree, dims: BatchDims, islands: int) -> None:
     Args:
         batch: of all islands.
         dims: the batch dim of each array, by path.
-        islands: how many.
+        islands: their number.
 
     Raises:
         BatchError: they do not.

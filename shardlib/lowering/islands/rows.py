@@ -32,7 +32,7 @@ def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
     Args:
         batch: of all islands; rows divide by their number.
         dims: the batch dim of each array, by path; None for one without, a `Fold` for a key.
-        islands: how many.
+        islands: their number.
     """
 
     def part(number: int) -> Tree:

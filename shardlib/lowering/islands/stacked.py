@@ -33,7 +33,7 @@ def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMes
 
     Args:
         mesh: of one island.
-        islands: how many.
+        islands: their number.
     """
     sizes = (islands, *mesh.shape.values())
     names = (ISLAND.name, *mesh.axis_names)
@@ -57,7 +57,7 @@ def stacked_shape(shape: Sequence[int], islands: int) -> tuple[int, ...]:
 
     Args:
         shape: of an island's array.
-        islands: how many.
+        islands: their number.
     """
     first, *others = shape or (1,)
     return islands * first, *others

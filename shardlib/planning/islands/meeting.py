@@ -26,8 +26,6 @@ from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import ParameterLayout
 
-#: What collectives of a meeting are for.
-GRADIENT, PARAMETERS = CAUSES = ("outer gradient", "outer parameters")
 #: Bytes of an element of outer parameters, of their momentum, and of what crosses.
 FLOAT32 = 4
 #: Bytes of device memory that an element of the update moves: its island's parameter is read and
@@ -83,9 +81,9 @@ def meeting(
         )
 
     listed = (
-        collective("all-reduce", ("island",), elements * FLOAT32, GRADIENT),
+        collective("all-reduce", ("island",), elements * FLOAT32, "outer gradient"),
         *(
-            collective("all-gather", axes, size, PARAMETERS)
+            collective("all-gather", axes, size, "outer parameters")
             for axes, size in sorted(gathers.items())
         ),
     )

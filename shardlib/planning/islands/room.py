@@ -19,8 +19,8 @@ from shardlib.planning.islands.spread import on_islands
 from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.units.quantity import bytes_text
 
-#: Searches with more and more memory held back, at most.
-ROUNDS = 4
+#: Searches, each but the first with more memory held back, at most.
+ROUNDS = 5
 
 
 def planned_on_islands(
@@ -40,26 +40,22 @@ def planned_on_islands(
         InfeasibleError: no plan fits.
         PinError, TopologyError: see `search` and `island_of`.
     """
-    island, held = island_of(machine, exchange.islands), 0
-    plan = on_islands(search(island), exchange, machine)
-    for _ in range(ROUNDS):
-        parts = plan.estimate.device_bytes
-        short = parts.peak - fitting_bytes(island)
-        if short <= 0:
+    island, held, rounds = island_of(machine, exchange.islands), 0, 0
+    while True:
+        rounds += 1
+        plan = on_islands(search(_holding(island, held)), exchange, machine)
+        parts, most = plan.estimate.device_bytes, fitting_bytes(island)
+        if parts.peak <= most:
             return plan
         held = max(held + 1, math.ceil(parts.exchange * margin(island)))
-        if held >= island.chip.usable_bytes:
-            break
-        plan = on_islands(search(_holding(island, held)), exchange, machine)
-        if plan.estimate.device_bytes.peak <= fitting_bytes(island):
-            return plan
-    raise InfeasibleError(
-        f"{plan.model} does not fit on the islands of {machine.name}: what {exchange} keeps for"
-        f" meetings is {bytes_text(plan.estimate.device_bytes.exchange)} a device, and with it"
-        f" {bytes_text(plan.estimate.device_bytes.peak)} are needed of"
-        f" {bytes_text(fitting_bytes(island))}\nTry: zero=3, which shards it; or fewer islands",
-        short_bytes=int(plan.estimate.device_bytes.peak - fitting_bytes(island)),
-    )
+        if rounds == ROUNDS or held >= island.chip.usable_bytes:
+            raise InfeasibleError(
+                f"{plan.model} does not fit on the islands of {machine.name}: what {exchange} keeps"
+                f" for meetings is {bytes_text(parts.exchange)} a device, and with it"
+                f" {bytes_text(parts.peak)} are needed of {bytes_text(most)}\nTry: zero=3, which"
+                " shards it; or fewer islands",
+                short_bytes=int(parts.peak - most),
+            )
 
 
 def met_in_order(inner: Iterator[Ranked], exchange: DiLoCo, machine: Topology) -> Iterator[Ranked]:

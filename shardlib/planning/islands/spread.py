@@ -8,11 +8,11 @@ from shardlib.axes import ISLAND, MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PlanError
 from shardlib.exchanges.values import EXACT, DiLoCo
-from shardlib.hardware.islands import in_use, island_of
+from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning.decisions.plan_data import Link
-from shardlib.planning.islands.meeting import CAUSES, meeting
+from shardlib.planning.islands.meeting import meeting
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
@@ -27,7 +27,7 @@ def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
         machine: all islands together.
     """
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
-    joined = in_use(machine, exchange.islands, plan.mesh.devices)
+    joined = used_by(machine, exchange.islands, plan.mesh.devices)
     met, one = meeting(plan.parameters, plan.mesh, exchange, joined), plan.estimate
     estimate = replace(
         one,
@@ -92,7 +92,7 @@ def of_one_island(plan: Plan) -> Plan:
         every,
         seconds=replace(every.seconds, exchange=0.0),
         device_bytes=replace(every.device_bytes, exchange=0),
-        collectives=tuple(c for c in every.collectives if c.cause not in CAUSES),
+        collectives=tuple(c for c in every.collectives if not c.every),
         tokens=every.tokens // islands,
         model_flops=every.model_flops / islands,
         hardware_flops=every.hardware_flops / islands,

@@ -191,7 +191,7 @@ def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
     Args:
         collectives: of a plan.
     """
-    return [one for one in collectives if one.every == 1]
+    return [one for one in collectives if not one.every]
 
 
 def meetings_section(plan: PlanData) -> str:
@@ -200,7 +200,7 @@ def meetings_section(plan: PlanData) -> str:
     Args:
         plan: the plan.
     """
-    met = [one for one in plan.estimate.collectives if one.every > 1]
+    met = [one for one in plan.estimate.collectives if one.every]
     told = "; ".join(
         f"{one.kind} over {'·'.join(one.axes)}, {bytes_text(one.total_bytes)} in"
         f" {seconds_text(one.seconds)}"
