@@ -14,9 +14,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing import from_disk
 from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
+from shardlib.checkpointing.islands.form import (
+    AnyProgram,
+    State,
+    anew,
+    form_of,
+    is_of_optimizer,
+    state_of,
+    without_optimizer,
+)
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.checkpointing.tree import (
     compared,
@@ -30,7 +38,6 @@ from shardlib.checkpointing.tree import (
 from shardlib.errors import CheckpointError
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.checksums import by_path
-from shardlib.lowering.runtime.state import TrainState
 from shardlib.processes import together as processes
 from shardlib.report import Finding
 
@@ -138,12 +145,12 @@ def try_about(path: epath.Path, step: int) -> About | None:
 def read_state(
     path: epath.Path,
     about: About,
-    wanted: TrainState,
+    wanted: State,
     camera: Camera,
-    program: Program | None = None,
+    program: AnyProgram | None = None,
     *,
     new_optimizer: bool = False,
-) -> tuple[TrainState, tuple[Finding, ...]]:
+) -> tuple[State, tuple[Finding, ...]]:
     """Restores the arrays of a checkpoint.
 
     Args:
@@ -158,18 +165,11 @@ def read_state(
         DamagedError: arrays cannot be read, or are not what was saved.
         CheckpointError: the checkpoint is of another model or optimizer.
     """
-    target: Tree = (
-        TrainState(
-            step=wanted.step, params=wanted.params, model_state=wanted.model_state, opt_state=()
-        )
-        if new_optimizer
-        else wanted
-    )
+    like = without_optimizer(wanted) if new_optimizer else wanted
+    target = form_of(like)
     named = named_leaves(target)
     stored = {
-        p: spec
-        for p, spec in about.arrays.items()
-        if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard", "exchange")
+        p: spec for p, spec in about.arrays.items() if not (new_optimizer and is_of_optimizer(p))
     }
     findings = compared(
         stored,
@@ -181,26 +181,22 @@ def read_state(
         p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding)
         for p, leaf in raw.items()
     }
-    disk = program.stored if program is not None else frozenset[str]()
+    disk = program.stored if isinstance(program, Program) else frozenset[str]()
 
     def read(some: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        with ThreadPoolExecutor(1) as pool:  # compiles while files are read
-            compiled = pool.submit(camera.sums, some)
-            return fitted(
-                {p: named[p] for p in some},
-                _verified(_read_arrays(path, some), about, compiled.result()),
-            )
+        return fitted({p: named[p] for p in some}, read_arrays(path, about, some, camera))
 
     arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
     for portion in from_disk.portions({p: leaf for p, leaf in leaves.items() if p in disk}):
-        assert program is not None
+        assert isinstance(program, Program)
         arrays.update(
             {
                 p: program.stow(array, _sums(array, p, about, camera))
                 for p, array in read(portion).items()
             }
         )
-    state = jax.tree.structure(target).unflatten([arrays[p] for p in named])
+    form = jax.tree.structure(target).unflatten([arrays[p] for p in named])
+    state = state_of(form, like)
     if not new_optimizer:
         return state, findings
     assert program is not None
@@ -211,7 +207,27 @@ def read_state(
             f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters."
         ),
     )
-    return program.anew(state), (*findings, told)
+    return anew(program, state), (*findings, told)
+
+
+def read_arrays(
+    path: epath.Path, about: About, leaves: Mapping[str, jax.ShapeDtypeStruct], camera: Camera
+) -> dict[str, jax.Array]:
+    """Reads arrays of a checkpoint, and finds flipped bits.
+
+    Args:
+        path: of the checkpoint.
+        about: its description.
+        leaves: abstract arrays as they are stored, with shardings, by path.
+        camera: has the programs that compute sums.
+
+    Raises:
+        DamagedError: arrays cannot be read, or are not what was saved.
+        CheckpointError: the files cannot be opened.
+    """
+    with ThreadPoolExecutor(1) as pool:  # compiles while files are read
+        compiled = pool.submit(camera.sums, leaves)
+        return _verified(_read_arrays(path, leaves), about, compiled.result())
 
 
 def _sums(array: jax.Array, path: str, about: About, camera: Camera) -> np.ndarray:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from shardlib.checkpointing import reading
 from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.islands.form import AnyProgram, State
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.errors import CheckpointError
-from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.processes import together as processes
@@ -23,7 +24,7 @@ class Restored:
 
     Attributes:
         step: the step that it was saved at.
-        state: the training state, laid out as the target says.
+        state: the training state, laid out as the target says; of islands their state.
         extra: as it was saved.
         metrics: as they were saved.
         plan: the plan that it was trained under; None where none was saved, or where this version
@@ -42,7 +43,7 @@ class Restored:
 def read_checkpoint(
     folder: Folder,
     step: int,
-    target: TrainState | Program,
+    target: State | AnyProgram,
     camera: Camera,
     *,
     parameters_only: bool,
@@ -60,7 +61,7 @@ def read_checkpoint(
         DamagedError: it is damaged.
         CheckpointError: it is of another model or optimizer.
     """
-    wanted = target.state if isinstance(target, Program) else target
+    wanted = target.state if isinstance(target, AnyProgram) else target
     path = folder.checkpoint(step)
     about = reading.read_about(path, step)
     state, findings = reading.read_state(
@@ -68,13 +69,13 @@ def read_checkpoint(
         about,
         wanted,
         camera,
-        target if isinstance(target, Program) else None,
+        target if isinstance(target, AnyProgram) else None,
         new_optimizer=parameters_only,
     )
     plan, more = about.read_plan()
     return Restored(
         step=step,
-        state=state,
+        state=cast("TrainState", state),
         extra=dict(about.extra),
         metrics=dict(about.metrics),
         plan=plan,

@@ -24,6 +24,7 @@ from etils import epath
 from shardlib.checkpointing import about as description
 from shardlib.checkpointing.about import About, DamagedError
 from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.islands.form import AnyProgram, State, form_of
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import Owner
 from shardlib.checkpointing.restoring import (
@@ -45,7 +46,6 @@ from shardlib.checkpointing.writing import delete_superfluous, write_checkpoint
 from shardlib.errors import CheckpointError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.program.program import Program
-from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.processes import together as processes
 from shardlib.untrusted.json_types import JsonMapping
@@ -116,19 +116,16 @@ class Checkpoints:
                 self._owner.release()
             raise
 
-    def prepare(self, target: TrainState | Program) -> None:
+    def prepare(self, target: State | AnyProgram) -> None:
         """Compiles what `save` runs on the devices for a program, or for a state, concrete or
         abstract with shardings, so that the first save need not.
         """
-        state, stored = (
-            (target.state, target.stored)
-            if isinstance(target, Program)
-            else (target, frozenset[str]())
-        )
+        state = target.state if isinstance(target, AnyProgram) else target
+        stored = target.stored if isinstance(target, Program) else frozenset[str]()
         self._camera.prepare(
             {
                 path: raw_abstract(leaf)
-                for path, leaf in named_leaves(state).items()
+                for path, leaf in named_leaves(form_of(state)).items()
                 if path not in stored and not isinstance(leaf, DiskArray)
             }
         )
@@ -136,7 +133,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: TrainState,
+        state: State,
         *,
         plan: Plan | None,
         extra: JsonMapping | None = None,
@@ -173,7 +170,7 @@ class Checkpoints:
         if processes.is_first() and (taken := self._folder.taken(step)):
             raise CheckpointError(taken)
         plain = description.checked_extra(extra or {})
-        named = named_leaves(state)
+        named = named_leaves(form_of(state))
         snapshot = self._camera.take(raw_arrays(named))
 
         def write() -> None:
@@ -224,7 +221,7 @@ class Checkpoints:
 
     def restore(
         self,
-        target: TrainState | Program,
+        target: State | AnyProgram,
         step: int | None = None,
         *,
         parameters_only: bool = False,
@@ -247,9 +244,8 @@ class Checkpoints:
                 optimizer; every difference is listed.
         """
         self.wait()
-        wanted = target.state if isinstance(target, Program) else target
-        check_target(wanted)
-        if parameters_only and not isinstance(target, Program):
+        check_target(target.state if isinstance(target, AnyProgram) else target)
+        if parameters_only and not isinstance(target, AnyProgram):
             raise CheckpointError(
                 "parameters_only=True makes a new state of the optimizer, and the target does not"
                 " say which\nTry: restore(program, parameters_only=True)"

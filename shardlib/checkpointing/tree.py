@@ -197,7 +197,7 @@ def compared(
     model = [
         text
         for path, text in differences.items()
-        if not path.startswith("opt_state.") and path != "opt_state"
+        if path.removeprefix("islands.").partition(".")[0] != "opt_state"
     ]
     if model:
         raise_all(

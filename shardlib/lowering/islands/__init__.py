@@ -7,6 +7,7 @@ which takes the islands' parameters as they lie, without copies:
     state.py    what is carried from step to step: the islands' states, and what is outer
     stacked.py  arrays of islands as one array over all devices, and back
     meeting.py  the meeting as a compiled program
+    stored.py   the state as named arrays over all devices, for checkpoints
     rows.py     the batch of all islands as one for each
     checks.py   what is refused before anything runs
     program.py  what a user holds: init, step, evaluate

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import UserModule
-from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.exchanges.values import DiLoCo
 from shardlib.lowering.islands.checks import require_islands, require_rows
 from shardlib.lowering.islands.meeting import Meeting
@@ -58,6 +58,7 @@ class IslandsProgram:
         return IslandsState(
             islands=tuple(program.state for program in self.programs),
             exchange=OuterState(step=step, params=outer, momentum=outer),
+            trained=self.trained,
         )
 
     @property
@@ -86,7 +87,7 @@ class IslandsProgram:
         outer = self._outer(states)
         zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in outer]
         exchange = OuterState(step=np.int32(0), params=outer, momentum=zeros)
-        return IslandsState(islands=states, exchange=exchange)
+        return IslandsState(islands=states, exchange=exchange, trained=self.trained)
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
         """Does one step on every island, and a meeting after every so many.
@@ -109,8 +110,10 @@ class IslandsProgram:
             for program, one, rows in zip(self.programs, state.islands, mine, strict=True)
         ]
         count = np.int32(int(state.exchange.step) + 1)
-        after = IslandsState(
-            islands=tuple(one for one, _ in done), exchange=replace(state.exchange, step=count)
+        after = replace(
+            state,
+            islands=tuple(one for one, _ in done),
+            exchange=replace(state.exchange, step=count),
         )
         metrics = IslandMetrics(tuple(metrics for _, metrics in done))
         return (self.meet(after) if int(count) % self.exchange.every == 0 else after), metrics
@@ -134,7 +137,7 @@ class IslandsProgram:
             self._with_trained(one, [arrays[number] for arrays in apart])
             for number, one in enumerate(state.islands)
         )
-        return IslandsState(islands=islands, exchange=exchange)
+        return replace(state, islands=islands, exchange=exchange)
 
     def put(self, batch: Tree) -> IslandBatches:
         """Places the rows of every island on its devices.
@@ -204,6 +207,12 @@ class IslandsProgram:
         among them.
         """
         return self.programs[0].memory()
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """Paths of the trained parameters."""
+        leaves = jax.tree_util.tree_leaves_with_path(self._partition(self.programs[0].state.params))
+        return tuple(path_text(path) for path, _ in leaves)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -71,10 +71,12 @@ def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
         mesh: of all islands.
     """
     one = [array if array.ndim else array.reshape(1) for array in arrays]
-    assert isinstance(one[0].sharding, NamedSharding)
+    first = one[0].sharding
+    assert isinstance(first, NamedSharding)
+    spec = stacked_sharding(first, mesh).spec
     return jax.make_array_from_single_device_arrays(
         stacked_shape(one[0].shape, len(one)),
-        stacked_sharding(one[0].sharding, mesh),
+        NamedSharding(mesh, spec, memory_kind=first.memory_kind),
         [shard.data for array in one for shard in array.addressable_shards],
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -37,10 +37,12 @@ class IslandsState:
     Attributes:
         islands: a state for each island.
         exchange: what belongs to all of them.
+        trained: paths of the trained parameters, in the order of what is outer.
     """
 
     islands: tuple[TrainState, ...]
     exchange: OuterState
+    trained: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     @property
     def step(self) -> int:
