@@ -11,7 +11,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
 from shardlib.exchanges.values import DiLoCo, Exchange
-from shardlib.frontend.traced_model import TracedModel
+from shardlib.frontend.traced_model import TracedModel, traced_again
 from shardlib.planning.islands.spread import of_one_island
 from shardlib.planning.plan import Plan
 from shardlib.tracing.batch import describe_batch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program.options import BuildOption
     from shardlib.lowering.program.program import Program
+    from shardlib.lowering.reading.traced_loss import LossJaxpr
 
 
 def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
@@ -130,7 +131,33 @@ def _lower_islands(
     groups = _devices_of(exchange, inner.mesh.devices, devices)
     programs = tuple(lower(model, inner, devices=group, **where) for group in groups)
     dims = with_keys(_dims(model.traced.problem.batch), abstract(model.batch), model.traced.program)
-    return IslandsProgram(plan=plan, exchange=exchange, programs=programs, dims=dims)
+    return IslandsProgram(
+        plan=plan,
+        exchange=exchange,
+        programs=programs,
+        dims=dims,
+        retraced=lambda: _retraced(model, exchange.islands),
+    )
+
+
+def _retraced(model: TracedModel, islands: int) -> LossJaxpr:
+    """The loss traced for the batch of all islands."""
+    from shardlib.lowering.reading.traced_loss import LossJaxpr
+
+    axes = [axes for _, _, _, axes in model.traced.problem.batch]
+    leaves, structure = jax.tree.flatten(abstract(model.batch))
+    whole = [
+        _scaled(leaf, names.index("batch"), islands) if "batch" in names else leaf
+        for leaf, names in zip(leaves, axes, strict=True)
+    ]
+    traced = traced_again(model, structure.unflatten(whole), structure.unflatten(axes))
+    return LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree)
+
+
+def _scaled(leaf: jax.ShapeDtypeStruct, dim: int, by: int) -> jax.ShapeDtypeStruct:
+    shape = list(leaf.shape)
+    shape[dim] *= by
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
 
 def _dims(

@@ -91,6 +91,18 @@ def read_and_trace(
     return TracedModel(model=model, traced=traced, loss=loss, optimizer=optimizer, batch=batch)
 
 
+def traced_again(model: TracedModel, batch: Tree, batch_axes: Tree) -> Traced:
+    """The loss of a model traced for another batch; how it depends on the rows is not proven anew.
+
+    Args:
+        model: traced before.
+        batch: arrays or abstract arrays.
+        batch_axes: logical axes of the batch.
+    """
+    with activations.no_mesh():
+        return _traced(model.model, model.loss, model.optimizer, batch, batch_axes, "mean")
+
+
 def state_stays(model: Model, traced: Traced) -> bool:
     """Whether a step leaves all state of a model as it is.
 

@@ -23,7 +23,6 @@ from typing import Any
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
-from shardlib.errors import ArgumentError
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -147,11 +146,6 @@ def fit(
             packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
-    if isinstance(program, IslandsProgram) and (settings or Settings()).run is not None:
-        raise ArgumentError(
-            "states of several islands are not saved yet, and the settings name the folder of a"
-            " run\nTry: settings without a folder, or exchange='exact'"
-        )
     require_kinds(
         "fit",
         _KINDS,

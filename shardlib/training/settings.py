@@ -26,10 +26,11 @@ class Settings:
         tensorboard: whether to write event files.
         profile: (first step, number of steps) to record a trace of; None for none.
         allow_changes: what may be another than the run in the folder was begun with: "loss",
-            "optimizer", "lr" (the numbers of the optimizer), "data", "seed", "model", "batch", or a
-            word of `identity`. A difference that is not named is an error; one that is, is said and
-            written down in the folder. An optimizer whose state has other arrays starts anew.
-            "identity" goes on from checkpoints in a folder whose `run.json` is gone.
+            "optimizer", "lr" (the numbers of the optimizer), "data", "seed", "model", "batch",
+            "exchange" (how islands meet), or a word of `identity`. A difference that is not named
+            is an error; one that is, is said and written down in the folder. An optimizer whose
+            state has other arrays starts anew. "identity" goes on from checkpoints in a folder
+            whose `run.json` is gone.
         doctor_seconds: that several processes may take to look at their hosts before the first step
             (`shardlib.doctor`); what is wrong is an error that names the host. None looks at
             nothing.

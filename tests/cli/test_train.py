@@ -78,7 +78,7 @@ def test_train_refuses_nonsense(shell):
         (
             ("--allow-changes", "foo"),
             "allow_changes has 'foo'; known are loss, optimizer, lr, data, seed, model, batch,"
-            " steps, seq, identity",
+            " exchange, steps, seq, identity",
         ),
     ],
 )

@@ -4,6 +4,7 @@ frozen table, and an optimizer with a count.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ def rows(step: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
+@functools.cache
 def program(
     mesh: str = "zero-3",
     exchange: str | None = "diloco:2:4:rate=0.5:momentum=0.8",

@@ -116,8 +116,8 @@ class Keeping:
             metavar="NAME,...",
             help=(
                 "Go on although these are others than the run was begun with: loss, optimizer, lr,"
-                " data, seed, model, batch, steps, seq; identity: from checkpoints of which nothing"
-                " says what they are of."
+                " data, seed, model, batch, exchange, steps, seq; identity: from checkpoints of"
+                " which nothing says what they are of."
             ),
         ),
     ] = None

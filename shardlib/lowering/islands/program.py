@@ -7,9 +7,9 @@ state, metrics = program.step(state, batch)  # meets after every 100th step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,14 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.exchanges.values import DiLoCo
 from shardlib.lowering.islands.checks import require_islands, require_rows
 from shardlib.lowering.islands.meeting import Meeting
-from shardlib.lowering.islands.rows import IslandBatches, parts
-from shardlib.lowering.islands.stacked import mesh_of_all, stacked, unstacked
+from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
+from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, OuterState
+from shardlib.lowering.islands.streams import streams_of
 from shardlib.lowering.program.program import Program
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.donated import require_present
-from shardlib.lowering.runtime.random_keys import BatchDims, is_key
+from shardlib.lowering.runtime.random_keys import BatchDims, Fold
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
@@ -42,12 +44,14 @@ class IslandsProgram:
         programs: of the islands, alike but for their devices.
         dims: the batch dim of each array of the batch, by path; a `Fold` for a key of the whole
             batch.
+        retraced: traces the loss for the batch of all islands.
     """
 
     plan: Plan
     exchange: DiLoCo
     programs: tuple[Program, ...]
     dims: BatchDims
+    retraced: Callable[[], LossJaxpr]
 
     @property
     def state(self) -> IslandsState:
@@ -67,6 +71,16 @@ class IslandsProgram:
         return IslandBatches(islands=tuple(program.batch for program in self.programs))
 
     @property
+    def rows(self) -> Tree:
+        """Abstract batch of all islands, each leaf sharded over the islands, and then as on one."""
+        return of_all(self.programs[0].batch, self.dims, self.mesh)
+
+    @cached_property
+    def source(self) -> LossJaxpr:
+        """The loss traced for the batch of all islands."""
+        return self.retraced()
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """What the plan has to say, and what lowering noticed."""
         return tuple(dict.fromkeys((*self.plan.findings, *self.programs[0].findings)))
@@ -82,7 +96,7 @@ class IslandsProgram:
             ArgumentError: the seed is no integer from 0 to 2**31 - 1.
         """
         states = tuple(
-            _streams_of(number, program.init(seed)) for number, program in enumerate(self.programs)
+            streams_of(number, program.init(seed)) for number, program in enumerate(self.programs)
         )
         outer = self._outer(states)
         zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in outer]
@@ -94,7 +108,7 @@ class IslandsProgram:
 
         Args:
             state: from `init` or the step before; its buffers are donated.
-            batch: of all islands, host arrays, or what `put` gave.
+            batch: of all islands, host arrays, arrays sharded as `rows`, or what `put` gave.
 
         Returns:
             The next state, and metrics: means over islands.
@@ -177,15 +191,12 @@ class IslandsProgram:
         """
         require_islands(state, len(self.programs))
         require_present("outer", (state.islands[0].inference, state.exchange.params))
-        mesh, first = self.programs[0].mesh, self.programs[0].state.params
-        like = jax.tree.leaves(self._partition(first))
+        like = jax.tree.leaves(self._partition(self.programs[0].state.params))
         specs = jax.tree.leaves(self.programs[0].parts.params.state)
-        here = set(mesh.devices.flat) if isinstance(mesh, Mesh) else set[jax.Device]()
-        found: list[jax.Array] = []
-        for array, leaf, spec in zip(state.exchange.params, like, specs, strict=True):
-            held = [shard.data for shard in array.addressable_shards if shard.device in here]
-            mine = jax.make_array_from_single_device_arrays(array.shape, spec, held)
-            found.append(jax.device_put(mine.astype(leaf.dtype), leaf.sharding))
+        found = [
+            jax.device_put(local(array, spec).astype(leaf.dtype), leaf.sharding)
+            for array, leaf, spec in zip(state.exchange.params, like, specs, strict=True)
+        ]
         return self._with_trained(state.islands[0], found)
 
     def prepare(self) -> None:
@@ -235,7 +246,9 @@ class IslandsProgram:
         wanted = self.programs[0].batch
         if jax.tree.structure(batch) == jax.tree.structure(wanted):
             require_rows(batch, self.dims, len(self.programs))
-            return parts(batch, self.dims, len(self.programs))
+            folded = any(isinstance(dim, Fold) for dim in self.dims.values())
+            placed = () if folded else placed_parts(batch, self.rows, self.batch)
+            return placed or parts(batch, self.dims, len(self.programs))
         return (batch,) * len(self.programs)  # whose first program says what is wrong
 
     def _partition(self, params: Tree) -> Tree:
@@ -268,22 +281,3 @@ class IslandsProgram:
 def _float32(array: jax.Array) -> jax.Array:
     """A float32 copy, in a buffer of its own."""
     return jnp.copy(array.astype(jnp.float32))
-
-
-def _streams_of(number: int, state: TrainState) -> TrainState:
-    """A state whose model draws other random numbers than that of the first island."""
-    if number == 0:
-        return state
-
-    def other(leaf: Any) -> Any:
-        if not is_key(leaf):
-            return leaf
-        keys = jax.jit(_folded, static_argnums=1, out_shardings=leaf.sharding)
-        return keys(leaf, number)
-
-    return replace(state, model_state=jax.tree.map(other, state.model_state))
-
-
-def _folded(keys: jax.Array, number: int) -> jax.Array:
-    flat = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
-    return flat.reshape(keys.shape)

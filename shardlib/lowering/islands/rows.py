@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.axes import ISLAND
+from shardlib.lowering.islands.stacked import held
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.runtime.random_keys import BatchDims, Fold
 
@@ -49,3 +52,57 @@ def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
         return jax.tree_util.tree_map_with_path(of_leaf, batch)
 
     return tuple(part(number) for number in range(islands))
+
+
+def of_all(batch: Tree, dims: BatchDims, mesh: Mesh) -> Tree:
+    """The abstract batch of all islands, sharded over the islands, and then as on one.
+
+    Args:
+        batch: abstract, of one island, with shardings.
+        dims: as `parts` takes them.
+        mesh: of all islands.
+    """
+
+    def of_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dim, shape, spec = dims[batch_path(path)], list(leaf.shape), [*leaf.sharding.spec]
+        if isinstance(dim, int):
+            spec += [None] * (dim + 1 - len(spec))
+            inner = spec[dim] or ()
+            spec[dim] = (ISLAND.name, *((inner,) if isinstance(inner, str) else inner))
+            shape[dim] *= mesh.shape[ISLAND.name]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, batch)
+
+
+def placed_parts(batch: Tree, whole: Tree, batches: IslandBatches) -> tuple[Tree, ...]:
+    """The parts of a batch that lies on the devices of all islands, without a copy; nothing where
+    it does not.
+
+    Args:
+        batch: of all islands.
+        whole: the same abstract, with shardings.
+        batches: abstract batches of the islands, with shardings.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    if not all(
+        isinstance(leaf, jax.Array)
+        and leaf.sharding == asked.sharding
+        and leaf.shape == asked.shape
+        for leaf, asked in zip(leaves, jax.tree.leaves(whole), strict=True)
+    ):
+        return ()
+    return tuple(
+        structure.unflatten(
+            [_own(leaf, asked) for leaf, asked in zip(leaves, jax.tree.leaves(one), strict=True)]
+        )
+        for one in batches.islands
+    )
+
+
+def _own(leaf: jax.Array, asked: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding: Any = asked.sharding
+    return jax.make_array_from_single_device_arrays(
+        asked.shape, sharding, held(leaf, sharding.mesh)
+    )

@@ -88,13 +88,35 @@ def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[ja
         array: of all islands.
         like: abstract arrays of the islands, with their shardings.
     """
-    held = {shard.device: shard.data for shard in array.addressable_shards}
-    return [_of_island(held, one) for one in like]
+    return [_of_island(array, one) for one in like]
 
 
-def _of_island(held: dict[jax.Device, jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
+def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array of one island out of one that is the same on all.
+
+    Args:
+        array: over the devices of all islands.
+        sharding: of the island's array.
+    """
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, held(array, mesh))
+
+
+def held(array: jax.Array, mesh: Mesh) -> list[jax.Array]:
+    """What the devices of one island hold of an array.
+
+    Args:
+        array: over the devices of all islands.
+        mesh: of the island.
+    """
+    found = {shard.device: shard.data for shard in array.addressable_shards}
+    return [found[device] for device in mesh.devices.flat if device in found]
+
+
+def _of_island(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     sharding: Any = like.sharding
-    mine = [held[d] for d in sharding.mesh.devices.flat if d in held]
+    mine = held(array, sharding.mesh)
     array = jax.make_array_from_single_device_arrays(
         like.shape or (1,),
         sharding if like.shape else NamedSharding(sharding.mesh, PartitionSpec()),

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.lowering.islands.stacked import (
+    local,
     mesh_of_all,
     stacked,
     stacked_shape,
@@ -87,22 +88,12 @@ def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
     islands: list[TrainState] = []
     for number in range(count):
         own = structure.unflatten([arrays[number] for arrays in split])
-        fixed = {path: shared(array, frozen[number][path]) for path, array in stored.frozen.items()}
+        fixed = {
+            path: local(array, frozen[number][path].sharding)
+            for path, array in stored.frozen.items()
+        }
         islands.append(replace(own, params=_joined(like.islands[number].params, own.params, fixed)))
     return replace(like, islands=tuple(islands), exchange=_outer(stored.outer, like))
-
-
-def shared(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array of one island out of one that is the same on all.
-
-    Args:
-        array: over the devices of all islands.
-        like: abstract array of the island, with its sharding.
-    """
-    sharding: Any = like.sharding
-    held = {shard.device: shard.data for shard in array.addressable_shards}
-    mine = [held[device] for device in sharding.mesh.devices.flat if device in held]
-    return jax.make_array_from_single_device_arrays(like.shape, sharding, mine)
 
 
 def on_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:

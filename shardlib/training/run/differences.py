@@ -13,7 +13,7 @@ from typing import Any
 from shardlib.untrusted.json_types import JsonMapping
 
 #: What can be another than before.
-NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch")
+NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch", "exchange")
 #: What allows to go on from checkpoints of which nobody has written down what they are of.
 UNKNOWN = "identity"
 #: Packages that write down what is traced.
@@ -81,7 +81,7 @@ def differences(
     )
     found: list[Difference] = []
     for name, value in wanted.items():
-        old = known.get(name)
+        old = known.get(name, _BEFORE.get(name) if known else None)
         if (
             isinstance(old, Mapping)
             and _plain(old) != _plain(value)
@@ -97,6 +97,8 @@ def differences(
     return found
 
 
+#: What runs are that were begun before it was written down.
+_BEFORE = {"exchange": {"value": "exact"}}
 _WORDS = {
     "loss": "the loss computes something else",
     "optimizer": "the optimizer is another, or has other guards",

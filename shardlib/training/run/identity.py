@@ -7,6 +7,7 @@ somebody calls it.
     data        the digest of a dataset; of a function, that of its first batch
     seed, model, batch
                 as they are; of the model and the batch paths, shapes and dtypes
+    exchange    how islands meet, with its numbers; not how many there are
 
 Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests are
 the same in every process; other versions of JAX, Flax or optax may write the same function down
@@ -27,6 +28,7 @@ import optax
 
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.data.batches.loader import Rows
+from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
 from shardlib.untrusted.json_types import JsonObject
@@ -46,6 +48,7 @@ def traced(
         seed: of the run.
     """
     program = programs[0][1]
+    model = _first(program).model
     losses = [_loss(one) for _, one in programs]
     return {
         "loss": {
@@ -56,12 +59,30 @@ def traced(
             "constants": list(losses[0].numbers),
             "untraceable": losses[0].untraceable,
         },
-        **_optimizer(program),
+        **_optimizer(_first(program)),
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
-        "model": {"digest": _hash(_shapes((program.model.params, program.model.state)))},
-        "batch": {"arrays": {str(before): _shapes(one.batch) for before, one in programs}},
+        "model": {"digest": _hash(_shapes((model.params, model.state)))},
+        "batch": {"arrays": {str(before): _shapes(_batch(one)) for before, one in programs}},
+        "exchange": {"value": _exchange(program)},
     }
+
+
+def _batch(program: Program | IslandsProgram) -> Tree:
+    return program.rows if isinstance(program, IslandsProgram) else program.batch
+
+
+def _first(program: Program | IslandsProgram) -> Program:
+    """The program of one island, which has the model and the optimizer."""
+    return program.programs[0] if isinstance(program, IslandsProgram) else program
+
+
+def _exchange(program: Program | IslandsProgram) -> str:
+    """How islands meet, however many there are."""
+    numbers = program.plan.exchange.to_json()
+    kind = str(numbers.pop("kind"))
+    numbers.pop("islands", None)
+    return " ".join([kind, *(f"{name}={value}" for name, value in numbers.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +97,11 @@ class _Loss:
     untraceable: str = ""
 
 
-def _loss(program: Program) -> _Loss:
+def _loss(program: Program | IslandsProgram) -> _Loss:
     if program.source is None:
         return _Loss(digests=("not traced",), operations={})
-    closed, parameters = program.source.closed_jaxpr, len(jax.tree.leaves(program.model.params))
+    closed = program.source.closed_jaxpr
+    parameters = len(jax.tree.leaves(_first(program).model.params))
     first = draw(closed)
     untraceable, second = "", first
     try:

@@ -23,7 +23,7 @@ from shardlib.processes.ranks import anywhere
 from shardlib.training.display import Display
 from shardlib.training.measures.busy import Busy
 from shardlib.training.measures.judge import Judge
-from shardlib.training.stepping.batches import Stream, opened
+from shardlib.training.stepping.batches import Stream, batch_of, opened
 from shardlib.training.stepping.equipment import equipped
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
@@ -144,9 +144,9 @@ class Loop:
         if self.stream is None:
             offset, task = self.offset, self.task
             abstract = (
-                task.program.batch
+                batch_of(task.program)
                 if len(task.programs) == 1
-                else lambda number: task.at(number - offset).batch
+                else lambda number: batch_of(task.at(number - offset))
             )
             self.stream = self.data(abstract, self.step + offset)
         number, batch = next(self.stream)
