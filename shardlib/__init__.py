@@ -33,6 +33,7 @@ is no JAX below floor 5:
        checkpointing                             states on disk, for any mesh
        doctor                                    what keeps hosts from training together
        launching                                 processes that join, jobs on engines
+       servers                                   workers and parameter servers, with no barrier
        training                                  the training loop, and what it survives
     10 cli                                       the command line
 
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
+    from shardlib.exchanges.asynchronous import Asynchronous
     from shardlib.exchanges.values import DiLoCo, Exact
     from shardlib.frontend.edge import plan_edge
     from shardlib.frontend.scale import scale
@@ -153,6 +155,7 @@ _HOME = {
     "Guards": "shardlib.lowering.program.guards",
     "Program": "shardlib.lowering.program.program",
     "TrainState": "shardlib.lowering.program.program",
+    "Asynchronous": "shardlib.exchanges.asynchronous",
     "DiLoCo": "shardlib.exchanges.values",
     "Exact": "shardlib.exchanges.values",
     "IslandsProgram": "shardlib.lowering.islands.program",
@@ -172,6 +175,7 @@ _HOME = {
 __all__ = [
     "AnnotationError",
     "ArgumentError",
+    "Asynchronous",
     "BatchError",
     "ChangedPlanError",
     "CheckpointError",

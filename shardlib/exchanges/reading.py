@@ -17,6 +17,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from shardlib.errors import HINT, PinError
+from shardlib.exchanges.asynchronous import Asynchronous, refuse_pin
 from shardlib.exchanges.values import KINDS, DiLoCo, Exact, Exchange
 from shardlib.untrusted.shown import shown
 
@@ -38,6 +39,8 @@ def read_exchange(word: str, value: object) -> Exchange:
     """
     if isinstance(value, Exact | DiLoCo):
         return value
+    if isinstance(value, Asynchronous):
+        refuse_pin(word)
     if isinstance(value, str):
         kind, *rest = value.lower().split(":")
         return _made(word, value, kind, _settings(word, value, rest))
@@ -80,6 +83,8 @@ def _made(word: str, value: object, kind: object, settings: dict[str, Any]) -> E
     Raises:
         PinError: there is no such kind, or it has no such settings.
     """
+    if kind == Asynchronous.kind:
+        refuse_pin(word)
     if not isinstance(kind, str) or kind not in KINDS:
         near = difflib.get_close_matches(str(kind), KINDS, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,142 @@
+"""The gradients of a step without its update, as a program of their own.
+
+    gradients = GradientProgram.of(program)
+    metrics, found, model_state = gradients.call(params, model_state, batch)
+
+It is the program's own lowering: the loss with its layouts, microbatches, stages and reductions, up
+to where the optimizer would take over. Whoever updates parameters elsewhere (a parameter server)
+runs it; nothing is donated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardlib import _jax_compat
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.errors import PinError, raise_all
+from shardlib.jax_types import Metrics
+from shardlib.layout import Layout
+from shardlib.lowering.mesh import shardings
+from shardlib.lowering.mesh.pinning import constrain
+from shardlib.lowering.mesh.precision import like
+from shardlib.lowering.program.lowered import shardings_of
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.step import named
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientProgram:
+    """A compiled program that gives the gradients of trained parameters.
+
+    Attributes:
+        program: whose step it is part of.
+        call: (params, model state, batch) -> (metrics, gradients, model state).
+    """
+
+    program: Program
+    call: jax.stages.Compiled
+
+    @staticmethod
+    def of(program: Program) -> GradientProgram:
+        """Compiles the gradients of a program.
+
+        Args:
+            program: of one process.
+
+        Raises:
+            PinError: its step cannot be divided there; all reasons are listed.
+        """
+        _require_divided(program)
+        parts, state = program.parts, program.state
+
+        def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
+            (loss, (metrics, after)), found, _ = parts.run.gradients(
+                params, model_state, batch, None
+            )
+            found = like(constrain(found, parts.params.gradient), parts.updated)
+            return {"loss": loss, **metrics}, found, after
+
+        named(gradients, "gradients", program.plan.digest)
+        arguments = (state.params, state.model_state, program.batch)
+        whole = shardings.named_sharding(program.mesh, Layout())
+        assert isinstance(program.mesh, Mesh)
+        with _jax_compat.in_mesh(program.mesh):
+            lowered = jax.jit(
+                gradients,
+                in_shardings=shardings_of(arguments),
+                out_shardings=(whole, parts.params.gradient, shardings_of(state.model_state)),
+            ).lower(*arguments)
+        return GradientProgram(program=program, call=lowered.compile())
+
+
+def trained(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """The trained parameters of a program, abstract, by path."""
+    return by_path(program.model.partition.trained(program.state.params))
+
+
+def with_trained(program: Program, params: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
+    """Parameters whose trained part is that of the host's arrays, placed as the plan says.
+
+    Args:
+        program: whose plan.
+        params: of a state of the program.
+        arrays: whole arrays by path.
+    """
+    partition = program.model.partition
+    abstract, structure = jax.tree_util.tree_flatten_with_path(
+        partition.trained(program.state.params)
+    )
+    leaves = [
+        jax.device_put(arrays[name_of(path)].astype(leaf.dtype), leaf.sharding)
+        for path, leaf in abstract
+    ]
+    return partition.joined(jax.tree.unflatten(structure, leaves), params)
+
+
+def by_path(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a tree of trained parameters, or of something like them, by path.
+
+    Args:
+        tree: of arrays or abstract arrays.
+    """
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def name_of(path: tuple[object, ...]) -> str:
+    """The path of a parameter as text; "params" for one that is the whole tree.
+
+    Args:
+        path: of `jax.tree_util`.
+    """
+    return path_text(path) or "params"
+
+
+def _require_divided(program: Program) -> None:
+    """Refuses a program whose update is no part of its own.
+
+    Raises:
+        PinError: all reasons are listed.
+    """
+    failures: list[str] = []
+    if program.programs is not None:
+        failures.append("its stages are programs of their own (pipeline='programs')")
+    if program.disk is not None:
+        failures.append("its optimizer state is on disk (offload=['disk'])")
+    if program.parts.guards is not None:
+        failures.append("it has guards, which skip updates")
+    if program.parts.run.kept is not None:
+        failures.append("its devices keep partial sums of gradients from step to step")
+    updated = [one.path for one in program.plan.parameters if one.role == "updated"]
+    if updated:
+        failures.append(
+            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
+            " which are no parameters: each worker would have its own"
+        )
+    if failures:
+        raise_all(PinError, "gradients without an update cannot be taken of this step", failures)

@@ -1,0 +1,57 @@
+"""Training over parameter servers, without a barrier (Downpour SGD).
+
+    def job():
+        return servers.Job(init=init, loss=loss, rows=rows, topology="cpu:2")
+
+    if __name__ == "__main__":
+        exchange = shardlib.Asynchronous(workers=3, servers=2)
+        trained = servers.train(job, 200, exchange=exchange, devices=2)
+
+Workers and servers are processes of one machine that talk over its loopback address:
+
+    starting.py  starts all of them, and gives what came of it: `Trained`
+    crew.py      the processes: started, watched, a server started again
+    result.py    parameters, losses, staleness, pushes, events
+    ownership.py which server owns which elements
+    worker/      a planned, sharded program that fetches and pushes
+    server/      parameters, their clock, their checkpoint; free of JAX
+    wire/        frames, messages, the secret
+
+Servers own equal runs of the elements of all parameters. A message is a frame of a JSON header and
+arrays, a question with one answer; `wire/messages.py` has the table. Of what may happen:
+
+- A worker dies: its connections close, the others go on and no longer wait for it; what it had not
+  pushed is lost. It is named in `Trained.events`.
+- A worker stalls: nobody waits, but for a bound; and for it no longer than `Upkeep.silent_s`.
+- A worker comes late, or comes back: its steps count from where the slowest is.
+- A server dies: it is started again from its checkpoint, and workers, which ask again until it
+  answers, push once more what it had not answered. What it had applied since the checkpoint is
+  lost. A push that comes twice is applied once.
+- Somebody else connects, or sends what is no frame, no message or not finite: refused, named.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlib.servers.result import Trained
+    from shardlib.servers.starting import Upkeep, train
+    from shardlib.servers.worker.job import Job
+
+_HOME = {
+    "Job": "shardlib.servers.worker.job",
+    "Trained": "shardlib.servers.result",
+    "Upkeep": "shardlib.servers.starting",
+    "train": "shardlib.servers.starting",
+}
+
+__all__ = ["Job", "Trained", "Upkeep", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardlib.servers' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

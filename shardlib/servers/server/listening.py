@@ -1,0 +1,103 @@
+"""The connections of a server: a thread each, and none can stop another."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass, field
+
+from shardlib.launching.meeting.wire import StrangerError
+from shardlib.servers.server.service import Service, name_of
+from shardlib.servers.wire.frames import ClosedError, FrameError, receive, send
+from shardlib.servers.wire.messages import MessageError, read_ask
+from shardlib.servers.wire.secret import GREETING_SECONDS, greet
+
+#: Bytes of parameters that a server takes before it knows how many there are.
+MOST_FIRST_BYTES = 1 << 36
+#: Connections beyond two for each worker: strangers, and those that break.
+SPARE = 32
+
+
+@dataclass(kw_only=True)
+class Listening:
+    """A server's socket.
+
+    Attributes:
+        service: what answers.
+        secret: of the run.
+        host: address to listen at.
+    """
+
+    service: Service
+    secret: str
+    host: str = "127.0.0.1"
+    _newest: dict[int, object] = field(default_factory=dict[int, object])
+
+    def __post_init__(self) -> None:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self._socket = socket.create_server((self.host, 0), family=family, backlog=256)
+        self._room = threading.Semaphore(2 * self.service.exchange.workers + SPARE)
+
+    @property
+    def port(self) -> int:
+        """At which it listens."""
+        return self._socket.getsockname()[1]
+
+    def serve(self) -> None:
+        """Takes connections, until the socket is closed."""
+        while True:
+            try:
+                stream, _ = self._socket.accept()
+            except OSError:
+                return
+            if not self._room.acquire(blocking=False):
+                self.service.note("refused a connection: there are too many")
+                stream.close()
+                continue
+            threading.Thread(target=self._connection, args=(stream,), daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _connection(self, stream: socket.socket) -> None:
+        try:
+            with stream:
+                self._talk(stream)
+        finally:
+            self._room.release()
+
+    def _talk(self, stream: socket.socket) -> None:
+        service, this = self.service, object()
+        try:
+            stream.settimeout(GREETING_SECONDS)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            who = greet(stream, self.secret, service.server)
+        except (StrangerError, FrameError) as error:
+            service.refused += 1
+            service.note(f"refused a stranger: {error}")
+            return
+        except OSError:
+            return
+        self._newest[who] = this
+        stream.settimeout(None)
+        try:
+            while True:
+                self._one(stream, who)
+        except (FrameError, MessageError) as error:
+            service.refused += 1
+            service.note(f"closed the connection of {name_of(who)}: {error}")
+        except (ClosedError, OSError):
+            pass
+        finally:
+            if self._newest.get(who) is this:
+                service.gone(who)
+
+    def _one(self, stream: socket.socket, who: int) -> None:
+        most = self.service.most_bytes
+        frame = receive(stream, most=MOST_FIRST_BYTES if most is None else most)
+        answer, arrays = self.service.answer(read_ask(frame.header), dict(frame.arrays), who)
+        send(stream, answer.to_json(), arrays)

@@ -1,0 +1,118 @@
+"""A frame: a mark, two lengths, a header in JSON, and a body of safetensors.
+
+    b"SLF1" | header bytes, 4 | body bytes, 8 | header | body          (integers little-endian)
+
+Lengths are held against limits before anything is read for them, the header is read within the
+limits of `shardlib.untrusted`, and safetensors has arrays and nothing that could be run.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from shardlib.errors import ShardlibError
+from shardlib.untrusted import Limits, parse_json
+from shardlib.untrusted.json_types import JsonMapping, JsonObject
+
+MARK = b"SLF1"
+_LENGTHS = struct.Struct("<4sIQ")
+#: Bytes of a header, at most.
+HEADER_BYTES = 1 << 20
+#: Bytes of what stands around arrays in a body: their names, shapes and dtypes.
+AROUND_BYTES = 1 << 24
+
+
+class FrameError(ShardlibError, ValueError):
+    """Bytes that are no frame, or one that is larger than it may be."""
+
+
+class ClosedError(ShardlibError, ConnectionError):
+    """The other end has closed the connection, between two frames or within one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A message.
+
+    Attributes:
+        header: plain data.
+        arrays: by name.
+    """
+
+    header: JsonMapping
+    arrays: Mapping[str, np.ndarray]
+
+
+def send(stream: socket.socket, header: JsonMapping, arrays: Mapping[str, np.ndarray]) -> None:
+    """Sends a frame.
+
+    Args:
+        stream: a connected socket.
+        header: plain data.
+        arrays: by name; none is fine.
+    """
+    text = json.dumps(dict(header)).encode()
+    body = save({k: np.ascontiguousarray(v) for k, v in arrays.items()}) if arrays else b""
+    stream.sendall(_LENGTHS.pack(MARK, len(text), len(body)) + text)
+    if body:
+        stream.sendall(body)
+
+
+def receive(stream: socket.socket, *, most: int) -> Frame:
+    """Reads one frame.
+
+    Args:
+        stream: a connected socket.
+        most: bytes that its arrays may have; 0 for none.
+
+    Raises:
+        FrameError: it is none, or too large.
+        ClosedError: the connection was closed.
+        OSError: it broke, or nothing came in time.
+    """
+    mark, header, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size))
+    if mark != MARK:
+        raise FrameError("it does not begin as a frame does")
+    if header > HEADER_BYTES or body > (most + AROUND_BYTES if most else 0):
+        raise FrameError(
+            f"its header has {header:,} bytes and its body {body:,}; the most are"
+            f" {HEADER_BYTES:,} and {most:,}"
+        )
+    text = _exactly(stream, header)
+    arrays = _arrays(_exactly(stream, body)) if body else {}
+    return Frame(header=_object(text), arrays=arrays)
+
+
+def _object(text: bytearray) -> JsonObject:
+    found = parse_json(
+        bytes(text), "the header", FrameError, limits=Limits(bytes=HEADER_BYTES, depth=8)
+    )
+    if not isinstance(found, dict):
+        raise FrameError("its header is no object")
+    return found
+
+
+def _arrays(body: bytearray) -> dict[str, np.ndarray]:
+    try:
+        return load(bytes(body))
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise FrameError(f"its body is no safetensors: {error}") from error
+
+
+def _exactly(stream: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    while done < count:
+        got = stream.recv_into(view[done:])
+        if not got:
+            raise ClosedError("the other end has closed the connection")
+        done += got
+    return data

@@ -1,0 +1,121 @@
+"""What a worker asks of a server, and what it answers; every question has one answer.
+
+| asked    | of the worker                          | answered                                   |
+|----------|----------------------------------------|--------------------------------------------|
+| `offer`  | parameters that it begins with         | whether parameters are there               |
+| `enter`  | that it is about to do a step          | `ok`, or `wait` and why                    |
+| `fetch`  |                                        | parameters and clock                       |
+| `push`   | a gradient, its serial, the clock seen | clock and staleness                        |
+| `skip`   | that a gradient was not finite         |                                            |
+| `leave`  | that it is done                        |                                            |
+| `report` |                                        | clock, histogram of staleness, events      |
+| `save`   |                                        | once the checkpoint is on disk             |
+
+The last two are asked by who has started the servers. An answer `refused` has changed nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from shardlib.errors import ShardlibError
+from shardlib.servers.ownership import Flat
+from shardlib.untrusted import construct
+from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
+
+#: Number of who is no worker, but has started all of them.
+STARTER = -1
+
+
+class MessageError(ShardlibError, ValueError):
+    """A header that is no message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A question.
+
+    Attributes:
+        kind: which, see above.
+        worker: who asks.
+        start: a word that each start of a worker has of its own.
+        serial: of a push, from 1 on.
+        seen: the clock at the fetch that a gradient belongs to.
+        step: of the worker's own count.
+    """
+
+    kind: str
+    worker: int
+    start: str = ""
+    serial: int = 0
+    seen: int = 0
+    step: int = 0
+
+    def to_json(self) -> JsonObject:
+        """The question as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer.
+
+    Attributes:
+        kind: "ok", "wait" or "refused".
+        why: it waits, or is refused.
+        clock: updates of the server.
+        staleness: of the gradient that was pushed.
+        report: what the server has to tell.
+    """
+
+    kind: str = "ok"
+    why: str = ""
+    clock: int = 0
+    staleness: int = 0
+    report: Json = None
+
+    def to_json(self) -> JsonObject:
+        """The answer as plain data."""
+        return asdict(self)
+
+
+def read_ask(header: JsonMapping) -> Ask:
+    """The question of a header.
+
+    Raises:
+        MessageError: it is none; what is wrong is listed.
+    """
+    return construct(Ask, header, "the message", MessageError, least=STARTER)
+
+
+def read_answer(header: JsonMapping) -> Answer:
+    """The answer of a header.
+
+    Raises:
+        MessageError: it is none.
+    """
+    return construct(Answer, header, "the answer", MessageError)
+
+
+class Link(Protocol):
+    """A way to one server, whatever carries it."""
+
+    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+        """Asks, and waits for the answer.
+
+        Args:
+            ask: the question.
+            arrays: what is sent with it.
+
+        Returns:
+            The answer, and arrays that come with it.
+
+        Raises:
+            LaunchError: the server does not answer any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...

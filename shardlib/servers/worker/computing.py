@@ -1,0 +1,142 @@
+"""The programs of a worker: gradients as the plan says, their sum between two pushes, and plain SGD
+between two fetches. The sum and the local step stay sharded as gradients and parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import optax
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.compiler import compile
+from shardlib.errors import PinError, raise_all
+from shardlib.lowering.program.gradients import (
+    GradientProgram,
+    by_path,
+    trained,
+    with_trained,
+)
+from shardlib.lowering.program.program import Program
+from shardlib.servers.worker.job import Job
+
+#: Random streams of workers are those of seeds that are so far from that of the parameters.
+STREAMS = 1 << 16
+
+
+class Computing:
+    """Parameters on the devices of a worker, and what is computed with them."""
+
+    def __init__(self, job: Job, worker: int, local_rate: float) -> None:
+        """Compiles.
+
+        Args:
+            job: what is trained.
+            worker: number of the worker.
+            local_rate: of local steps; 0 for none.
+        """
+        batch = job.rows(worker, 0)
+        program = compile(
+            job.init,
+            job.loss,
+            optax.identity(),
+            batch,
+            topology=job.topology,
+            pin=job.pin,
+            batch_axes=job.batch_axes,
+            wrt=job.wrt,
+        )
+        self.gradients = GradientProgram.of(program)
+        self.trained = trained(program)
+        _require_floating(self.trained)
+        state = program.init(job.seed)
+        self.params, self.model_state = state.params, state.model_state
+        if jax.tree.leaves(self.model_state):
+            streams = (job.seed + STREAMS * (worker + 1)) % 2**31
+            self.model_state = program.init(streams).model_state
+        self._rate = local_rate
+        self._add = jax.jit(_added, donate_argnums=0)
+        self._move = jax.jit(_moved, static_argnums=2)
+        self._sum: Tree = None
+        self._rehearse(batch)
+
+    def _rehearse(self, batch: Tree) -> None:
+        """Fetches from itself and takes a step, so that nothing is compiled or allocated anew
+        between the first fetch and the first push: they would be many updates apart.
+        """
+        before = self.params, self.model_state
+        self.fetched(self.first())
+        for _ in range(2):
+            self.step(batch)
+        self.taken()
+        self.params, self.model_state = before
+
+    @property
+    def program(self) -> Program:
+        """The worker's program."""
+        return self.gradients.program
+
+    def first(self) -> dict[str, np.ndarray]:
+        """The trained parameters as they are, on the host."""
+        return _on_host(self.program.model.partition.trained(self.params))
+
+    def fetched(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Goes on with parameters of the servers.
+
+        Args:
+            arrays: whole arrays by path.
+        """
+        self.params = with_trained(self.program, self.params, arrays)
+
+    def step(self, batch: Tree) -> float:
+        """Computes a gradient, and adds it to those that wait for the next push.
+
+        Args:
+            batch: of the worker.
+
+        Returns:
+            The loss.
+        """
+        metrics, found, self.model_state = self.gradients.call(
+            self.params, self.model_state, self.program.put(batch)
+        )
+        if self._rate:
+            partition = self.program.model.partition
+            moved = self._move(partition.trained(self.params), found, self._rate)
+            self.params = partition.joined(moved, self.params)
+        self._sum = found if self._sum is None else self._add(self._sum, found)
+        return float(metrics["loss"])
+
+    def taken(self) -> dict[str, np.ndarray]:
+        """The sum of the gradients since the last call, on the host."""
+        found, self._sum = self._sum, None
+        return _on_host(found)
+
+
+def _added(total: Tree, found: Tree) -> Tree:
+    return jax.tree.map(jax.numpy.add, total, found)
+
+
+def _moved(trained: Tree, found: Tree, rate: float) -> Tree:
+    return jax.tree.map(lambda p, g: (p - rate * g).astype(p.dtype), trained, found)
+
+
+def _on_host(tree: Tree) -> dict[str, np.ndarray]:
+    return {path: np.asarray(leaf, np.float32) for path, leaf in by_path(tree).items()}
+
+
+def _require_floating(trained: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Refuses parameters that float32 cannot hold.
+
+    Raises:
+        PinError: all of them are listed.
+    """
+    failures = [
+        f"{path} is {leaf.dtype}"
+        for path, leaf in trained.items()
+        if not jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype.itemsize > 4
+    ]
+    if failures:
+        raise_all(PinError, "parameter servers hold float32, which cannot hold these", failures)

@@ -1,0 +1,117 @@
+"""The process of a worker: `python -m shardlib.servers.worker.process FOLDER`, with its settings
+and the secret in variables of the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardlib.errors import LaunchError, ShardlibError
+from shardlib.exchanges.asynchronous import Asynchronous, Rule
+from shardlib.servers.server.process import SECRET
+from shardlib.servers.server.stored import write
+from shardlib.servers.wire.connection import Connection
+from shardlib.servers.worker.computing import Computing
+from shardlib.servers.worker.job import Reference, load_job
+from shardlib.servers.worker.loop import Worker
+from shardlib.untrusted import Form, construct, parse_json
+
+#: Variable of the environment.
+SETTINGS = "SHARDLIB_WORKER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is told.
+
+    Attributes:
+        worker: its number.
+        exchange: of the run.
+        job: where the function stands that makes the job.
+        steps: of this worker.
+        patience_s: how long a server may be gone.
+    """
+
+    worker: int
+    exchange: Asynchronous
+    job: Reference
+    steps: int
+    patience_s: float
+
+    def to_json(self) -> str:
+        """The settings as text."""
+        return json.dumps(asdict(self))
+
+
+def log_file(folder: Path, worker: int) -> Path:
+    """Where a worker writes a line of JSON for each step.
+
+    Args:
+        folder: of the run.
+        worker: its number.
+    """
+    return folder / f"worker-{worker}.jsonl"
+
+
+def shapes_file(folder: Path, worker: int) -> Path:
+    """Where a worker writes the shapes of the trained parameters.
+
+    Args:
+        folder: of the run.
+        worker: its number.
+    """
+    return folder / f"worker-{worker}.shapes"
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the trained parameters by path, as a worker has written them.
+
+    Args:
+        folder: of the run.
+    """
+    first = min(folder.glob("worker-*.shapes"))
+    return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
+
+
+def main(folder: Path) -> None:
+    """Trains as one worker.
+
+    Args:
+        folder: of the run.
+    """
+    settings = construct(
+        WorkerSettings,
+        parse_json(os.environ[SETTINGS], "the settings of a worker", LaunchError),
+        "the settings of a worker",
+        LaunchError,
+        forms={Rule: Form(plain=str, build=str)},
+    )
+    exchange, number = settings.exchange, settings.worker
+    job = load_job(settings.job)
+    computing = Computing(job, number, exchange.local_rate)
+    shapes = {path: list(leaf.shape) for path, leaf in computing.trained.items()}
+    write(shapes_file(folder, number), json.dumps(shapes).encode())
+    links = [
+        Connection(
+            folder=folder,
+            server=server,
+            worker=number,
+            secret=os.environ[SECRET],
+            patience_s=settings.patience_s,
+        )
+        for server in range(exchange.servers)
+    ]
+    worker = Worker(number=number, exchange=exchange, computing=computing, links=links)
+    worker.run(settings.steps, job.rows, log_file(folder, number))
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except ShardlibError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -1,0 +1,163 @@
+"""What strangers send to a server: refused and named, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from shardlib import Asynchronous
+from shardlib.errors import LaunchError
+from shardlib.servers.server.listening import Listening
+from shardlib.servers.server.service import Service
+from shardlib.servers.wire import frames, secret
+from shardlib.servers.wire.connection import Connection, address_file
+from shardlib.servers.wire.messages import Ask
+
+SECRET = "the secret of the run"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Listening]:
+    service = Service(exchange=Asynchronous(workers=2, servers=1, rule="sgd", rate=1.0))
+    listening = Listening(service=service, secret=SECRET)
+    where = f'{{"host": "127.0.0.1", "port": {listening.port}}}'
+    address_file(tmp_path, 0).write_text(where)
+    thread = threading.Thread(target=listening.serve)
+    thread.start()
+    link = connection(tmp_path)
+    link.ask(Ask(kind="offer", worker=0), {"w": np.ones(3, np.float32)})
+    yield listening
+    answer, found = link.ask(Ask(kind="fetch", worker=0))
+    assert answer.kind == "ok" and found["w"].tolist() == [1, 1, 1], "it goes on as before"
+    link.close()
+    listening.close()
+    thread.join()
+
+
+def connection(folder: Path, worker: int = 0, word: str = SECRET) -> Connection:
+    return Connection(folder=folder, server=0, worker=worker, secret=word, patience_s=1.0)
+
+
+def event(server: Listening, says: str) -> None:
+    """Waits until the server names it."""
+    until = time.monotonic() + 5
+    while not any(says in one for one in server.service.events):
+        assert time.monotonic() < until, server.service.events
+        time.sleep(0.01)
+
+
+def greeted(server: Listening, worker: int = 1) -> socket.socket:
+    stream = socket.create_connection(("127.0.0.1", server.port))
+    secret.introduce(stream, SECRET, 0, worker)
+    return stream
+
+
+def frame(header: bytes, body: bytes = b"", mark: bytes = frames.MARK) -> bytes:
+    return struct.pack("<4sIQ", mark, len(header), len(body)) + header + body
+
+
+def test_who_does_not_know_the_secret(server: Listening, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="server 0 has not answered"):
+        connection(tmp_path, 1, "another").ask(Ask(kind="fetch", worker=1))
+    event(server, "refused a stranger: it does not know the secret")
+
+
+def test_a_server_that_does_not_know_the_secret(tmp_path: Path) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    where = f'{{"host": "127.0.0.1", "port": {listening.getsockname()[1]}}}'
+    address_file(tmp_path, 0).write_text(where)
+
+    def answer() -> None:
+        stream, _ = listening.accept()
+        with stream:
+            frames.send(stream, {"number": "0" * 32}, {})
+            frames.receive(stream, most=0)
+            frames.send(stream, {"line": '{"said": "{}", "seal": "00"}'}, {})
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(LaunchError, match="server 0 is a stranger"):
+        connection(tmp_path).ask(Ask(kind="fetch", worker=0))
+    thread.join()
+    listening.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", "refused a stranger: it does not begin"),
+        (frame(b"{}"), "it has no line"),
+        (frame(b'{"line": "{}"}'), "refused a stranger"),
+        (frame(b"[" * 10_000), "nested deeper"),
+        (frame(b"{}", b"x"), "refused a stranger: its header has 2 bytes and its body 1"),
+        (struct.pack("<4sIQ", frames.MARK, 2**32 - 1, 0), "refused a stranger: its header has"),
+    ],
+)
+def test_garbage_before_the_secret(server: Listening, data: bytes, says: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as stream:
+        stream.sendall(data)
+        event(server, says)
+        with contextlib.suppress(ConnectionResetError):
+            while stream.recv(1 << 16):
+                pass  # the server closes
+
+
+PUSH = b'{"kind": "push", "worker": 1, "serial": 1, "start": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (frame(b"{}", mark=b"\x80\x04\x95."), "it does not begin as a frame does"),
+        (frame(b"{}"), "kind is missing"),
+        (frame(b'{"kind": 3, "worker": 1}'), "kind is 3; it is a text"),
+        (frame(b'{"kind": "fetch", "worker": 1, "seen": 1e400}'), "the header is no JSON"),
+        (frame(b"\xff\xfe"), "closed the connection of worker 1"),
+        (frame(PUSH, b"\x80\x04no safetensors"), "its body is no safetensors"),
+        (frame(PUSH, struct.pack("<Q", 1 << 60) + b"{}"), "its body is no safetensors"),
+        (struct.pack("<4sIQ", frames.MARK, 2, 1 << 50), "the most are"),
+    ],
+)
+def test_garbage_after_it(server: Listening, data: bytes, says: str) -> None:
+    with greeted(server) as stream:
+        stream.sendall(data)
+        event(server, says)
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "says"),
+    [
+        ({"kind": "fetch", "worker": 0}, {}, "refused a fetch of worker 1: it speaks for worker 0"),
+        ({"kind": "run", "worker": 1}, {}, "there is no such message"),
+        ({"kind": "push", "worker": 1, "serial": 1}, {"w": np.full(3, np.nan, "f")}, "not finite"),
+        ({"kind": "push", "worker": 1, "serial": 1}, {"w": np.ones(3, "i4")}, "is int32[3]"),
+        ({"kind": "offer", "worker": 1}, {"v": np.ones(3, "f")}, "other parameters"),
+    ],
+)
+def test_messages_that_are_refused_leave_the_connection(
+    server: Listening, header: dict[str, object], body: dict[str, np.ndarray], says: str
+) -> None:
+    with greeted(server) as stream:
+        frames.send(stream, header, body)
+        assert frames.receive(stream, most=1 << 20).header["kind"] == "refused"
+        event(server, says)
+        frames.send(stream, {"kind": "fetch", "worker": 1}, {})
+        assert frames.receive(stream, most=1 << 20).header["kind"] == "ok"
+
+
+def test_a_frame_that_stops_halfway_stops_nobody(server: Listening) -> None:
+    with greeted(server) as stream:
+        whole = frame(PUSH, save({"w": np.ones(3, np.float32)}))
+        stream.sendall(whole[:-5])
+        with greeted(server, 1) as other:
+            frames.send(other, {"kind": "fetch", "worker": 1}, {})
+            assert frames.receive(other, most=1 << 20).header["kind"] == "ok"
