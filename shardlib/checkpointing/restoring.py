@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardlib.checkpointing import reading
+from shardlib.checkpointing.elastic.other_number import read_other_number
+from shardlib.checkpointing.elastic.source import Source
 from shardlib.checkpointing.folder import Folder
-from shardlib.checkpointing.islands.form import AnyProgram, State
+from shardlib.checkpointing.islands.form import AnyProgram, State, islands_in, islands_of
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.errors import CheckpointError
 from shardlib.lowering.runtime.state import TrainState
@@ -64,14 +66,14 @@ def read_checkpoint(
     wanted = target.state if isinstance(target, AnyProgram) else target
     path = folder.checkpoint(step)
     about = reading.read_about(path, step)
-    state, findings = reading.read_state(
-        path,
-        about,
-        wanted,
-        camera,
-        target if isinstance(target, AnyProgram) else None,
-        new_optimizer=parameters_only,
-    )
+    program = target if isinstance(target, AnyProgram) else None
+    if islands_in(about.arrays) == islands_of(wanted):
+        state, findings = reading.read_state(
+            path, about, wanted, camera, program, new_optimizer=parameters_only
+        )
+    else:
+        source = Source(path=path, about=about, camera=camera)
+        state, findings = read_other_number(source, wanted, program, new_optimizer=parameters_only)
     plan, more = about.read_plan()
     return Restored(
         step=step,

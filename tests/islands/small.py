@@ -21,6 +21,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero-1": {"mesh": {"fsdp": 4}, "zero": 1},
     "zero-3": {"mesh": {"fsdp": 4}, "zero": 3},
     "tensor": {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3},
+    "two": {"mesh": {"fsdp": 2}, "zero": 3},
 }
 
 
@@ -60,7 +61,7 @@ def program(
     topology: str = "cpu:8",
     **more: Any,
 ) -> Any:
-    """Islands of four devices each, or one of as many; what `more` has goes to `compile`."""
+    """Islands, or one where there is no exchange; what `more` has goes to `compile`."""
     pin = {**MESHES[mesh], **({} if exchange is None else {"exchange": exchange})}
     return shardlib.compile(
         Net,

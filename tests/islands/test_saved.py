@@ -80,6 +80,9 @@ def test_a_damaged_one_is_said_and_the_one_before_is_used(
     with Checkpoints(folder) as checkpoints:
         with pytest.raises(CheckpointError, match=r"step 6.*\n.*one of \[4\]"):
             checkpoints.restore(made, 6)
+        alone = program("zero-3", exchange=None, topology="cpu:4")
+        with pytest.raises(CheckpointError, match=r"step 6.*\n.*one of \[4\]"):
+            checkpoints.restore(alone, 6)
         restored = checkpoints.restore(made)
         assert restored.step == 4 and restored.findings[0].code == "checkpoint-damaged"
         assert_same(numbers(restored.state), saved[1][0])

@@ -53,7 +53,7 @@ def together(state: IslandsState) -> StoredIslands:
     Args:
         state: concrete, or abstract with shardings; it stays usable.
     """
-    mesh = _mesh_of(state)
+    mesh = mesh_of_islands(state)
     split = [_split(one.params, state.trained) for one in state.islands]
     states = [
         replace(one, params=trained) for one, (trained, _) in zip(state.islands, split, strict=True)
@@ -108,7 +108,8 @@ def on_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved)
 
 
-def _mesh_of(state: IslandsState) -> Mesh:
+def mesh_of_islands(state: IslandsState) -> Mesh:
+    """The mesh of all islands of a state."""
     return mesh_of_all([one.step.sharding.mesh for one in state.islands])
 
 

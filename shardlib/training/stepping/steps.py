@@ -20,6 +20,7 @@ from shardlib.errors import ModelError, TrainingError
 from shardlib.lowering.program.guards import limited
 from shardlib.processes.agreement import agree
 from shardlib.processes.ranks import anywhere
+from shardlib.report import Finding
 from shardlib.training.display import Display
 from shardlib.training.measures.busy import Busy
 from shardlib.training.measures.judge import Judge
@@ -73,6 +74,7 @@ class Loop:
         self.pending: deque[_Pending] = deque()
         self.waited = 0.0
         self.stream: Stream | None = None
+        self.noticed: tuple[Finding, ...] = ()
 
     def run(self) -> None:
         """All steps, or as many as there are until somebody wants the run to stop."""
@@ -121,6 +123,7 @@ class Loop:
         self.open.open_records(self.task, self.step, self.stack)
         if found:
             self.records.event("resumed", self.step)
+            self._note()
             self.display.resumed(self.step, self.task.steps)
 
     def _one(self) -> None:
@@ -222,6 +225,7 @@ class Loop:
         self.rollbacks += 1
         self.offset = ahead - self.step
         self.records.forget_after(self.step)
+        self._note()
         self._close_stream()
         left_out = step - self.step
         self.records.event(
@@ -237,8 +241,14 @@ class Loop:
         self.state, self.step = restored.state, restored.step
         self.offset = int(restored.extra["offset"])
         self.judge = Judge(self.task.settings.policy, map(float, restored.extra["seen"]))
+        self.noticed = restored.findings
         for finding in restored.findings:
             self.display.say(finding.message)
+
+    def _note(self) -> None:
+        """Writes down what was noticed when a state was restored."""
+        for finding in self.noticed:
+            self.records.event("noticed", self.step, code=finding.code, message=finding.message)
 
     def _save(self, saving: Saving, *, wait: bool = False) -> None:
         """Saves the state, once all losses up to it have been judged."""
