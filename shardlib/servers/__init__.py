@@ -7,10 +7,14 @@
         exchange = shardlib.Asynchronous(workers=3, servers=2)
         trained = servers.train(job, 200, exchange=exchange, devices=2)
 
-Workers and servers are processes of one machine that talk over its loopback address:
+Workers and servers are processes of one machine that talk over its loopback address, or Ray
+actors:
 
-    starting.py  starts all of them, and gives what came of it: `Trained`
-    crew.py      the processes: started, watched, a server started again
+    starting.py  `train`: starts all of them, and gives what came of it
+    asked.py     a run as it was asked for
+    local.py     processes of this machine; `crew.py` starts and watches them
+    ray_actors.py
+                 Ray actors
     result.py    parameters, losses, staleness, pushes, events
     ownership.py which server owns which elements
     worker/      a planned, sharded program that fetches and pushes
@@ -35,14 +39,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardlib.servers.asked import Upkeep
     from shardlib.servers.result import Trained
-    from shardlib.servers.starting import Upkeep, train
+    from shardlib.servers.starting import train
     from shardlib.servers.worker.job import Job
 
 _HOME = {
     "Job": "shardlib.servers.worker.job",
     "Trained": "shardlib.servers.result",
-    "Upkeep": "shardlib.servers.starting",
+    "Upkeep": "shardlib.servers.asked",
     "train": "shardlib.servers.starting",
 }
 

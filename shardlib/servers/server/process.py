@@ -62,6 +62,25 @@ def read_settings(text: str) -> ServerSettings:
     )
 
 
+def service_of(settings: ServerSettings, folder: Path) -> Service:
+    """What answers, at its checkpoint where there is one.
+
+    Args:
+        settings: of the server.
+        folder: of the run.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used.
+    """
+    return Service(
+        exchange=settings.exchange,
+        server=settings.server,
+        checkpoint=checkpoint_file(folder, settings.server),
+        save_every=settings.save_every,
+        silent_s=settings.silent_s,
+    )
+
+
 def main(folder: Path) -> None:
     """Serves until it is ended; SIGTERM saves first.
 
@@ -69,13 +88,7 @@ def main(folder: Path) -> None:
         folder: of the run.
     """
     settings = read_settings(os.environ[SETTINGS])
-    service = Service(
-        exchange=settings.exchange,
-        server=settings.server,
-        checkpoint=checkpoint_file(folder, settings.server),
-        save_every=settings.save_every,
-        silent_s=settings.silent_s,
-    )
+    service = service_of(settings, folder)
     listening = Listening(service=service, secret=os.environ[SECRET], host=settings.host)
 
     def end(*_: Any) -> None:

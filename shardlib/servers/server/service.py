@@ -57,6 +57,8 @@ class Service:
         self._saving = threading.Lock()
         if self.checkpoint is not None:
             self.restored = restore(self.checkpoint, self.shard, self.gate, self.server)
+        if self.restored:
+            self.note(f"it goes on at its checkpoint, after {self.shard.clock} pushes")
 
     @property
     def most_bytes(self) -> int | None:

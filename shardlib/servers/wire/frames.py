@@ -60,7 +60,7 @@ def send(stream: socket.socket, header: JsonMapping, arrays: Mapping[str, np.nda
         arrays: by name; none is fine.
     """
     text = json.dumps(dict(header)).encode()
-    body = save({k: np.ascontiguousarray(v) for k, v in arrays.items()}) if arrays else b""
+    body = pack(arrays)
     stream.sendall(_LENGTHS.pack(MARK, len(text), len(body)) + text)
     if body:
         stream.sendall(body)
@@ -87,8 +87,31 @@ def receive(stream: socket.socket, *, most: int) -> Frame:
             f" {HEADER_BYTES:,} and {most:,}"
         )
     text = _exactly(stream, header)
-    arrays = _arrays(_exactly(stream, body)) if body else {}
+    arrays = unpack(bytes(_exactly(stream, body)))
     return Frame(header=_object(text), arrays=arrays)
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Arrays as the body of a frame.
+
+    Args:
+        arrays: by name.
+    """
+    if not arrays:
+        return b""
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def unpack(body: bytes) -> dict[str, np.ndarray]:
+    """The arrays of a body.
+
+    Raises:
+        FrameError: it is none.
+    """
+    try:
+        return load(body) if body else {}
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise FrameError(f"its body is no safetensors: {error}") from error
 
 
 def _object(text: bytearray) -> JsonObject:
@@ -98,13 +121,6 @@ def _object(text: bytearray) -> JsonObject:
     if not isinstance(found, dict):
         raise FrameError("its header is no object")
     return found
-
-
-def _arrays(body: bytearray) -> dict[str, np.ndarray]:
-    try:
-        return load(bytes(body))
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise FrameError(f"its body is no safetensors: {error}") from error
 
 
 def _exactly(stream: socket.socket, count: int) -> bytearray:

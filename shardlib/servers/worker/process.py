@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shardlib.exchanges.asynchronous import Asynchronous, Rule
 from shardlib.servers.server.process import SECRET
 from shardlib.servers.server.stored import write
 from shardlib.servers.wire.connection import Connection
+from shardlib.servers.wire.messages import Link
 from shardlib.servers.worker.computing import Computing
 from shardlib.servers.worker.job import Reference, load_job
 from shardlib.servers.worker.loop import Worker
@@ -77,36 +79,56 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
 
 
-def main(folder: Path) -> None:
-    """Trains as one worker.
+def read_worker_settings(text: str) -> WorkerSettings:
+    """The settings of a text.
 
-    Args:
-        folder: of the run.
+    Raises:
+        LaunchError: they are none.
     """
-    settings = construct(
+    return construct(
         WorkerSettings,
-        parse_json(os.environ[SETTINGS], "the settings of a worker", LaunchError),
+        parse_json(text, "the settings of a worker", LaunchError),
         "the settings of a worker",
         LaunchError,
         forms={Rule: Form(plain=str, build=str)},
     )
+
+
+def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) -> None:
+    """Trains as one worker.
+
+    Args:
+        settings: of the worker.
+        folder: of the run.
+        links: to the servers, in their order.
+    """
     exchange, number = settings.exchange, settings.worker
     job = load_job(settings.job)
     computing = Computing(job, number, exchange.local_rate)
     shapes = {path: list(leaf.shape) for path, leaf in computing.trained.items()}
     write(shapes_file(folder, number), json.dumps(shapes).encode())
+    worker = Worker(number=number, exchange=exchange, computing=computing, links=links)
+    worker.run(settings.steps, job.rows, log_file(folder, number))
+
+
+def main(folder: Path) -> None:
+    """Trains as the worker that the environment describes.
+
+    Args:
+        folder: of the run.
+    """
+    settings = read_worker_settings(os.environ[SETTINGS])
     links = [
         Connection(
             folder=folder,
             server=server,
-            worker=number,
+            worker=settings.worker,
             secret=os.environ[SECRET],
             patience_s=settings.patience_s,
         )
-        for server in range(exchange.servers)
+        for server in range(settings.exchange.servers)
     ]
-    worker = Worker(number=number, exchange=exchange, computing=computing, links=links)
-    worker.run(settings.steps, job.rows, log_file(folder, number))
+    trained_by(settings, folder, links)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Workers and servers as processes of this machine, over its loopback address."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from shardlib.launching.addresses import LOOPBACK
+from shardlib.servers.asked import Asked
+from shardlib.servers.crew import Crew, environment
+from shardlib.servers.result import Trained
+from shardlib.servers.server import process as server_process
+from shardlib.servers.server.process import SECRET
+from shardlib.servers.wire.connection import Connection, address_file
+from shardlib.servers.wire.messages import STARTER
+from shardlib.servers.worker import process as worker_process
+
+
+def run(asked: Asked) -> Trained:
+    """Runs it to its end.
+
+    Args:
+        asked: the run.
+
+    Raises:
+        LaunchError: no worker has ended well, or a server ends again and again.
+    """
+    secret, began, logs = secrets.token_hex(16), time.monotonic(), asked.logs()
+    servers, workers = range(asked.exchange.servers), range(asked.exchange.workers)
+    for server in servers:
+        address_file(asked.folder, server).unlink(missing_ok=True)
+    crew = Crew(
+        folder=asked.folder,
+        servers=[_server(asked, server, secret) for server in servers],
+        workers=[_worker(asked, worker, secret) for worker in workers],
+        restarts=asked.upkeep.restarts,
+        say=asked.say,
+    )
+    try:
+        crew.run()
+        links = [
+            Connection(
+                folder=asked.folder,
+                server=server,
+                worker=STARTER,
+                secret=secret,
+                patience_s=asked.upkeep.patience_s,
+                meanwhile=crew.look_after_servers,
+            )
+            for server in servers
+        ]
+        found = asked.collected(links, logs, crew.events, time.monotonic() - began)
+        for link in links:
+            link.close()
+        crew.end_servers()
+        return found
+    finally:
+        crew.close()
+
+
+def _server(asked: Asked, server: int, secret: str) -> dict[str, str]:
+    settings = asked.server(server, LOOPBACK).to_json()
+    return environment(None, {SECRET: secret, server_process.SETTINGS: settings})
+
+
+def _worker(asked: Asked, worker: int, secret: str) -> dict[str, str]:
+    settings = asked.worker(worker).to_json()
+    return environment(asked.devices, {SECRET: secret, worker_process.SETTINGS: settings})

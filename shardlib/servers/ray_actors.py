@@ -1,0 +1,240 @@
+"""Workers and servers as Ray actors: the same service and the same loop, with Ray between them.
+
+Ray places actors, starts a server again that ends (at its checkpoint), and carries messages, which
+are the headers and safetensors of `wire/` as plain data and bytes. Who may speak is Ray's matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from shardlib.errors import LaunchError, MissingPackageError
+from shardlib.servers.asked import Asked
+from shardlib.servers.crew import environment
+from shardlib.servers.ownership import Flat
+from shardlib.servers.result import Trained
+from shardlib.servers.server.process import read_settings, service_of
+from shardlib.servers.wire.frames import pack, unpack
+from shardlib.servers.wire.messages import STARTER, Answer, Ask, read_answer, read_ask
+from shardlib.servers.worker.process import read_worker_settings, trained_by
+from shardlib.untrusted import fit, printable
+from shardlib.untrusted.json_types import JsonObject
+
+#: Seconds between two tries to reach a server that is started again.
+AGAIN_SECONDS = 0.2
+
+
+class Method(Protocol):
+    """A method of an actor, as Ray wraps it."""
+
+    def remote(self, *arguments: object) -> object:
+        """Calls it, and gives what stands for its result."""
+        ...
+
+
+class Handle(Protocol):
+    """A handle of an actor: of a server, or of a worker."""
+
+    answer: Method
+    gone: Method
+    run: Method
+
+
+class ServerActor:
+    """A server; many threads of Ray call it."""
+
+    def __init__(self, settings: str, folder: str) -> None:
+        """Args:
+        settings: of the server, as text.
+        folder: of the run.
+        """
+        told = read_settings(settings)
+        _say_pid(Path(folder), f"server-{told.server}")
+        self._service = service_of(told, Path(folder))
+
+    def answer(self, header: JsonObject, body: bytes, who: int) -> tuple[JsonObject, bytes]:
+        """Answers a message.
+
+        Args:
+            header: of the message.
+            body: its arrays.
+            who: asks.
+        """
+        answer, arrays = self._service.answer(read_ask(header), unpack(body), who)
+        return answer.to_json(), pack(arrays)
+
+    def gone(self, worker: int) -> None:
+        """A worker is gone, and nobody waits for it."""
+        self._service.gone(worker)
+
+
+class WorkerActor:
+    """A worker."""
+
+    def run(self, settings: str, folder: str, servers: Sequence[Handle]) -> None:
+        """Trains.
+
+        Args:
+            settings: of the worker, as text.
+            folder: of the run.
+            servers: actors, in their order.
+        """
+        told = read_worker_settings(settings)
+        links = [
+            RayLink(server=server, handle=handle, worker=told.worker, patience_s=told.patience_s)
+            for server, handle in enumerate(servers)
+        ]
+        _say_pid(Path(folder), f"worker-{told.worker}")
+        trained_by(told, Path(folder), links)
+
+
+@dataclass(kw_only=True)
+class RayLink:
+    """A way to a server that is an actor.
+
+    Attributes:
+        server: its number.
+        handle: the actor.
+        worker: who asks.
+        patience_s: how long a server may be gone.
+    """
+
+    server: int
+    handle: Handle
+    worker: int
+    patience_s: float
+
+    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+        """See `Link`."""
+        ray, until = _ray(), time.monotonic() + self.patience_s
+        while True:
+            try:
+                call = self.handle.answer.remote(ask.to_json(), pack(arrays or {}), self.worker)
+                header, body = ray.get(call, timeout=self.patience_s)
+                return read_answer(header), unpack(body)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                if time.monotonic() > until:
+                    raise LaunchError(
+                        f"server {self.server} has not answered for {self.patience_s:g} s: {error}"
+                    ) from error
+                time.sleep(AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """Ray closes what it has opened."""
+
+
+def run(asked: Asked) -> Trained:
+    """Runs it to its end.
+
+    Args:
+        asked: the run.
+
+    Raises:
+        LaunchError: no worker has ended well, or a server ends again and again.
+        MissingPackageError: Ray is not installed.
+    """
+    ray = _ray()
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    began, logs, events = time.monotonic(), asked.logs(), list[str]()
+    servers = [_server(ray, asked, number) for number in range(asked.exchange.servers)]
+    workers = [_worker(ray, asked) for _ in range(asked.exchange.workers)]
+    try:
+        _watched(ray, asked, servers, workers, events)
+        links = [
+            RayLink(server=number, handle=one, worker=STARTER, patience_s=asked.upkeep.patience_s)
+            for number, one in enumerate(servers)
+        ]
+        for link in links:
+            link.ask(Ask(kind="save", worker=STARTER))
+        return asked.collected(links, logs, events, time.monotonic() - began)
+    finally:
+        for actor in (*workers, *servers):
+            ray.kill(actor)
+
+
+def _server(ray: ModuleType, asked: Asked, number: int) -> Handle:
+    """An actor, on whatever host has room. It reserves nothing: it computes little."""
+    options = {
+        "num_cpus": 0,
+        "max_restarts": asked.upkeep.restarts,
+        "max_concurrency": 2 * asked.exchange.workers + 8,
+        "runtime_env": _environment(None),
+    }
+    settings = asked.server(number, "").to_json()
+    return ray.remote(ServerActor).options(**options).remote(settings, str(asked.folder))
+
+
+def _worker(ray: ModuleType, asked: Asked) -> Handle:
+    needs = dict(asked.upkeep.resources)
+    options = {
+        "num_cpus": needs.pop("CPU", 0),
+        "num_gpus": needs.pop("GPU", 0),
+        "resources": needs,
+        "runtime_env": _environment(asked.devices),
+    }
+    return ray.remote(WorkerActor).options(**options).remote()
+
+
+def _environment(devices: int | None) -> Mapping[str, Mapping[str, str]]:
+    """Variables of an actor, beside those of Ray."""
+    found = environment(devices, {})
+    names = ("PYTHONPATH", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+    return {"env_vars": {name: found[name] for name in names if name in found}}
+
+
+def _watched(
+    ray: ModuleType,
+    asked: Asked,
+    servers: Sequence[Handle],
+    workers: Sequence[Handle],
+    events: list[str],
+) -> None:
+    """Has all workers train, and waits until the last has ended; what happens is put into `events`.
+
+    Raises:
+        LaunchError: none has ended well.
+    """
+    waiting = {
+        worker.run.remote(asked.worker(number).to_json(), str(asked.folder), servers): number
+        for number, worker in enumerate(workers)
+    }
+    well, last = 0, ""
+    while waiting:
+        for call in ray.wait(list(waiting), num_returns=1, timeout=1.0)[0]:
+            number = waiting.pop(call)
+            try:
+                ray.get(call)
+                well += 1
+                continue
+            except ray.exceptions.RayActorError:
+                last = f"worker {number} is gone; the others go on"
+            except ray.exceptions.RayTaskError as error:
+                why = fit(printable(str(error.cause)), 2000)
+                last = f"worker {number} ended with an error; the others go on: {why}"
+            events.append(last)
+            asked.say(last)
+            for server in servers:
+                server.gone.remote(number)
+    if not well:
+        raise LaunchError(f"no worker has ended well\n{last}")
+
+
+def _say_pid(folder: Path, name: str) -> None:
+    (folder / f"{name}.pid").write_text(f"{os.getpid()}\n")
+
+
+def _ray() -> ModuleType:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingPackageError(
+            "engine='ray' needs the package ray\nTry: pip install 'shardlib[ray]'"
+        ) from error
