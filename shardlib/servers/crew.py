@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +104,8 @@ class Crew:
         for process in running:
             process.send_signal(signal.SIGTERM)
         for process in running:
-            process.wait(END_SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # then it is killed, and says nothing more
+                process.wait(END_SECONDS)
 
     def close(self) -> None:
         """Ends whatever has not ended."""

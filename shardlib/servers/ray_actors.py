@@ -23,7 +23,7 @@ from shardlib.servers.result import Trained
 from shardlib.servers.server.process import read_settings, service_of
 from shardlib.servers.wire.frames import pack, unpack
 from shardlib.servers.wire.messages import STARTER, Answer, Ask, read_answer, read_ask
-from shardlib.servers.worker.process import read_worker_settings, trained_by
+from shardlib.servers.worker.process import SETTINGS, read_worker_settings, trained_by
 from shardlib.untrusted import fit, printable
 from shardlib.untrusted.json_types import JsonObject
 
@@ -166,7 +166,7 @@ def _server(ray: ModuleType, asked: Asked, number: int) -> Handle:
         "num_cpus": 0,
         "max_restarts": asked.upkeep.restarts,
         "max_concurrency": 2 * asked.exchange.workers + 8,
-        "runtime_env": _environment(None),
+        "runtime_env": _environment(None, {}),
     }
     settings = asked.server(number, "").to_json()
     return ray.remote(ServerActor).options(**options).remote(settings, str(asked.folder))
@@ -178,16 +178,16 @@ def _worker(ray: ModuleType, asked: Asked) -> Handle:
         "num_cpus": needs.pop("CPU", 0),
         "num_gpus": needs.pop("GPU", 0),
         "resources": needs,
-        "runtime_env": _environment(asked.devices),
+        "runtime_env": _environment(asked.devices, {SETTINGS: "{}"}),
     }
     return ray.remote(WorkerActor).options(**options).remote()
 
 
-def _environment(devices: int | None) -> Mapping[str, Mapping[str, str]]:
+def _environment(devices: int | None, more: Mapping[str, str]) -> Mapping[str, Mapping[str, str]]:
     """Variables of an actor, beside those of Ray."""
     found = environment(devices, {})
     names = ("PYTHONPATH", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
-    return {"env_vars": {name: found[name] for name in names if name in found}}
+    return {"env_vars": {name: found[name] for name in names if name in found} | dict(more)}
 
 
 def _watched(

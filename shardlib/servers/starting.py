@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -9,12 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, get_args
 
-from shardlib.errors import ArgumentError, raise_all
+from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.exchanges.asynchronous import Asynchronous
 from shardlib.servers import local, ray_actors
 from shardlib.servers.asked import Asked, Upkeep
 from shardlib.servers.result import Trained
 from shardlib.servers.worker.job import MakeJob, reference_to
+from shardlib.servers.worker.process import SETTINGS
 from shardlib.untrusted.shown import shown
 
 #: What starts workers and servers.
@@ -58,6 +60,11 @@ def train(
         MissingPackageError: Ray is not installed.
     """
     _require(steps, exchange, devices, engine)
+    if SETTINGS in os.environ:
+        raise LaunchError(
+            "shardlib.servers.train was called where a worker loads the file of its job\nTry: call"
+            ' it under if __name__ == "__main__":'
+        )
     reference = reference_to(job)
     with ExitStack() as stack:
         if run is None:

@@ -35,14 +35,20 @@ def test_who_comes_late_begins_where_the_slowest_is() -> None:
 
 def test_who_is_silent_is_not_waited_for_and_may_come_back() -> None:
     now = [0.0]
-    gate = Gate(exchange=Asynchronous(workers=2, bound=0), silent_s=10, now=lambda: now[0])
+    lost: list[int] = []
+    gate = Gate(
+        exchange=Asynchronous(workers=2, bound=0),
+        silent_s=10,
+        now=lambda: now[0],
+        lost=lost.append,
+    )
     assert not gate.enter(0, 0, 0) and not gate.enter(1, 0, 0)
     assert gate.enter(0, 1, 0)
     now[0] = 9.0
     assert gate.enter(0, 1, 0)
     now[0] = 11.0
     assert not gate.enter(0, 1, 0) and not gate.enter(0, 7, 0)
-    assert not gate.enter(1, 1, 0)
+    assert lost == [1] and not gate.enter(1, 1, 0)
     assert gate.place(1) == gate.place(0) == 7
 
 

@@ -156,6 +156,12 @@ def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_script_without_a_guard_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLIB_WORKER", "{}")
+    with pytest.raises(shardlib.LaunchError, match="under if __name__"):
+        servers.train(jobs.job, 1, exchange=shardlib.Asynchronous())
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -163,6 +169,7 @@ def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
         ({"steps": 0}, "steps is 0; it is an integer of at least 1"),
         ({"exchange": shardlib.DiLoCo()}, "it is a shardlib.Asynchronous"),
         ({"devices": 0}, "devices is 0"),
+        ({"engine": "mpi"}, "engine is 'mpi'; it is 'local' or 'ray'"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], says: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from shardlib import Asynchronous
 from shardlib.errors import CheckpointError
 from shardlib.servers.ownership import divided, joined
 from shardlib.servers.server.service import Service
-from shardlib.servers.wire.messages import Ask
+from shardlib.servers.wire.messages import Answer, Ask
 
 Arrays = dict[str, np.ndarray]
 #: (what, worker): worker 1 is two updates late, then three.
@@ -66,7 +68,7 @@ def asked(service: Service, kind: str, worker: int, arrays: Arrays, **more: Any)
 
 @pytest.mark.parametrize("by_staleness", [True, False])
 @pytest.mark.parametrize(("rule", "accumulator"), [("sgd", 0.1), ("adagrad", 0.1), ("adagrad", 0)])
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [1, 3, 30])
 def test_servers_do_what_downpour_does(
     rule: Any, accumulator: float, by_staleness: bool, servers: int
 ) -> None:
@@ -126,6 +128,48 @@ def test_a_push_that_comes_twice_is_applied_once_also_after_a_restart(tmp_path: 
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match="cannot be read"):
         Service(exchange=exchange, checkpoint=file)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "gone" / "server-0.safetensors"
+    service = Service(exchange=Asynchronous(servers=1), checkpoint=file, save_every=1)
+    asked(service, "offer", 0, divided(start(), 1)[0])
+    found = {k: v.reshape(-1) for k, v in gradient(start(), 1).items()}
+    assert asked(service, "push", 0, found, serial=1)[0].clock == 1
+    assert service.events[0].startswith("the checkpoint after 1 pushes is not written: ")
+
+
+def test_who_waits_is_answered_when_it_may_go_on() -> None:
+    service = Service(exchange=Asynchronous(workers=3, servers=1, bound=0))
+    for worker in range(3):
+        asked(service, "enter", worker, {})
+    waiting = [
+        threading.Thread(target=asked, args=(service, "enter", worker, {}), kwargs={"step": 1})
+        for worker in (0, 1)
+    ]
+    for thread in waiting:
+        thread.start()
+    asked(service, "enter", 2, {}, step=1)
+    for thread in waiting:
+        thread.join(0.4)
+        assert not thread.is_alive()
+    began, cpu, answers = time.monotonic(), time.process_time(), list[Answer]()
+    waiting = [
+        threading.Thread(
+            target=lambda worker=worker: answers.append(
+                service.answer(Ask(kind="enter", worker=worker, step=2), {}, worker)[0]
+            )
+        )
+        for worker in (0, 1)
+    ]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert [answer.kind for answer in answers] == ["wait", "wait"]
+    assert answers[0].why == "it is 1 steps ahead of worker 2, the bound is 0"
+    assert time.monotonic() - began > 0.4
+    assert time.process_time() - cpu < 0.2, "they do not wake each other"
 
 
 @pytest.mark.parametrize(

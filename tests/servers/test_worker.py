@@ -166,6 +166,12 @@ def test_steps_that_update_state_are_refused() -> None:
         Computing(what, 0, 0.0)
 
 
+def test_islands_are_no_worker() -> None:
+    what = replace(job(), topology="cpu:4", pin={"exchange": "diloco:2:10"})
+    with pytest.raises(shardlib.PinError, match="exchange=diloco:2:10, and is of one worker"):
+        Computing(what, 0, 0.0)
+
+
 def test_dropout_differs_from_worker_to_worker() -> None:
     from flax import nnx
 

@@ -27,6 +27,7 @@ class Gate:
         heard: of each, when it last asked.
         alone: who trains alone, during a warm start.
         now: seconds of a clock.
+        lost: is told who has been silent for too long.
     """
 
     exchange: Asynchronous
@@ -36,6 +37,7 @@ class Gate:
     heard: dict[int, float] = field(default_factory=dict[int, float])
     alone: int | None = None
     now: Callable[[], float] = time.monotonic
+    lost: Callable[[int], None] = lambda worker: None
 
     def place(self, worker: int) -> int:
         """How far a worker is, on the clock that is common to all."""
@@ -84,3 +86,4 @@ class Gate:
         late = self.now() - self.silent_s
         for worker in [one for one, heard in self.heard.items() if heard < late]:
             self.leave(worker)
+            self.lost(worker)

@@ -52,7 +52,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.shard = Shard(exchange=self.exchange)
-        self.gate = Gate(exchange=self.exchange, silent_s=self.silent_s)
+        self.gate = Gate(exchange=self.exchange, silent_s=self.silent_s, lost=self._silent)
         self._changed = threading.Condition()
         self._saving = threading.Lock()
         if self.checkpoint is not None:
@@ -120,11 +120,12 @@ class Service:
     def _enter(self, ask: Ask) -> Answer:
         until = time.monotonic() + WAIT_SECONDS
         with self._changed:
-            while why := self.gate.enter(ask.worker, ask.step, self.shard.clock):
-                self._changed.notify_all()
+            why = self.gate.enter(ask.worker, ask.step, self.shard.clock)
+            self._changed.notify_all()  # it may be whom others wait for
+            while why:
                 if not self._changed.wait(until - time.monotonic()):
                     return Answer(kind="wait", why=why, clock=self.shard.clock)
-            self._changed.notify_all()
+                why = self.gate.enter(ask.worker, ask.step, self.shard.clock)
             return Answer(clock=self.shard.clock)
 
     def _push(self, ask: Ask, arrays: Flat) -> Answer:
@@ -145,8 +146,13 @@ class Service:
             self.gate.leave(worker)
             self._changed.notify_all()
 
+    def _silent(self, worker: int) -> None:
+        self.note(f"worker {worker} has said nothing for {self.silent_s:g} s; nobody waits for it")
+
     def save(self) -> None:
-        """Writes the checkpoint, where there are parameters and a place for it."""
+        """Writes the checkpoint, where there are parameters and a place for it. Where it cannot be
+        written, training goes on, and an event says so.
+        """
         if self.checkpoint is None:
             return
         with self._saving:
@@ -166,7 +172,10 @@ class Service:
                     offsets=dict(self.gate.offsets),
                     steps=dict(self.gate.steps),
                 )
-            write(self.checkpoint, packed(frozen, places, self.server))
+            try:
+                write(self.checkpoint, packed(frozen, places, self.server))
+            except OSError as error:
+                self.note(f"the checkpoint after {frozen.clock} pushes is not written: {error}")
 
     def note(self, text: str) -> None:
         """Keeps an event.

@@ -48,6 +48,10 @@ class Computing:
             batch_axes=job.batch_axes,
             wrt=job.wrt,
         )
+        if not isinstance(program, Program):
+            raise PinError(
+                f"pin of the job has exchange={program.plan.exchange}, and is of one worker"
+            )
         self.gradients = GradientProgram.of(program)
         self.trained = trained(program)
         _require_floating(self.trained)
