@@ -27,12 +27,22 @@ from benchmarks.environment import RESULTS, write
 from shardlib import models
 from shardlib.models.config import TransformerConfig
 
-#: (machine, islands, pins beside the exchange).
-CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
-    ("cpu:8", 2, {"mesh.fsdp": 4, "zero": 3}),
-    ("2*h100:8", 2, {"zero": 1}),
-    ("2*v5e:4x4", 2, {"zero": 3}),
-    ("4*v5e:2x2", 4, {"zero": 1}),
+#: (machine, exchange, pins beside it).
+CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("cpu:8", "diloco:2:32", {"mesh.fsdp": 4, "zero": 3}),
+    ("2*h100:8", "diloco:2:32", {"zero": 1}),
+    ("2*v5e:4x4", "diloco:2:32", {"zero": 3}),
+    ("4*v5e:2x2", "diloco:4:32", {"zero": 1}),
+    ("2*h100:8", "diloco:2:32:fragments=2", {"zero": 1}),
+    ("2*v5e:4x4", "diloco:2:32:fragments=2", {"zero": 3}),
+    *(
+        (where, f"diloco:2:32:wire={wire}", {"zero": 3})
+        for where in ("2*h100:8", "2*v5e:4x4")
+        for wire in ("bfloat16", "int8", "int4")
+    ),
+    ("4*v5e:2x2", "gossip:4:exponential", {"zero": 1}),
+    ("4*v5e:2x2", "gossip:4:ring", {"zero": 3}),
+    ("4*h100:4", "gossip:4:exponential", {"zero": 3}),
 )
 
 
@@ -41,7 +51,7 @@ def over_islands(collectives: Any) -> int:
     return sum(one.total_bytes for one in collectives if "island" in one.axes)
 
 
-def row(topology: str, islands: int, pin: dict[str, Any]) -> dict[str, Any]:
+def row(topology: str, exchange: str, pin: dict[str, Any]) -> dict[str, Any]:
     """One case, planned and compiled."""
     config = TransformerConfig(
         name="job",
@@ -59,7 +69,6 @@ def row(topology: str, islands: int, pin: dict[str, Any]) -> dict[str, Any]:
     )
     init, loss = models.build(config)
     batch = {key: jax.ShapeDtypeStruct((64, 512), np.int32) for key in ("inputs", "targets")}
-    exchange = shardlib.DiLoCo(islands=islands, every=32)
     found = shardlib.verify(
         init,
         loss,
@@ -71,12 +80,13 @@ def row(topology: str, islands: int, pin: dict[str, Any]) -> dict[str, Any]:
     assert found.compiled is not None and found.compiled.meeting is not None, str(found)
     return {
         "topology": topology,
+        "exchange": exchange,
         "mesh": dict(found.plan.mesh),
         "zero": found.plan.zero,
         "step_over_islands": over_islands(found.compiled.collectives),
         "meeting_planned": over_islands(found.plan.estimate.collectives),
         "meeting_compiled": over_islands(found.compiled.meeting.collectives),
-        "meeting_seconds": found.plan.estimate.seconds.exchange * exchange.every,
+        "meeting_seconds": found.plan.estimate.seconds.exchange * found.plan.exchange.period,
         "errors": [one.code for one in found.findings if one.severity == "error"],
         "versions": dict(found.versions),
     }
@@ -84,9 +94,10 @@ def row(topology: str, islands: int, pin: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the cases and stores them."""
-    rows = [row(*case) for case in CASES]
-    for one in rows:
-        print(json.dumps(one), flush=True)
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        rows.append(row(*case))
+        print(json.dumps(rows[-1]), flush=True)
     write(
         RESULTS / f"island_meetings_jax-{jax.__version__}.json",
         {"benchmark": "island_meetings", "rows": rows},

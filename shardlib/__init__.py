@@ -80,7 +80,9 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from shardlib.exchanges.asynchronous import Asynchronous
-    from shardlib.exchanges.values import DiLoCo, Exact
+    from shardlib.exchanges.diloco import DiLoCo
+    from shardlib.exchanges.gossip import Gossip
+    from shardlib.exchanges.values import Exact
     from shardlib.frontend.edge import plan_edge
     from shardlib.frontend.scale import scale
     from shardlib.functions.attention import attention
@@ -156,7 +158,8 @@ _HOME = {
     "Program": "shardlib.lowering.program.program",
     "TrainState": "shardlib.lowering.program.program",
     "Asynchronous": "shardlib.exchanges.asynchronous",
-    "DiLoCo": "shardlib.exchanges.values",
+    "DiLoCo": "shardlib.exchanges.diloco",
+    "Gossip": "shardlib.exchanges.gossip",
     "Exact": "shardlib.exchanges.values",
     "IslandsProgram": "shardlib.lowering.islands.program",
     "Topology": "shardlib.hardware",
@@ -187,6 +190,7 @@ __all__ = [
     "Estimate",
     "Exact",
     "Finding",
+    "Gossip",
     "Guards",
     "InfeasibleError",
     "IslandsProgram",

@@ -1,7 +1,9 @@
 """Reads an exchange as users pin it.
 
->>> read_exchange("exchange", "diloco:2:100") == read_exchange("exchange", DiLoCo())
-True
+>>> read_exchange("exchange", "diloco:2:100").every
+100
+>>> read_exchange("exchange", "gossip:4:ring").graph
+'ring'
 >>> read_exchange("exchange", {"kind": "diloco", "islands": 4}).islands
 4
 >>> print(read_exchange("exchange", "diloco:4:50:momentum=0"))
@@ -18,13 +20,14 @@ from typing import Any, cast
 
 from shardlib.errors import HINT, PinError
 from shardlib.exchanges.asynchronous import Asynchronous, refuse_pin
-from shardlib.exchanges.values import KINDS, DiLoCo, Exact, Exchange
+from shardlib.exchanges.values import KINDS, Exchange, Form
 from shardlib.untrusted.shown import shown
 
 #: How pins spell exchanges.
-EXAMPLES = "'exact', 'diloco:2:100' (islands, steps between meetings), shardlib.DiLoCo(islands=2)"
-#: What stands in a word without its name, in its order.
-_PLACES = ("islands", "every")
+EXAMPLES = (
+    "'exact', 'diloco:2:100' (islands, steps between meetings), 'gossip:8:exponential' (islands,"
+    " graph), shardlib.DiLoCo(islands=2)"
+)
 
 
 def read_exchange(word: str, value: object) -> Exchange:
@@ -37,62 +40,70 @@ def read_exchange(word: str, value: object) -> Exchange:
     Raises:
         PinError: it is none; the message says what would be one.
     """
-    if isinstance(value, Exact | DiLoCo):
+    if isinstance(value, Exchange):
         return value
     if isinstance(value, Asynchronous):
         refuse_pin(word)
     if isinstance(value, str):
         kind, *rest = value.lower().split(":")
-        return _made(word, value, kind, _settings(word, value, rest))
+        form = _form(word, value, kind)
+        return _made(word, value, form, _settings(word, value, form, rest))
     if isinstance(value, Mapping):
         given = dict(cast("Mapping[str, Any]", value))
-        return _made(word, value, given.pop("kind", None), given)
+        return _made(word, value, _form(word, value, given.pop("kind", None)), given)
     raise PinError(f"{word} is {shown(value)}; it is one of {EXAMPLES}")
 
 
-def _settings(word: str, value: str, rest: list[str]) -> dict[str, Any]:
-    """Settings of what stands after the kind: numbers by their places, then name=number."""
+def _form(word: str, value: object, kind: object) -> Form:
+    """The type of the exchanges of a kind.
+
+    Raises:
+        PinError: there is no such kind.
+    """
+    if kind == Asynchronous.kind:
+        refuse_pin(word)
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind]
+    near = difflib.get_close_matches(str(kind), KINDS, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise PinError(f"{word} is {shown(value)}; it is one of {EXAMPLES}{meant}")
+
+
+def _settings(word: str, value: str, form: Form, rest: list[str]) -> dict[str, Any]:
+    """Settings of what stands after the kind: some by their places, then name=value."""
     found: dict[str, Any] = {}
     for place, text in enumerate(rest):
-        name, named, number = text.rpartition("=")
-        if not named and place >= len(_PLACES):
-            raise PinError(
-                f"{word} is {shown(value)}, whose part {text!r} has no name{HINT}rate={text}"
-            )
-        name = name if named else _PLACES[place]
+        name, named, setting = text.rpartition("=")
+        if not named and place >= len(form.places):
+            some = next((one.name for one in fields(form) if one.name not in form.places), "")
+            hint = f"{HINT}{some}={text}" if some else f"; {form.kind} has no settings"
+            raise PinError(f"{word} is {shown(value)}, whose part {text!r} has no name{hint}")
+        name = name if named else form.places[place]
         if name in found:
             raise PinError(f"{word} is {shown(value)}, which says {name} twice{HINT}{name} once")
-        found[name] = _number(word, value, number)
+        found[name] = _read(setting)
     return found
 
 
-def _number(word: str, value: str, text: str) -> int | float:
+def _read(text: str) -> int | float | str:
+    """A number, or the word that it is."""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         return int(text)
     try:
         return float(text)
     except ValueError:
-        raise PinError(
-            f"{word} is {shown(value)}, whose part {text!r} is no number; exchanges are {EXAMPLES}"
-        ) from None
+        return text
 
 
-def _made(word: str, value: object, kind: object, settings: dict[str, Any]) -> Exchange:
+def _made(word: str, value: object, form: Form, settings: dict[str, Any]) -> Exchange:
     """The exchange of a kind with settings.
 
     Raises:
-        PinError: there is no such kind, or it has no such settings.
+        PinError: it has no such settings.
     """
-    if kind == Asynchronous.kind:
-        refuse_pin(word)
-    if not isinstance(kind, str) or kind not in KINDS:
-        near = difflib.get_close_matches(str(kind), KINDS, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise PinError(f"{word} is {shown(value)}; it is one of {EXAMPLES}{meant}")
-    form = KINDS[kind]
     known = [field.name for field in fields(form)]
     strange = sorted(str(name) for name in settings if name not in known)
     if strange:
         has = f"has {', '.join(known)}" if known else "has no settings"
-        raise PinError(f"{word} is {shown(value)}; {kind} {has}, and not {', '.join(strange)}")
+        raise PinError(f"{word} is {shown(value)}; {form.kind} {has}, and not {', '.join(strange)}")
     return form(**settings)

@@ -10,7 +10,7 @@ import jax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
-from shardlib.exchanges.values import DiLoCo, Exchange
+from shardlib.exchanges.values import Exact, Exchange, Meets
 from shardlib.frontend.traced_model import TracedModel, traced_again
 from shardlib.planning.islands.spread import of_one_island
 from shardlib.planning.plan import Plan
@@ -103,7 +103,7 @@ def lower_all(
     """
     from shardlib.frontend.lowered import lower
 
-    if isinstance(plan.exchange, DiLoCo):
+    if not isinstance(plan.exchange, Exact):
         several = _lower_islands(model, plan, plan.exchange, devices, where)
         return cast("Program", several)
     return lower(model, plan, devices=devices, **where)
@@ -112,7 +112,7 @@ def lower_all(
 def _lower_islands(
     model: TracedModel,
     plan: Plan,
-    exchange: DiLoCo,
+    exchange: Meets,
     devices: Sequence[jax.Device] | None,
     where: Mapping[str, BuildOption],
 ) -> IslandsProgram:
@@ -167,7 +167,7 @@ def _dims(
     return {path: axes.index("batch") if "batch" in axes else None for path, _, _, axes in batch}
 
 
-def require_carried(model: TracedModel, plan: Plan, exchange: DiLoCo) -> None:
+def require_carried(model: TracedModel, plan: Plan, exchange: Meets) -> None:
     """Refuses what islands cannot carry.
 
     Args:
@@ -198,7 +198,7 @@ def require_carried(model: TracedModel, plan: Plan, exchange: DiLoCo) -> None:
 
 
 def _devices_of(
-    exchange: DiLoCo, each: int, devices: Sequence[jax.Device] | None
+    exchange: Meets, each: int, devices: Sequence[jax.Device] | None
 ) -> list[list[jax.Device]]:
     """The devices of every island, `each` of them, neighbours in JAX's order.
 

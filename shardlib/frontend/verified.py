@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardlib.exchanges.values import DiLoCo
+from shardlib.exchanges.values import Exact
 from shardlib.frontend.compiled_choice import priced_as_compiled
 from shardlib.frontend.islands import require_carried
 from shardlib.frontend.lowered import lower
@@ -44,7 +44,7 @@ def verified(
         ShardlibError: see `shardlib.verify`.
     """
     exchange = plan.exchange
-    if not isinstance(exchange, DiLoCo):
+    if isinstance(exchange, Exact):
         program = lower(model, priced_as_compiled(model, plan, machine), abstract=True)
         return verify_program(program, machine, limits, options)
     require_carried(model, plan, exchange)

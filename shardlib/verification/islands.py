@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import jax
-
-from shardlib.axes import ISLAND
-from shardlib.exchanges.values import DiLoCo
+from shardlib.axes import ISLAND, MeshShape
+from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges.values import Meets
 from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.meeting import Meeting
+from shardlib.lowering.islands.meetings import meetings_of
 from shardlib.lowering.islands.stacked import abstract_mesh_of_all
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
@@ -30,12 +30,14 @@ from shardlib.verification.exported import export_meeting
 from shardlib.verification.hlo.found import Found
 from shardlib.verification.hlo.hlo import parse
 from shardlib.verification.hlo.timing import timed
-from shardlib.verification.hlo.traffic import read_traffic
-from shardlib.verification.isolation import Failure, Limits, compile_apart
+from shardlib.verification.hlo.traffic import Traffic, read_traffic
+from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
 from shardlib.verification.report import Verification
-from shardlib.verification.targets import target
+from shardlib.verification.targets import Target, target
 from shardlib.verification.verify import verify_program
 
+#: Dtypes by which compilers know what crosses; narrow numbers cross as integers of their bits.
+WIRES = {"float32": {"f32"}, "bfloat16": {"u16"}, "int8": {"u8"}, "int4": {"u8"}}
 #: What a meeting may move more than planned, as a part of it.
 SLACK = 0.01
 #: Bytes by which a TPU pads a flat float32 array at most: tiles of 1,024 numbers.
@@ -44,7 +46,7 @@ PADDING = 4096
 
 def verify_islands(
     plan: Plan,
-    exchange: DiLoCo,
+    exchange: Meets,
     program: Program,
     topology: Topology,
     limits: Limits | None = None,
@@ -65,64 +67,82 @@ def verify_islands(
     """
     island = island_of(topology, exchange.islands)
     step = verify_program(program, island, limits, options)
-    meeting = abstract_meeting(plan, exchange, program)
     joined = used_by(topology, exchange.islands, program.plan.mesh.devices)
     where = target(joined, plan.mesh)
-    exported = export_meeting(meeting, where.platform)
-    made = compile_apart(exported, where, limits, options)
-    if isinstance(made, Failure) or step.compiled is None:
-        findings = (failed(made, plan),) if isinstance(made, Failure) else ()
-        return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
-    traffic = read_traffic(parse(made.text), plan.mesh, exported.arguments, where.positions)
-    met = CompiledStep(
-        device_bytes=made.memory,
-        collectives=timed(traffic, plan.mesh, joined),
-        wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
-        device_kind=made.device_kind,
-        unread=traffic.problems,
-        reductions=traffic.reductions,
-    )
+    found, met, seconds = list[Found](), list[CompiledStep](), 0.0
+    for meeting in abstract_meetings(exchange, program):
+        exported = export_meeting(meeting, where.platform)
+        made = compile_apart(exported, where, limits, options)
+        if isinstance(made, Failure) or step.compiled is None:
+            findings = (failed(made, plan),) if isinstance(made, Failure) else ()
+            return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
+        traffic = read_traffic(parse(made.text), plan.mesh, exported.arguments, where.positions)
+        met.append(_compiled(made, traffic, where, plan.mesh, joined))
+        found += traffic.found
+        seconds += made.seconds
+    assert step.compiled is not None
     kept, memory = plan.estimate.device_bytes.exchange, step.compiled.device_bytes
     together = {**memory, "exchange": kept, "peak": memory["peak"] + kept}
-    compiled = replace(step.compiled, device_bytes=together, meeting=met)
+    compiled = replace(step.compiled, device_bytes=together, meeting=_together(met))
     others = [one for one in step.findings if one.code not in ("memory-differs", "out-of-memory")]
     return replace(
         step,
         plan=plan,
         compiled=compiled,
-        compile_seconds=step.compile_seconds + made.seconds,
+        compile_seconds=step.compile_seconds + seconds,
         findings=(
-            *crossings(plan, traffic.found),
+            *crossings(plan, exchange, found),
             *compare.memory(plan, topology, compiled),
             *others,
         ),
     )
 
 
-def abstract_meeting(plan: Plan, exchange: DiLoCo, program: Program) -> Meeting:
-    """The meeting of islands whose devices need not be here.
+def abstract_meetings(exchange: Meets, program: Program) -> tuple[Meeting, ...]:
+    """The meetings of islands whose devices need not be here.
 
     Args:
-        plan: of all islands.
         exchange: how they meet.
         program: of one island.
     """
-    return Meeting(
-        exchange=exchange,
-        mesh=abstract_mesh_of_all(program.mesh, exchange.islands),
-        trained=jax.tree.leaves(program.model.partition.trained(program.state.params)),
-        outer=jax.tree.leaves(program.parts.params.state),
-        digest=plan.digest,
+    return meetings_of(exchange, program, abstract_mesh_of_all(program.mesh, exchange.islands))
+
+
+def _compiled(
+    made: Compiled, traffic: Traffic, where: Target, mesh: MeshShape, machine: Topology
+) -> CompiledStep:
+    """What the compiler made of a meeting."""
+    return CompiledStep(
+        device_bytes=made.memory,
+        collectives=timed(traffic, mesh, machine),
+        wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
+        device_kind=made.device_kind,
+        unread=traffic.problems,
+        reductions=traffic.reductions,
     )
 
 
-def crossings(plan: Plan, found: Sequence[Found]) -> Iterator[Finding]:
+def _together(met: Sequence[CompiledStep]) -> CompiledStep:
+    """Several meetings as one: what all of them move, and the memory of the largest."""
+    first = max(met, key=lambda one: one.device_bytes.get("peak", 0))
+    return replace(
+        first,
+        collectives=tuple(one for step in met for one in step.collectives),
+        wire_bytes=sum(one.wire_bytes for one in met),
+        compute_seconds=sum(one.compute_seconds for one in met),
+        unread=tuple(one for step in met for one in step.unread),
+        reductions=tuple(one for step in met for one in step.reductions),
+    )
+
+
+def crossings(plan: Plan, exchange: Meets, found: Sequence[Found]) -> Iterator[Finding]:
     """What crosses between islands, and was not planned, or is wider than promised.
 
     Args:
         plan: of all islands.
-        found: collectives of a compiled meeting.
+        exchange: how they meet.
+        found: collectives of all compiled meetings.
     """
     crossing = [one for one in found if ISLAND.name in one.axes or not one.axes]
     due = sum(c.total_bytes for c in plan.estimate.collectives if ISLAND.name in c.axes)
@@ -139,11 +159,15 @@ def crossings(plan: Plan, found: Sequence[Found]) -> Iterator[Finding]:
             ),
             hint="tell us: the meeting is the same program for every model",
         )
-    dtypes = {dtype for one in crossing if one.kind == "all-reduce" for dtype in one.dtypes}
-    if dtypes - {"f32"}:
+    wanted = WIRES[exchange.wire] if isinstance(exchange, DiLoCo) else None
+    dtypes = {dtype for one in crossing for dtype in one.dtypes}
+    if wanted is not None and dtypes - wanted:
         yield Finding(
             code="wide-exchange",
             severity="error",
             where="outer gradient",
-            message=f"outer gradients cross as {', '.join(sorted(dtypes))}, and not as f32.",
+            message=(
+                f"outer gradients cross as {', '.join(sorted(dtypes))}, and not as"
+                f" {', '.join(sorted(wanted))}."
+            ),
         )

@@ -154,7 +154,7 @@ def test_a_meeting_moves_what_is_planned_and_steps_move_nothing(zero: int) -> No
     program = compiled(optax.adamw(1e-2), mesh=mesh, zero=zero, exchange="diloco:2:10")
     crossing = [c for c in program.plan.estimate.collectives if "island" in c.axes]
     assert [(c.kind, c.every) for c in crossing] == [("all-reduce", 10)]
-    text = program.meeting.lower().compile().as_text() or ""
+    text = program.meetings[0].lower().compile().as_text() or ""
     found = re.findall(r"= (\(?[^=]*?\)?) all-reduce(?:-start)?\(", re.sub(r"/\*.*?\*/", "", text))
     sizes = [
         4 * int(np.prod([int(n) for n in dims.split(",") if n], dtype=int))

@@ -4,11 +4,16 @@ Each island runs the unchanged program of its own plan on its own devices, so th
 inside of a step. What crosses is a second program over the devices of all islands, a *meeting*,
 which takes the islands' parameters as they lie, without copies:
 
-    state.py    what is carried from step to step: the islands' states, and what is outer
-    stacked.py  arrays of islands as one array over all devices, and back
-    meeting.py  the meeting as a compiled program
-    stored.py   the state as named arrays over all devices, for checkpoints
-    rows.py     the batch of all islands as one for each
-    checks.py   what is refused before anything runs
-    program.py  what a user holds: init, step, evaluate
+    state.py     what is carried from step to step: the islands' states, and what is outer
+    start.py     what is outer before the first step
+    streams.py   random streams of the models of islands
+    stacked.py   arrays of islands as one array over all devices, and back
+    wires.py     means over islands in the dtype that crosses
+    updates.py   what a device does at a meeting
+    meeting.py   a meeting as a compiled program
+    meetings.py  all of them, as the plan has them
+    stored.py    the state as named arrays over all devices, for checkpoints
+    rows.py      the batch of all islands as one for each
+    checks.py    what is refused before anything runs
+    program.py   what a user holds: init, step, evaluate
 """

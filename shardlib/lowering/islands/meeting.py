@@ -1,29 +1,56 @@
 """The meeting of islands as a compiled program over the devices of all.
 
-What crosses is one all-reduce of each shard of the outer gradient. Inside of an island outer
-parameters are sharded as optimizer state is; what comes of them is gathered where parameters rest
-less sharded.
+in use       parameters as they rest, those of all islands stacked
+rows         of a stack the layers of the fragment, each device its own
+sharded      as optimizer state is: an island's devices exchange a shard each
+update       what crosses, and what is made of it (`updates.py`)
+back         gathered where parameters rest less sharded; the layers put into their stack
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.axes import ISLAND
-from shardlib.exchanges.values import DiLoCo
+from shardlib.exchanges.values import Meets
+from shardlib.jax_types import Value
 from shardlib.lowering.islands.stacked import stacked_shape, stacked_sharding
-from shardlib.lowering.islands.state import OuterState
+from shardlib.lowering.islands.updates import Shards, update_of
 from shardlib.lowering.mesh.pinning import held
 
-#: Of one parameter: (theta of all islands, outer parameter, momentum) -> the same afterwards.
-Triple = tuple[jax.Array, jax.Array, jax.Array]
+#: Rows of the first dim on a device: (first, step between them); None for all.
+Rows = tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A parameter that islands meet about.
+
+    Attributes:
+        place: among the trained parameters.
+        leaf: of one island, abstract, with the sharding that it rests in.
+        state: sharding of its optimizer state on one island.
+        rows: of it, on each device.
+    """
+
+    place: int
+    leaf: jax.ShapeDtypeStruct
+    state: NamedSharding
+    rows: Rows = None
+
+    def of(self, rows: Rows) -> Shared:
+        """The same about some rows.
+
+        Args:
+            rows: on each device.
+        """
+        return replace(self, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,34 +59,32 @@ class Meeting:
 
     Attributes:
         exchange: how they meet.
+        number: which of its meetings.
         mesh: of all islands.
-        trained: trained parameters of one island, abstract, with the shardings that they rest in.
-        outer: shardings of their optimizer state on one island.
-        digest: of the plan.
+        about: the parameters.
     """
 
-    exchange: DiLoCo
+    exchange: Meets
+    number: int
     mesh: Mesh | AbstractMesh
-    trained: Sequence[jax.ShapeDtypeStruct]
-    outer: Sequence[NamedSharding]
-    digest: str
-
-    @property
-    def outer_shardings(self) -> list[NamedSharding]:
-        """How outer parameters and momentum are sharded: alike on all islands."""
-        return [NamedSharding(self.mesh, one.spec) for one in self.outer]
+    about: Sequence[Shared]
 
     def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
-        """Abstract arguments: parameters of all islands, outer parameters, momentum."""
+        """Abstract arguments: parameters of all islands, outer parameters, momentum; nothing is
+        outer where the exchange keeps nothing.
+        """
         outer = [
-            jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
-            for leaf, sharding in zip(self.trained, self.outer_shardings, strict=True)
+            jax.ShapeDtypeStruct(one.leaf.shape, jnp.float32, sharding=sharding)
+            for one, sharding in zip(self.about, self._outer, strict=True)
+            if self.exchange.keeps
         ]
         thetas = [
             jax.ShapeDtypeStruct(
-                stacked_shape(leaf.shape, self.exchange.islands), leaf.dtype, sharding=sharding
+                stacked_shape(one.leaf.shape, self.exchange.islands),
+                one.leaf.dtype,
+                sharding=sharding,
             )
-            for leaf, sharding in zip(self.trained, self._stacked, strict=True)
+            for one, sharding in zip(self.about, self._rest, strict=True)
         ]
         return thetas, outer, outer
 
@@ -75,26 +100,21 @@ class Meeting:
         self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
-        done = [
-            self._met(place, *one)
-            for place, one in enumerate(zip(thetas, outer, momentum, strict=True))
-        ]
-        return [one[0] for one in done], [one[1] for one in done], [one[2] for one in done]
+        sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
+        mine = [held(one, s) for one, s in zip(self._taken(thetas), sharded, strict=True)]
+        alike = [one.spec for one in self._outer] if self.exchange.keeps else []
+        specs = ([one.spec for one in sharded], alike, alike)
+        after, outer, momentum = jax.shard_map(
+            self._updated, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
+        )(mine, outer, momentum)
+        back = [held(one, rest) for one, rest in zip(after, self._rest, strict=True)]
+        return self._put(thetas, back), outer, momentum
 
-    def meet(
-        self, thetas: list[jax.Array], outer: OuterState
-    ) -> tuple[list[jax.Array], OuterState]:
-        """Does a meeting; donates all that it is given.
-
-        Args:
-            thetas: trained parameters of all islands, stacked.
-            outer: what is outer.
-
-        Returns:
-            The parameters that all islands go on from, stacked, and what is outer.
-        """
-        thetas, params, momentum = self._compiled(thetas, outer.params, outer.momentum)
-        return thetas, replace(outer, params=params, momentum=momentum)
+    def __call__(
+        self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Does the meeting; donates all that it is given, see `function`."""
+        return self._compiled(thetas, outer, momentum)
 
     def prepare(self) -> None:
         """Compiles it, if that has not been done."""
@@ -105,34 +125,85 @@ class Meeting:
         return self.lower().compile()
 
     @cached_property
-    def _stacked(self) -> list[NamedSharding]:
-        return [_stacked_of(leaf, self.mesh) for leaf in self.trained]
+    def _rest(self) -> list[NamedSharding]:
+        """Of the stacked parameters, as they rest."""
+        return [_stacked_of(one.leaf, self.mesh) for one in self.about]
 
-    def _met(self, place: int, theta: jax.Array, outer: jax.Array, momentum: jax.Array) -> Triple:
-        """The meeting about one parameter."""
-        state, rest = stacked_sharding(self.outer[place], self.mesh), self._stacked[place]
-        own, alike = state.spec, self.outer[place].spec
-        theta, outer, momentum = jax.shard_map(
-            self._updated,
-            mesh=self.mesh,
-            in_specs=(own, alike, alike),
-            out_specs=(own, alike, alike),
-            check_vma=False,
-        )(held(theta, state), outer, momentum)
-        return held(theta, rest), outer, momentum
+    @cached_property
+    def _sharded(self) -> list[NamedSharding]:
+        """Of the stacked parameters, sharded as optimizer state is."""
+        return [stacked_sharding(one.state, self.mesh) for one in self.about]
 
-    def _updated(self, theta: jax.Array, outer: jax.Array, momentum: jax.Array) -> Triple:
-        """The update of what one device holds of a parameter.
+    @cached_property
+    def _outer(self) -> list[NamedSharding]:
+        """Of what is outer: alike on all islands."""
+        return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
 
-        What crosses is flat: a TPU pads the last two dims of an array to whole tiles, and sends
-        them so.
-        """
-        mine = theta.reshape(outer.shape).astype(jnp.float32)
-        crossing = jax.lax.pmean((outer - mine).reshape(-1), ISLAND.name)
-        gradient, decay = crossing.reshape(outer.shape), self.exchange.momentum
-        momentum = gradient + decay * momentum
-        outer = outer - self.exchange.rate * (gradient + decay * momentum)
-        return outer.astype(theta.dtype).reshape(theta.shape), outer, momentum
+    def _taken(self, thetas: list[jax.Array]) -> list[jax.Array]:
+        """The rows that the meeting is about."""
+        return [
+            theta
+            if one.rows is None
+            else jax.shard_map(
+                partial(_rows, one.rows),
+                mesh=self.mesh,
+                in_specs=rest.spec,
+                out_specs=rest.spec,
+                check_vma=False,
+            )(theta)
+            for one, theta, rest in zip(self.about, thetas, self._rest, strict=True)
+        ]
+
+    def _put(self, thetas: list[jax.Array], rows: list[jax.Array]) -> list[jax.Array]:
+        """The parameters with these rows."""
+        return [
+            after
+            if one.rows is None
+            else jax.shard_map(
+                partial(_with_rows, one.rows),
+                mesh=self.mesh,
+                in_specs=(rest.spec, rest.spec),
+                out_specs=rest.spec,
+                check_vma=False,
+            )(theta, after)
+            for one, theta, after, rest in zip(self.about, thetas, rows, self._rest, strict=True)
+        ]
+
+    def _updated(
+        self, thetas: Shards, outer: Shards, momentum: Shards
+    ) -> tuple[Shards, Shards, Shards]:
+        """The meeting on one device."""
+        rows = [one.rows for one in self.about]
+        kept = rows if self.exchange.keeps else []
+        mine = [
+            theta.astype(jnp.float32).reshape(theta.shape if one.leaf.ndim else ())
+            for one, theta in zip(self.about, thetas, strict=True)
+        ]
+        after, *news = update_of(self.exchange, self.number)(
+            mine, _each(_rows, kept, outer), _each(_rows, kept, momentum)
+        )
+        back = [
+            new.astype(theta.dtype).reshape(theta.shape)
+            for new, theta in zip(after, thetas, strict=True)
+        ]
+        return (
+            back,
+            _each(_with_rows, kept, outer, news[0]),
+            _each(_with_rows, kept, momentum, news[1]),
+        )
+
+
+def _each(function: Callable[..., Value], rows: Sequence[Rows], *arrays: Shards) -> Shards:
+    """What a function gives for each parameter."""
+    return [function(*one) for one in zip(rows, *arrays, strict=True)]
+
+
+def _rows(rows: Rows, array: Value) -> Value:
+    return array if rows is None else array[rows[0] :: rows[1]]
+
+
+def _with_rows(rows: Rows, array: Value, some: Value) -> Value:
+    return some if rows is None else array.at[rows[0] :: rows[1]].set(some)
 
 
 def _stacked_of(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh) -> NamedSharding:

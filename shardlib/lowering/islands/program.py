@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree, path_text
-from shardlib.exchanges.values import DiLoCo
+from shardlib.exchanges.values import Meets
 from shardlib.lowering.islands.checks import require_islands, require_rows
 from shardlib.lowering.islands.meeting import Meeting
+from shardlib.lowering.islands.meetings import mean_parameters, meetings_of
 from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
 from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
+from shardlib.lowering.islands.start import outer_parameters, outer_shardings
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, OuterState
 from shardlib.lowering.islands.streams import streams_of
 from shardlib.lowering.program.program import Program
@@ -48,7 +50,7 @@ class IslandsProgram:
     """
 
     plan: Plan
-    exchange: DiLoCo
+    exchange: Meets
     programs: tuple[Program, ...]
     dims: BatchDims
     retraced: Callable[[], LossJaxpr]
@@ -56,7 +58,15 @@ class IslandsProgram:
     @property
     def state(self) -> IslandsState:
         """Abstract training state, each leaf with its sharding."""
-        outer = self.meeting.arguments()[1]
+        outer = [
+            jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
+            for leaf, sharding in zip(
+                jax.tree.leaves(self._partition(self.programs[0].state.params)),
+                outer_shardings(self.mesh, self._states),
+                strict=True,
+            )
+            if self.exchange.keeps
+        ]
         whole = NamedSharding(self.mesh, PartitionSpec())
         step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
         return IslandsState(
@@ -98,7 +108,8 @@ class IslandsProgram:
         states = tuple(
             streams_of(number, program.init(seed)) for number, program in enumerate(self.programs)
         )
-        outer = self._outer(states)
+        outer = outer_parameters(self.mesh, self._states, [self._trained(one) for one in states])
+        outer = outer if self.exchange.keeps else []
         zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in outer]
         exchange = OuterState(step=np.int32(0), params=outer, momentum=zeros)
         return IslandsState(islands=states, exchange=exchange, trained=self.trained)
@@ -130,27 +141,37 @@ class IslandsProgram:
             exchange=replace(state.exchange, step=count),
         )
         metrics = IslandMetrics(tuple(metrics for _, metrics in done))
-        return (self.meet(after) if int(count) % self.exchange.every == 0 else after), metrics
+        due = self.exchange.due(int(count))
+        return (after if due is None else self.meet(after, due)), metrics
 
-    def meet(self, state: IslandsState) -> IslandsState:
+    def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
         """Does a meeting now; `step` does it when it is due.
 
         Args:
             state: of this program; its parameters and what is outer are donated.
+            meeting: which, where there are several: 0 to `exchange.meetings` - 1.
         """
         require_islands(state, len(self.programs))
+        held, outer = self.meetings[meeting], state.exchange
         trained = [self._trained(one) for one in state.islands]
-        together = [stacked(arrays, self.mesh) for arrays in zip(*trained, strict=True)]
-        together, exchange = self.meeting.meet(together, state.exchange)
-        like = [jax.tree.leaves(self._partition(p.state.params)) for p in self.programs]
-        apart = [
-            unstacked(array, leaves)
-            for array, leaves in zip(together, zip(*like, strict=True), strict=True)
-        ]
-        islands = tuple(
-            self._with_trained(one, [arrays[number] for arrays in apart])
-            for number, one in enumerate(state.islands)
+        places = [one.place for one in held.about]
+        kept = places if self.exchange.keeps else []
+        together, params, momentum = held(
+            [stacked([mine[place] for mine in trained], self.mesh) for place in places],
+            [outer.params[place] for place in kept],
+            [outer.momentum[place] for place in kept],
         )
+        like = [jax.tree.leaves(self._partition(p.state.params)) for p in self.programs]
+        for place, array in zip(places, together, strict=True):
+            apart = unstacked(array, [leaves[place] for leaves in like])
+            for mine, own in zip(trained, apart, strict=True):
+                mine[place] = own
+        exchange = replace(
+            outer,
+            params=_with(outer.params, kept, params),
+            momentum=_with(outer.momentum, kept, momentum),
+        )
+        islands = tuple(map(self._with_trained, state.islands, trained))
         return replace(state, islands=islands, exchange=exchange)
 
     def put(self, batch: Tree) -> IslandBatches:
@@ -184,18 +205,19 @@ class IslandsProgram:
         return self.programs[0].module(self.outer(state))
 
     def outer(self, state: IslandsState) -> TrainState:
-        """The state of the first island with the outer parameters: those of the last meeting.
+        """The state of the first island with the outer parameters: those of the last meeting; where
+        nothing is outer, with the mean of the islands' parameters.
 
         Args:
             state: of this program; it stays usable.
         """
         require_islands(state, len(self.programs))
-        require_present("outer", (state.islands[0].inference, state.exchange.params))
+        require_present("outer", ([one.inference for one in state.islands], state.exchange.params))
         like = jax.tree.leaves(self._partition(self.programs[0].state.params))
-        specs = jax.tree.leaves(self.programs[0].parts.params.state)
+        outer = state.exchange.params if self.exchange.keeps else self._means(state)
         found = [
             jax.device_put(local(array, spec).astype(leaf.dtype), leaf.sharding)
-            for array, leaf, spec in zip(state.exchange.params, like, specs, strict=True)
+            for array, leaf, spec in zip(outer, like, self._states, strict=True)
         ]
         return self._with_trained(state.islands[0], found)
 
@@ -203,7 +225,8 @@ class IslandsProgram:
         """Compiles all that steps and meetings run, if that has not been done."""
         for program in self.programs:
             program.prepare()
-        self.meeting.prepare()
+        for meeting in self.meetings:
+            meeting.prepare()
 
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step of the first island."""
@@ -231,16 +254,19 @@ class IslandsProgram:
         return mesh_of_all([p.mesh for p in self.programs if isinstance(p.mesh, Mesh)])
 
     @cached_property
-    def meeting(self) -> Meeting:
-        """The meeting of the islands."""
-        first = self.programs[0]
-        return Meeting(
-            exchange=self.exchange,
-            mesh=self.mesh,
-            trained=jax.tree.leaves(self._partition(first.state.params)),
-            outer=jax.tree.leaves(first.parts.params.state),
-            digest=self.plan.digest,
-        )
+    def meetings(self) -> tuple[Meeting, ...]:
+        """The meetings of the islands that differ: about a fragment each, or at a distance."""
+        return meetings_of(self.exchange, self.programs[0], self.mesh)
+
+    @property
+    def _states(self) -> list[NamedSharding]:
+        """Shardings of optimizer state on the first island."""
+        return jax.tree.leaves(self.programs[0].parts.params.state)
+
+    def _means(self, state: IslandsState) -> list[jax.Array]:
+        """The mean of the islands' parameters, alike on all."""
+        trained = zip(*map(self._trained, state.islands), strict=True)
+        return mean_parameters(self.meetings[0], [stacked(one, self.mesh) for one in trained])
 
     def _parts(self, batch: Tree) -> tuple[Tree, ...]:
         wanted = self.programs[0].batch
@@ -263,21 +289,8 @@ class IslandsProgram:
         params = partition.joined(jax.tree.unflatten(structure, arrays), state.params)
         return replace(state, params=params)
 
-    def _outer(self, states: tuple[TrainState, ...]) -> list[jax.Array]:
-        """The outer parameters before the first step: those that all islands start from."""
-        found: list[jax.Array] = []
-        for arrays, sharding in zip(
-            zip(*map(self._trained, states), strict=True), self.meeting.outer_shardings, strict=True
-        ):
-            held: list[jax.Array] = []
-            for program, array in zip(self.programs, arrays, strict=True):
-                own = NamedSharding(program.mesh, sharding.spec)
-                copy = jax.jit(_float32, out_shardings=own)(array)
-                held += [shard.data for shard in copy.addressable_shards]
-            found.append(jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, held))
-        return found
 
-
-def _float32(array: jax.Array) -> jax.Array:
-    """A float32 copy, in a buffer of its own."""
-    return jnp.copy(array.astype(jnp.float32))
+def _with(arrays: list[jax.Array], places: list[int], new: list[jax.Array]) -> list[jax.Array]:
+    """Arrays with others in some places."""
+    changed = dict(zip(places, new, strict=True))
+    return [changed.get(place, array) for place, array in enumerate(arrays)]

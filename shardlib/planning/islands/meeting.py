@@ -1,9 +1,11 @@
-"""What islands move at a meeting, what they keep for it, and how long it takes.
+"""What islands move at their meetings, what they keep for them, and how long they take.
 
 Outer parameters and their momentum are float32, and sharded as optimizer state is, so that with
-ZeRO an island's devices reduce a shard each. A meeting is, per device:
+ZeRO an island's devices exchange a shard each. A meeting is, per device:
 
-    all-reduce    over islands, of the shard of the outer gradient
+    crossing      over islands, of the shard: an all-reduce of the outer gradient in float32; an
+                  all-to-all and an all-gather of one in a narrower dtype; permutes of parameters
+                  between neighbours
     all-gather    inside of the island, where parameters rest less sharded than that
     update        of the shard: reads and writes of the device's memory
 
@@ -12,7 +14,6 @@ All of it is exposed: steps wait for the parameters.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,28 +21,34 @@ from dataclasses import dataclass
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.pricing.from_compiled import group_seconds
-from shardlib.exchanges.values import DiLoCo
+from shardlib.exchanges.gossip import Gossip
+from shardlib.exchanges.values import Meets
+from shardlib.exchanges.wires import padded, wire_bytes
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
-from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.islands.fragments import Fragment, fragments
 
-#: Bytes of an element of outer parameters, of their momentum, and of what crosses.
+#: Bytes of an element of outer parameters and of their momentum.
 FLOAT32 = 4
 #: Bytes of device memory that an element of the update moves: its island's parameter is read and
 #: written, outer parameter and momentum are read and written, the outer gradient is written before
 #: it is reduced and read after it.
 UPDATE_BYTES = 8 * FLOAT32
+#: The same without anything outer: parameters are read and written, and what is heard as well.
+MEAN_BYTES = 4 * FLOAT32
+#: (kind, what for, bytes) of collectives over islands.
+Crossing = tuple[str, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """A meeting of islands.
+class Meetings:
+    """All meetings that differ, each once.
 
     Attributes:
         collectives: on one device, with their seconds.
         kept_bytes: outer parameters and momentum on one device.
-        seconds: of the whole meeting.
+        seconds: of all of them.
     """
 
     collectives: tuple[Collective, ...]
@@ -49,52 +56,93 @@ class Meeting:
     seconds: float
 
 
-def meeting(
-    parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: DiLoCo, machine: Topology
-) -> Meeting:
-    """The meeting of islands that have a plan each.
+def meetings(
+    parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Meets, machine: Topology
+) -> Meetings:
+    """The meetings of islands that have a plan each.
 
     Args:
         parameters: layouts of an island's parameters.
         inner: the mesh of an island.
         exchange: how they meet.
         machine: all islands together.
+
+    Raises:
+        PinError: there are more fragments than parts of the model.
     """
-    trained = [one for one in parameters if one.trained]
-    elements = sum(_elements(one.state, one, inner) for one in trained)
+    listed, seconds, kept = list[Collective](), 0.0, 0
+    mesh = MeshShape(island=exchange.islands, **inner)
+    for fragment in fragments_of(parameters, inner, exchange):
+        moved = sum(part.elements(part.parameter.state, inner) for part in fragment)
+        parts = [
+            *(
+                (kind, ("island",), size, why)
+                for kind, why, size in _crossing(fragment, inner, exchange)
+            ),
+            *(
+                ("all-gather", axes, size, "outer parameters" if exchange.keeps else "parameters")
+                for axes, size in sorted(_gathers(fragment, inner).items())
+            ),
+        ]
+        here = [
+            Collective(
+                kind=kind,
+                axes=axes,
+                bytes=size,
+                every=exchange.period,
+                seconds=group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine),
+                cause=cause,
+            )
+            for kind, axes, size, cause in parts
+        ]
+        update = moved * (UPDATE_BYTES if exchange.keeps else MEAN_BYTES)
+        seconds += sum(one.seconds for one in here)
+        seconds += update / machine.chip.hbm_bytes_per_s + machine.chip.launch_s
+        listed += here
+        kept += 2 * moved * FLOAT32 if exchange.keeps else 0
+    return Meetings(collectives=tuple(listed), kept_bytes=kept, seconds=seconds)
+
+
+def fragments_of(
+    parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Meets
+) -> tuple[Fragment, ...]:
+    """What each meeting is about.
+
+    Args:
+        parameters: layouts of an island's parameters.
+        inner: the mesh of an island.
+        exchange: how they meet.
+
+    Raises:
+        PinError: there are more fragments than parts of the model.
+    """
+    if isinstance(exchange, Gossip):
+        return fragments(parameters, inner, 1) * exchange.meetings
+    return fragments(parameters, inner, exchange.fragments)
+
+
+def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Crossing]:
+    """What crosses between islands at a meeting."""
+    if isinstance(exchange, Gossip):
+        size = sum(
+            part.elements(part.parameter.state, inner) * ITEMSIZE.get(part.parameter.dtype, FLOAT32)
+            for part in fragment
+        )
+        return [("collective-permute", "parameters of neighbours", size)] * exchange.heard
+    count = sum(part.elements(part.parameter.state, inner) for part in fragment)
+    size = wire_bytes(exchange.wire, padded(exchange.wire, count, exchange.islands))
+    if exchange.wire == "float32":
+        return [("all-reduce", "outer gradient", size)]
+    return [("all-to-all", "outer gradient", size), ("all-gather", "outer gradient", size)]
+
+
+def _gathers(fragment: Fragment, inner: MeshShape) -> Counter[tuple[str, ...]]:
+    """Bytes that are gathered inside of an island after a meeting, by axes."""
     gathers: Counter[tuple[str, ...]] = Counter()
-    for one in trained:
+    for part in fragment:
+        one = part.parameter
         axes = one.state.axes - one.rest.axes
         if axes:
             over = tuple(axis for axis in MESH_AXES if axis in axes)
-            gathers[over] += _elements(one.rest, one, inner) * ITEMSIZE.get(one.dtype, FLOAT32)
-    mesh = MeshShape(island=exchange.islands, **inner)
-
-    def collective(kind: str, axes: tuple[str, ...], size: int, cause: str) -> Collective:
-        return Collective(
-            kind=kind,
-            axes=axes,
-            bytes=size,
-            every=exchange.every,
-            seconds=group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine),
-            cause=cause,
-        )
-
-    listed = (
-        collective("all-reduce", ("island",), elements * FLOAT32, "outer gradient"),
-        *(
-            collective("all-gather", axes, size, "outer parameters")
-            for axes, size in sorted(gathers.items())
-        ),
-    )
-    update = elements * UPDATE_BYTES / machine.chip.hbm_bytes_per_s + machine.chip.launch_s
-    return Meeting(
-        collectives=listed,
-        kept_bytes=2 * elements * FLOAT32,
-        seconds=sum(one.seconds for one in listed) + update,
-    )
-
-
-def _elements(layout: Layout, one: ParameterLayout, mesh: MeshShape) -> int:
-    """Elements of a parameter on one device."""
-    return math.prod(layout.local_shape(one.shape, mesh))
+            gathers[over] += part.elements(one.rest, inner) * ITEMSIZE.get(one.dtype, FLOAT32)
+    return gathers

@@ -7,18 +7,18 @@ from dataclasses import replace
 from shardlib.axes import ISLAND, MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PlanError
-from shardlib.exchanges.values import EXACT, DiLoCo
+from shardlib.exchanges.values import EXACT, DiLoCo, Meets
 from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning.decisions.plan_data import Link
-from shardlib.planning.islands.meeting import meeting
+from shardlib.planning.islands.meeting import meetings
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
 
 
-def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
+def on_islands(plan: Plan, exchange: Meets, machine: Topology) -> Plan:
     """The plan of all islands: the same for each of them, and their meetings.
 
     Args:
@@ -28,10 +28,10 @@ def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
     """
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
     joined = used_by(machine, exchange.islands, plan.mesh.devices)
-    met, one = meeting(plan.parameters, plan.mesh, exchange, joined), plan.estimate
+    met, one = meetings(plan.parameters, plan.mesh, exchange, joined), plan.estimate
     estimate = replace(
         one,
-        seconds=replace(one.seconds, exchange=met.seconds / exchange.every),
+        seconds=replace(one.seconds, exchange=met.seconds / exchange.period),
         device_bytes=replace(one.device_bytes, exchange=met.kept_bytes),
         collectives=(*one.collectives, *met.collectives),
         tokens=one.tokens * exchange.islands,
@@ -53,21 +53,32 @@ def on_islands(plan: Plan, exchange: DiLoCo, machine: Topology) -> Plan:
         estimate=estimate,
     )
     crossing = sum(c.total_bytes for c in met.collectives if ISLAND.name in c.axes)
+    number = exchange.meetings
     return made.with_findings(
         Finding(
             code="other-mathematics",
             severity="info",
             where=str(exchange),
             message=(
-                f"{exchange.islands} islands train apart, each on its part of the batch, and meet"
-                f" every {exchange.every} steps: another optimizer than one of the whole batch."
+                f"{exchange.islands} islands train apart, each on its part of the batch, and"
+                f" {_meet(exchange)}: another optimizer than one of the whole batch."
                 " The loss of an island is that of its own rows; metrics are means over islands."
-                f" A meeting moves {bytes_text(crossing)} a device between islands and takes"
-                f" {seconds_text(met.seconds)}."
+                f" A meeting moves {bytes_text(crossing / number)} a device between islands and"
+                f" takes {seconds_text(met.seconds / number)}{' on average'[: 99 * (number > 1)]}."
             ),
             hint="compare the loss with exchange='exact' over some thousand steps of your own data",
         )
     )
+
+
+def _meet(exchange: Meets) -> str:
+    """How islands meet, in words."""
+    if isinstance(exchange, DiLoCo):
+        about = f", a fragment of {exchange.fragments} at a time" if exchange.fragments > 1 else ""
+        return f"meet every {exchange.every} steps{about}"
+    when = f"every {exchange.every} steps" if exchange.every > 1 else "after every step"
+    whom = "one other" if exchange.graph == "exponential" else "two neighbours"
+    return f"average their parameters with {whom} {when}"
 
 
 def of_one_island(plan: Plan) -> Plan:

@@ -20,7 +20,7 @@ from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.decisions.obeyed import require_obeyed
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.exchanges.values import DiLoCo
+from shardlib.exchanges.values import Exact
 from shardlib.graph.problem import Problem
 from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
@@ -71,7 +71,7 @@ def search(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    if isinstance(pins.exchange, DiLoCo):
+    if not isinstance(pins.exchange, Exact):
         return planned_on_islands(
             pins.exchange,
             topology,
@@ -165,7 +165,7 @@ def ranked(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    if isinstance(pins.exchange, DiLoCo):
+    if not isinstance(pins.exchange, Exact):
         exchange, island = pins.exchange, island_of(topology, pins.exchange.islands)
         inner = ranked(
             problem, island, inside(pins), load=load, slack=slack, profile=profile, front=front

@@ -1,0 +1,53 @@
+"""What is wrong with a number of an exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from shardlib.untrusted.shown import shown
+
+
+def whole(name: str, value: object, least: int) -> list[str]:
+    """What is wrong with a whole number of at least `least`.
+
+    Args:
+        name: of the setting.
+        value: as it was given.
+        least: the smallest that is allowed.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return []
+    return [f"{name} is {shown(value)}; it is an integer of at least {least}"]
+
+
+def between(name: str, value: object, *, most: float, above: bool) -> list[str]:
+    """What is wrong with a number from 0 to less than `most`; above 0 where `above`.
+
+    Args:
+        name: of the setting.
+        value: as it was given.
+        most: what it is less than.
+        above: whether it is more than 0.
+    """
+    number = (
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    )
+    if math.isfinite(number) and 0 <= number < most and (number > 0 or not above):
+        return []
+    least = "more than 0" if above else "at least 0"
+    limit = f" and less than {most:g}" if math.isfinite(most) else ""
+    return [f"{name} is {shown(value)}; it is a number of {least}{limit}"]
+
+
+def one_of(name: str, value: object, words: Collection[str]) -> list[str]:
+    """What is wrong with a word.
+
+    Args:
+        name: of the setting.
+        value: as it was given.
+        words: that are allowed.
+    """
+    if isinstance(value, str) and value in words:
+        return []
+    return [f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"]

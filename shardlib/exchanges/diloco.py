@@ -1,0 +1,100 @@
+"""Islands that train apart and meet every so many steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from shardlib.errors import PinError, raise_all
+from shardlib.exchanges.checks import between, one_of, whole
+from shardlib.exchanges.spelling import spelled
+from shardlib.exchanges.wires import WIRES
+from shardlib.untrusted.json_types import JsonObject
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo:
+    """Islands train apart, each with its part of the batch, and meet every so many steps.
+
+    With theta the outer parameters, theta_k those of island k and v a momentum (Douillard et al.,
+    "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105):
+
+        d = theta - mean of theta_k,   v <- d + momentum v,   theta <- theta - rate (d + momentum v)
+
+    and all islands go on from theta. Optimizer state stays on its island. `rate=1, momentum=0` is
+    local SGD (arXiv:1805.09767): the mean of the parameters. Of several fragments one meets at a
+    time, evenly spread over the `every` steps (Streaming DiLoCo, arXiv:2501.18512), so that less
+    crosses at once.
+
+    Attributes:
+        islands: their number, at least 2; they divide the machine and the rows of the batch.
+        every: steps between two meetings about the same parameters.
+        rate: of the outer update.
+        momentum: of the outer update, in Nesterov's form.
+        fragments: parts of the parameters that meet apart; they divide `every`.
+        wire: dtype of outer gradients as they cross: "float32", "bfloat16", or "int8" and "int4"
+            in blocks of 256 with a scale each; they are summed in float32.
+
+    Raises:
+        PinError: values out of range; all of them are listed.
+    """
+
+    kind: ClassVar[str] = "diloco"
+    places: ClassVar[tuple[str, ...]] = ("islands", "every")
+    keeps: ClassVar[bool] = True
+
+    islands: int = 2
+    every: int = 100
+    rate: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    wire: str = "float32"
+
+    def __post_init__(self) -> None:
+        failures = [
+            *whole("islands", self.islands, 2),
+            *whole("every", self.every, 1),
+            *between("rate", self.rate, most=math.inf, above=True),
+            *between("momentum", self.momentum, most=1.0, above=False),
+            *whole("fragments", self.fragments, 1),
+            *one_of("wire", self.wire, WIRES),
+        ]
+        if not failures and self.every % self.fragments:
+            failures.append(
+                f"every is {self.every}, which {self.fragments} fragments do not divide: one meets"
+                " after every so many steps"
+            )
+        if failures:
+            raise_all(PinError, "exchange=DiLoCo is not usable", failures)
+        object.__setattr__(self, "rate", float(self.rate))
+        object.__setattr__(self, "momentum", float(self.momentum))
+
+    @property
+    def meetings(self) -> int:
+        """Number of meetings that differ: about one fragment each."""
+        return self.fragments
+
+    @property
+    def period(self) -> int:
+        """Steps between two meetings about the same fragment."""
+        return self.every
+
+    def due(self, step: int) -> int | None:
+        """The meeting after a step; None where there is none.
+
+        >>> [DiLoCo(every=4, fragments=2).due(step) for step in range(1, 9)]
+        [None, 0, None, 1, None, 0, None, 1]
+
+        Args:
+            step: number of steps done.
+        """
+        between = self.every // self.fragments
+        return None if step % between else (step // between - 1) % self.fragments
+
+    def to_json(self) -> JsonObject:
+        """The exchange as plain data."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def __str__(self) -> str:
+        return spelled(self)

@@ -1,0 +1,36 @@
+"""An exchange as the command line spells it."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from typing import Any, ClassVar, Protocol
+
+
+class Settings(Protocol):
+    """A dataclass of settings with a word for its kind."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+    kind: ClassVar[str]
+    places: ClassVar[tuple[str, ...]]
+
+
+def spelled(exchange: Settings) -> str:
+    """The kind and what stands in its place, then what differs from the defaults:
+    "diloco:2:100:rate=0.5".
+
+    Args:
+        exchange: to be spelled.
+    """
+    settings: dict[str, Any] = {one.name: getattr(exchange, one.name) for one in fields(exchange)}
+    usual = {one.name: one.default for one in fields(exchange)}
+    words = [exchange.kind, *(_text(settings[name]) for name in exchange.places)]
+    words += [
+        f"{name}={_text(value)}"
+        for name, value in settings.items()
+        if name not in exchange.places and value != usual[name]
+    ]
+    return ":".join(words)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,93 @@
+"""Which parameters meet together.
+
+A stack of layers takes part in every fragment, each of which has every so many of its layers; other
+parameters are in one fragment, so that all are about as large. How a device holds a parameter says
+which rows those are: each device takes every so many of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardlib.axes import MeshShape
+from shardlib.errors import PinError
+from shardlib.layout import Layout
+from shardlib.planning.decisions.plan_data import ParameterLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a meeting is about of one parameter.
+
+    Attributes:
+        parameter: its layout.
+        rows: of the first dim on a device, (first, step between them); None for all.
+    """
+
+    parameter: ParameterLayout
+    rows: tuple[int, int] | None = None
+
+    def elements(self, layout: Layout, mesh: MeshShape) -> int:
+        """Elements on one device.
+
+        Args:
+            layout: of the parameter.
+            mesh: of one island.
+        """
+        shape = layout.local_shape(self.parameter.shape, mesh)
+        if self.rows is None:
+            return math.prod(shape)
+        return len(range(self.rows[0], shape[0], self.rows[1])) * math.prod(shape[1:])
+
+
+Fragment = tuple[Part, ...]
+
+
+def fragments(
+    parameters: Iterable[ParameterLayout], mesh: MeshShape, count: int
+) -> tuple[Fragment, ...]:
+    """The parts of each fragment, in the order of the parameters.
+
+    Args:
+        parameters: of the plan.
+        mesh: of one island.
+        count: number of fragments.
+
+    Raises:
+        PinError: the model has fewer parts.
+    """
+    trained = [one for one in parameters if one.trained]
+    found: list[dict[str, Part]] = [{} for _ in range(count)]
+    sizes, whole = [0] * count, list[ParameterLayout]()
+    for one in trained:
+        if count == 1 or not _stacked(one, mesh, count):
+            whole.append(one)
+            continue
+        for number, fragment in enumerate(found):
+            fragment[one.path] = part = Part(parameter=one, rows=(number, count))
+            sizes[number] += part.elements(one.state, mesh)
+    parts = [Part(parameter=one) for one in whole]
+    for part in sorted(parts, key=lambda part: -part.elements(part.parameter.state, mesh)):
+        least = sizes.index(min(sizes))
+        found[least][part.parameter.path] = part
+        sizes[least] += part.elements(part.parameter.state, mesh)
+    empty = sum(not fragment for fragment in found)
+    if empty:
+        raise PinError(
+            f"fragments={count}, and what is trained has {count - empty} parts: layers of a stack,"
+            f" and other parameters\nTry: fragments={count - empty} at most"
+        )
+    return tuple(
+        tuple(fragment[one.path] for one in trained if one.path in fragment) for fragment in found
+    )
+
+
+def _stacked(one: ParameterLayout, mesh: MeshShape, count: int) -> bool:
+    """Whether a parameter is a stack whose rows can be told apart: its first dim has no colour, is
+    sharded alike at rest and as optimizer state, and has a row for each fragment on every device.
+    """
+    if not one.shape or one.colours[0] is not None or one.rest[0] != one.state[0]:
+        return False
+    return one.state.local_shape(one.shape, mesh)[0] >= count
