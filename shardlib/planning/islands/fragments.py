@@ -86,7 +86,8 @@ def fragments(
 
 def _stacked(one: ParameterLayout, mesh: MeshShape, count: int) -> bool:
     """Whether a parameter is a stack whose rows can be told apart: its first dim has no colour, is
-    sharded alike at rest and as optimizer state, and has a row for each fragment on every device.
+    sharded alike as it rests and as optimizer state, and has on every device a row for each
+    fragment.
     """
     if not one.shape or one.colours[0] is not None or one.rest[0] != one.state[0]:
         return False
