@@ -177,6 +177,10 @@ def test_who_waits_is_answered_when_it_may_go_on() -> None:
     [
         (lambda g: g | {"a": g["a"] * np.float32("nan")}, "of a is not finite"),
         (lambda g: g | {"b": g["b"] / np.float32(0)}, "of b is not finite"),
+        (
+            lambda g: g | {"b": g["b"] * np.float32(1e30)},
+            "what becomes of the sums of squares of b",
+        ),
         (lambda g: g | {"b": g["b"][:-1]}, r"of b is float32\[4\], and not float32\[5\]"),
         (lambda g: g | {"b": g["b"].astype(float)}, r"of b is float64\[5\]"),
         (lambda g: g | {"d": g["b"]}, "other parameters than this server: d"),

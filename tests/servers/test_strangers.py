@@ -20,7 +20,7 @@ from shardlib.servers.server.listening import Listening
 from shardlib.servers.server.service import Service
 from shardlib.servers.wire import frames, secret
 from shardlib.servers.wire.connection import Connection, address_file
-from shardlib.servers.wire.messages import Ask
+from shardlib.servers.wire.messages import Ask, MessageError, read_ask
 
 SECRET = "the secret of the run"
 
@@ -152,6 +152,31 @@ def test_messages_that_are_refused_leave_the_connection(
         event(server, says)
         frames.send(stream, {"kind": "fetch", "worker": 1}, {})
         assert frames.receive(stream, most=1 << 20).header["kind"] == "ok"
+
+
+def test_whatever_becomes_of_a_frame_it_is_an_answer_or_named() -> None:
+    """Bytes of a push are changed, removed and put in; the lengths fit again, mostly."""
+    random = np.random.default_rng(0)
+    service = Service(exchange=Asynchronous(workers=2, servers=1))
+    service.answer(Ask(kind="offer", worker=0), {"w": np.ones(3, np.float32)}, 0)
+    body, found = save({"w": np.ones(3, np.float32)}), set[str]()
+    for number in range(1000):
+        data = bytearray(PUSH + body)
+        for place in random.integers(0, len(data) - 8, random.integers(1, 4)):
+            new = random.choice([b"", b"9" * 20, b"1e999", b'"', b"{", b"BF16", random.bytes(3)])
+            data[place : place + random.integers(0, 5)] = new
+        lengths = struct.pack("<4sIQ", frames.MARK, len(PUSH), len(data) - len(PUSH))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            with ours:
+                ours.sendall((lengths if number % 5 else b"") + data)
+            try:
+                frame = frames.receive(theirs, most=1 << 20)
+                answer, _ = service.answer(read_ask(frame.header), dict(frame.arrays), 1)
+                found.add(answer.kind)
+            except (frames.FrameError, frames.ClosedError, MessageError) as error:
+                found.add(type(error).__name__)
+    assert found >= {"ok", "FrameError", "MessageError"}
 
 
 def test_a_frame_that_stops_halfway_stops_nobody(server: Listening) -> None:

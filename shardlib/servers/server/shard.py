@@ -123,15 +123,7 @@ class Shard:
         # A server that was restarted may be behind what a worker saw.
         staleness = max(self.clock - pushed.seen, 0)
         rate = rate_of(self.exchange, staleness)
-        values, squares = dict(self.values), dict(self.squares)
-        for path, gradient in gradients.items():
-            values[path], squares[path] = applied(
-                self.exchange.rule,
-                rate,
-                values[path],
-                squares.get(path, values[path]),
-                gradient,
-            )
+        values, squares = self._after(rate, gradients)
         if self.exchange.rule == "adagrad":
             self.squares = squares
         self.values = values
@@ -139,6 +131,24 @@ class Shard:
         self.staleness[staleness] += 1
         self.serials[pushed.worker] = (pushed.start, pushed.serial)
         return Applied(clock=self.clock, staleness=staleness)
+
+    def _after(self, rate: float, gradients: Mapping[str, np.ndarray]) -> tuple[Flat, Flat]:
+        """Parameters and sums of squares after a gradient.
+
+        Raises:
+            RefusedError: they would not be finite any more.
+        """
+        assert self.values is not None
+        values, squares = Flat(), Flat()
+        with np.errstate(over="ignore", invalid="ignore"):
+            for path, gradient in gradients.items():
+                value = self.values[path]
+                values[path], squares[path] = applied(
+                    self.exchange.rule, rate, value, self.squares.get(path, value), gradient
+                )
+        for what, arrays in (("parameters", values), ("sums of squares", squares)):
+            _require_finite(arrays, f"with this gradient, what becomes of the {what}")
+        return values, squares
 
 
 def _require_alike(found: Mapping[str, np.ndarray], held: Flat, what: str) -> None:

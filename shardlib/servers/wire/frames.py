@@ -28,6 +28,8 @@ _LENGTHS = struct.Struct("<4sIQ")
 HEADER_BYTES = 1 << 20
 #: Bytes of what stands around arrays in a body: their names, shapes and dtypes.
 AROUND_BYTES = 1 << 24
+#: Bytes that are read at once of a socket with a timeout.
+CHUNK = 1 << 20
 
 
 class FrameError(ShardlibError, ValueError):
@@ -87,7 +89,7 @@ def receive(stream: socket.socket, *, most: int) -> Frame:
             f" {HEADER_BYTES:,} and {most:,}"
         )
     text = _exactly(stream, header)
-    arrays = unpack(bytes(_exactly(stream, body)))
+    arrays = unpack(_exactly(stream, body))
     return Frame(header=_object(text), arrays=arrays)
 
 
@@ -114,21 +116,20 @@ def unpack(body: bytes) -> dict[str, np.ndarray]:
         raise FrameError(f"its body is no safetensors: {error}") from error
 
 
-def _object(text: bytearray) -> JsonObject:
-    found = parse_json(
-        bytes(text), "the header", FrameError, limits=Limits(bytes=HEADER_BYTES, depth=8)
-    )
+def _object(text: bytes) -> JsonObject:
+    found = parse_json(text, "the header", FrameError, limits=Limits(bytes=HEADER_BYTES, depth=8))
     if not isinstance(found, dict):
         raise FrameError("its header is no object")
     return found
 
 
-def _exactly(stream: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
-        got = stream.recv_into(view[done:])
-        if not got:
+def _exactly(stream: socket.socket, count: int) -> bytes:
+    """So many bytes; of a socket without a timeout in one piece, with no copy."""
+    blocking, chunks, left = stream.gettimeout() is None, list[bytes](), count
+    while left:
+        chunk = stream.recv(left, socket.MSG_WAITALL) if blocking else stream.recv(min(left, CHUNK))
+        if not chunk:
             raise ClosedError("the other end has closed the connection")
-        done += got
-    return data
+        chunks.append(chunk)
+        left -= len(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
