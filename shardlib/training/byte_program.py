@@ -9,9 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardlib import compiler, models
-from shardlib.decisions.pins import Pins
 from shardlib.errors import (
-    ArgumentError,
     ModelError,
     TopologyError,
 )
@@ -71,15 +69,7 @@ def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> 
         config: of the run.
         model: of the transformer.
         console: where to say what goes on.
-
-    Raises:
-        ArgumentError: an exchange is pinned.
     """
-    if Pins.parse(config.pin).exchange.islands > 1:
-        raise ArgumentError(
-            "`train` trains one island, and an exchange is pinned\nTry: shardlib.fit(program, data,"
-            " steps=...), or no exchange"
-        )
     topology = _machine(config, console)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)

@@ -28,6 +28,7 @@ from shardlib.errors import (
     StoppedError,
     TrainingError,
 )
+from shardlib.lowering.islands.learned import first_of, learned
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.models import TransformerConfig
@@ -215,8 +216,9 @@ def _typical(seconds: Sequence[float]) -> float:
 def _sample(program: Program, state: TrainState, config: TrainConfig) -> str:
     if not config.sample_bytes:
         return ""
+    state = learned(program, state)
     params, model_state = jax.tree.map(whole, (state.params, state.model_state))
-    model = program.model.rebuild(params, model_state)
+    model = first_of(program).model.rebuild(params, model_state)
     return generate(
         model, PROMPT.encode(), config.sample_bytes, window=config.seq, seed=config.seed
     ).decode("utf-8", "replace")

@@ -35,9 +35,9 @@ from shardlib.checkpointing.islands.form import (
 from shardlib.checkpointing.tree import compared, fitted, named_leaves, spec_of
 from shardlib.errors import CheckpointError
 from shardlib.lowering.islands.stacked import local
+from shardlib.lowering.islands.start import streams_of
 from shardlib.lowering.islands.state import IslandsState
 from shardlib.lowering.islands.stored import mesh_of_islands, on_all
-from shardlib.lowering.islands.streams import streams_of
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.report import Finding

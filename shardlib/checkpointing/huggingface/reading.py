@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from shardlib.checkpointing.huggingface.located import Located, Stored, locate, 
 from shardlib.checkpointing.huggingface.names import Names, names
 from shardlib.checkpointing.tree import check_target, named_leaves, shortened
 from shardlib.errors import CheckpointError, ModelError, raise_all
+from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.models import huggingface
@@ -45,7 +46,7 @@ class Imported:
     findings: tuple[Finding, ...]
 
 
-def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
+def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0) -> Imported:
     """Reads a model into a program's layout.
 
     Every process reads what its own devices keep; what is in memory at once is the part of one
@@ -54,7 +55,7 @@ def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
     Args:
         folder: holds `config.json` and safetensors files, with an index where they are several.
         program: of the reference model that `shardlib.models.load(folder)` describes, under any
-            plan.
+            plan; of several islands, all of which start with what the files have.
         seed: for the model's own state that files do not have, such as random streams.
 
     Raises:
@@ -63,6 +64,8 @@ def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
         CheckpointError: tensors are missing, of other shapes, or unknown, all of them listed; or
             the program is of another model.
     """
+    if isinstance(program, IslandsProgram):
+        return _of_islands([load(folder, one, seed=seed) for one in program.programs], program)
     root = Path(folder)
     check_target(program.state)
     config, family = read_config(root / "config.json")
@@ -78,6 +81,12 @@ def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
         }
         findings += _smaller(files, located, {**params, **state}, spelling)
     return Imported(state=_state(program, arrays, seed), config=config, findings=findings)
+
+
+def _of_islands(parts: Sequence[Imported], program: IslandsProgram) -> Imported:
+    """Islands that all start with the same parameters."""
+    state = program.begun(tuple(one.state for one in parts))
+    return replace(parts[0], state=cast("TrainState", state))
 
 
 def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, str]:

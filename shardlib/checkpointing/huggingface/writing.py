@@ -22,6 +22,9 @@ from shardlib.checkpointing.huggingface.names import names
 from shardlib.checkpointing.huggingface.reading import held_state, read_config
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, ModelError
+from shardlib.lowering.islands.learned import first_of, learned
+from shardlib.lowering.islands.program import IslandsProgram
+from shardlib.lowering.islands.state import IslandsState
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.models.huggingface import CONFIG
@@ -44,8 +47,8 @@ class _Shard:
 
 
 def save(
-    program: Program,
-    state: TrainState,
+    program: Program | IslandsProgram,
+    state: TrainState | IslandsState,
     folder: str | Path,
     *,
     config: str | Path,
@@ -59,7 +62,7 @@ def save(
 
     Args:
         program: of a reference model.
-        state: whose parameters to write.
+        state: whose parameters to write; of islands the outer ones.
         folder: made where it is not there.
         config: path of the `config.json` that the model was made from: it says how tensors are
             called.
@@ -73,9 +76,9 @@ def save(
         CheckpointError: the folder holds such files already, cannot be written, or the program is
             of another model.
     """
-    root = Path(folder)
+    root, trained = Path(folder), learned(program, state)
     described, family = read_config(Path(config))
-    leaves = {**named_leaves(state.params), **held_state(state.model_state)}
+    leaves = {**named_leaves(trained.params), **held_state(trained.model_state)}
     if dtype is not None and dtype not in _WORDS:
         raise CheckpointError(f"dtype={dtype!r} is none of files\nTry: one of {', '.join(_WORDS)}")
     tensors = stored(
@@ -98,7 +101,7 @@ def save(
     first = jax.process_index() == 0
     if first:
         _prepare(root)
-    gather = _Gather(program)
+    gather = _Gather(first_of(program))
     try:
         for shard in shards:
             _write(

@@ -5,8 +5,7 @@ inside of a step. What crosses is a second program over the devices of all islan
 which takes the islands' parameters as they lie, without copies:
 
     state.py     what is carried from step to step: the islands' states, and what is outer
-    start.py     what is outer before the first step
-    streams.py   random streams of the models of islands
+    start.py     what islands start with: what is outer, and random streams of their own
     stacked.py   arrays of islands as one array over all devices, and back
     wires.py     means over islands in the dtype that crosses
     updates.py   what a device does at a meeting
@@ -16,4 +15,5 @@ which takes the islands' parameters as they lie, without copies:
     rows.py      the batch of all islands as one for each
     checks.py    what is refused before anything runs
     program.py   what a user holds: init, step, evaluate
+    learned.py   what a run has learned, of one island or of several
 """

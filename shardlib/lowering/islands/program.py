@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree, path_text
@@ -24,9 +23,8 @@ from shardlib.lowering.islands.meeting import Meeting
 from shardlib.lowering.islands.meetings import mean_parameters, meetings_of
 from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
 from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
-from shardlib.lowering.islands.start import outer_parameters, outer_shardings
-from shardlib.lowering.islands.state import IslandMetrics, IslandsState, OuterState
-from shardlib.lowering.islands.streams import streams_of
+from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
+from shardlib.lowering.islands.state import IslandMetrics, IslandsState
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.donated import require_present
@@ -58,20 +56,12 @@ class IslandsProgram:
     @property
     def state(self) -> IslandsState:
         """Abstract training state, each leaf with its sharding."""
-        outer = [
-            jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
-            for leaf, sharding in zip(
-                jax.tree.leaves(self._partition(self.programs[0].state.params)),
-                outer_shardings(self.mesh, self._states),
-                strict=True,
-            )
-            if self.exchange.keeps
-        ]
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        trained = jax.tree.leaves(self._partition(self.programs[0].state.params))
         return IslandsState(
             islands=tuple(program.state for program in self.programs),
-            exchange=OuterState(step=step, params=outer, momentum=outer),
+            exchange=abstract_outer(
+                self.mesh, self._states, trained if self.exchange.keeps else []
+            ),
             trained=self.trained,
         )
 
@@ -105,13 +95,18 @@ class IslandsProgram:
         Raises:
             ArgumentError: the seed is no integer from 0 to 2**31 - 1.
         """
-        states = tuple(
-            streams_of(number, program.init(seed)) for number, program in enumerate(self.programs)
-        )
-        outer = outer_parameters(self.mesh, self._states, [self._trained(one) for one in states])
-        outer = outer if self.exchange.keeps else []
-        zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in outer]
-        exchange = OuterState(step=np.int32(0), params=outer, momentum=zeros)
+        return self.begun(tuple(program.init(seed) for program in self.programs))
+
+    def begun(self, states: tuple[TrainState, ...]) -> IslandsState:
+        """The state before the first step, of states of the islands that are alike: their models
+        get random streams of their own.
+
+        Args:
+            states: of the islands; they are taken over.
+        """
+        states = tuple(streams_of(number, state) for number, state in enumerate(states))
+        trained = [self._trained(one) for one in states] if self.exchange.keeps else []
+        exchange = first_outer(self.mesh, self._states, trained)
         return IslandsState(islands=states, exchange=exchange, trained=self.trained)
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
@@ -237,10 +232,11 @@ class IslandsProgram:
         return self.programs[0].timeline()
 
     def memory(self) -> dict[str, int]:
-        """Bytes per device of an island's compiled step, see `Program.memory`; what is outer is not
-        among them.
+        """Bytes per device of an island's compiled step, see `Program.memory`, and "exchange", of
+        what is outer, which counts for "peak".
         """
-        return self.programs[0].memory()
+        found, kept = self.programs[0].memory(), bytes_of(self.state.exchange)
+        return {**found, "exchange": kept, "peak": found["peak"] + kept}
 
     @cached_property
     def trained(self) -> tuple[str, ...]:

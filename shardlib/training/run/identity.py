@@ -28,6 +28,7 @@ import optax
 
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.data.batches.loader import Rows
+from shardlib.lowering.islands.learned import first_of
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
@@ -48,7 +49,7 @@ def traced(
         seed: of the run.
     """
     program = programs[0][1]
-    model = _first(program).model
+    model = first_of(program).model
     losses = [_loss(one) for _, one in programs]
     return {
         "loss": {
@@ -59,7 +60,7 @@ def traced(
             "constants": list(losses[0].numbers),
             "untraceable": losses[0].untraceable,
         },
-        **_optimizer(_first(program)),
+        **_optimizer(first_of(program)),
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
         "model": {"digest": _hash(_shapes((model.params, model.state)))},
@@ -70,11 +71,6 @@ def traced(
 
 def _batch(program: Program | IslandsProgram) -> Tree:
     return program.rows if isinstance(program, IslandsProgram) else program.batch
-
-
-def _first(program: Program | IslandsProgram) -> Program:
-    """The program of one island, which has the model and the optimizer."""
-    return program.programs[0] if isinstance(program, IslandsProgram) else program
 
 
 def _exchange(program: Program | IslandsProgram) -> str:
@@ -101,7 +97,7 @@ def _loss(program: Program | IslandsProgram) -> _Loss:
     if program.source is None:
         return _Loss(digests=("not traced",), operations={})
     closed = program.source.closed_jaxpr
-    parameters = len(jax.tree.leaves(_first(program).model.params))
+    parameters = len(jax.tree.leaves(first_of(program).model.params))
     first = draw(closed)
     untraceable, second = "", first
     try:

@@ -26,6 +26,7 @@ from shardlib.training.measures.busy import Busy
 from shardlib.training.measures.judge import Judge
 from shardlib.training.stepping.batches import Stream, batch_of, opened
 from shardlib.training.stepping.equipment import equipped
+from shardlib.training.stepping.numbers import meetings, numbers_of
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
 from shardlib.untrusted.json_types import JsonMapping
@@ -162,11 +163,7 @@ class Loop:
         """Reads, judges and writes down all pending steps but the last `ahead`."""
         while len(self.pending) > ahead:
             one = self.pending.popleft()
-            numbers = {
-                name: float(value)
-                for name, value in one.metrics.items()
-                if getattr(value, "ndim", 0) == 0
-            }
+            numbers = numbers_of(one.metrics)
             now = time.perf_counter()
             seconds, self.clock = now - self.clock, now
             if not self._judged(one.step, numbers["loss"], bool(numbers.get("skipped"))):
@@ -185,6 +182,7 @@ class Loop:
                 **numbers,
                 "seconds": seconds,
                 **one.times,
+                **meetings(self.task.program.plan, one.step),
                 "tokens_per_second": self.display.tokens / seconds,
                 **({"others_busy": busy} if busy is not None else {}),
             }
