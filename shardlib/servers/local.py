@@ -54,6 +54,9 @@ def run(asked: Asked) -> Trained:
             link.close()
         crew.end_servers()
         return found
+    except KeyboardInterrupt:
+        crew.end_servers()  # which save first
+        raise
     finally:
         crew.close()
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, get_args
 
+from shardlib.checkpointing.owner import claim
 from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.exchanges.asynchronous import Asynchronous
 from shardlib.servers import local, ray_actors
@@ -58,6 +59,8 @@ def train(
         ArgumentError: arguments that cannot be used; all of them are listed.
         LaunchError: no worker has ended well, or a server ends again and again.
         MissingPackageError: Ray is not installed.
+        OwnedError: another process trains in the folder.
+        OSError: the folder cannot be written.
     """
     _require(steps, exchange, devices, engine)
     if SETTINGS in os.environ:
@@ -71,6 +74,8 @@ def train(
             run = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardlib-servers-"))
         folder = Path(run).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        owner = claim(folder, say=say or _to_stderr)
+        stack.callback(owner.release)
         asked = Asked(
             job=reference,
             steps=steps,

@@ -58,6 +58,7 @@ def running(job: Any, steps: int, **more: Any) -> Iterator[list[servers.Trained]
         thread.join()
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     """One worker, SGD, a checkpoint at every push: plain SGD, whatever is killed."""
     steps = 60
@@ -89,6 +90,7 @@ def test_a_server_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) 
     assert float(evaluated["loss"]) == pytest.approx(float(jobs.loss(params, jobs.rows(9, 9))))
 
 
+@pytest.mark.long
 def test_nobody_waits_for_a_worker_that_is_paused_or_killed(tmp_path: Path) -> None:
     steps = 150
     exchange = shardlib.Asynchronous(workers=3, servers=2, rate=0.05)
@@ -117,6 +119,7 @@ def longest_gap(steps: tuple[WorkerStep, ...]) -> float:
     return max(b.at_s - a.at_s for a, b in itertools.pairwise(steps))
 
 
+@pytest.mark.long
 def test_a_bound_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Worker 0 is fast, and waits for worker 1 alone where it is three steps ahead."""
     monkeypatch.setenv("TEST_BEGUN", str(tmp_path / "worker-1.jsonl"))
@@ -132,6 +135,7 @@ def test_a_bound_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert sum(one.waited_s for one in fast) > 20 * 0.05 > sum(one.waited_s for one in slow)
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_is_pushed_to_nobody(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=2, servers=2)
     trained = servers.train(
@@ -149,11 +153,44 @@ def test_a_gradient_that_is_not_finite_is_pushed_to_nobody(tmp_path: Path) -> No
     assert [len(one) for one in again.losses] == [2, 2]
 
 
+@pytest.mark.long
+def test_a_server_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
+    exchange = shardlib.Asynchronous(workers=1, servers=2)
+    errors: list[str] = []
+
+    def train() -> None:
+        try:
+            servers.train(
+                jobs.slow_job,
+                10_000,
+                exchange=exchange,
+                devices=2,
+                run=tmp_path,
+                upkeep=servers.Upkeep(restarts=0),
+                say=lambda _: None,
+            )
+        except shardlib.LaunchError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    until(lambda: done(tmp_path, 0) >= 3)
+    with pytest.raises(shardlib.OwnedError):
+        servers.train(jobs.job, 1, exchange=exchange, run=tmp_path, say=lambda _: None)
+    pids = [pid(tmp_path, name) for name in ("worker-0", "server-0", "server-1")]
+    os.kill(pids[2], signal.SIGKILL)
+    thread.join(30)
+    assert errors and errors[0].startswith("server 1 was killed by SIGKILL")
+    for number in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+@pytest.mark.long
 def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=1, servers=1)
     with pytest.raises(shardlib.LaunchError, match=r"(?s)no worker has ended well.*zero is 9"):
         servers.train(jobs.wrong_job, 2, exchange=exchange, devices=2, say=lambda _: None)
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_script_without_a_guard_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
