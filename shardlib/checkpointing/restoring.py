@@ -10,7 +10,7 @@ from shardlib.checkpointing import reading
 from shardlib.checkpointing.elastic.other_number import read_other_number
 from shardlib.checkpointing.elastic.source import Source
 from shardlib.checkpointing.folder import Folder
-from shardlib.checkpointing.islands.form import AnyProgram, State, islands_in, islands_of
+from shardlib.checkpointing.islands.form import AnyProgram, State, is_alike
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.errors import CheckpointError
 from shardlib.lowering.runtime.state import TrainState
@@ -67,7 +67,7 @@ def read_checkpoint(
     path = folder.checkpoint(step)
     about = reading.read_about(path, step)
     program = target if isinstance(target, AnyProgram) else None
-    if islands_in(about.arrays) == islands_of(wanted):
+    if is_alike(about.arrays, wanted):
         state, findings = reading.read_state(
             path, about, wanted, camera, program, new_optimizer=parameters_only
         )

@@ -117,9 +117,32 @@ def test_one_becomes_two(tmp_path: Path) -> None:
     assert not np.array_equal(*keys) and found.state.step == 3
     require_outer(kept.params, found.state)
     assert not any(np.any(np.asarray(leaf)) for leaf in found.state.exchange.momentum)
-    assert "no outer momentum" in found.findings[0].message
+    assert "The outer momentum starts at zero." in found.findings[0].message
     after = stepped(two, found.state, 3, 5)  # a meeting at step 4
     assert after.step == 5
+
+
+def test_gossiping_islands_start_others_with_their_mean(saved: Any, tmp_path: Path) -> None:
+    folder, state = saved
+    gossip = program("two", exchange="gossip:4:exponential")
+    found = restored(folder, gossip)
+    assert not found.state.exchange.params and found.findings[0].code == "other-number-of-islands"
+    for island in found.state.islands:
+        require_outer(island.params, state)
+    after = numbers(stepped(gossip, found.state, 6, 7))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, stepped(gossip, restored(folder, gossip).state, 6, 7), plan=gossip.plan)
+        four, one = (checkpoints.restore(made) for made in (program("two", exchange=FOUR), alone()))
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, 0), *(one.params for one in after.islands))
+    for params in (one.state.params, *(island.params for island in _islands(four))):
+        require_near(params, mean)
+    assert four.findings[0].code == "other-exchange"
+    assert "the mean of the islands' parameters" in four.findings[0].message
+    require_outer(numbers(_islands(four)[0].params), numbers(four.state))
+
+
+def _islands(found: Any) -> Any:
+    return found.state.islands
 
 
 def test_what_cannot_be_averaged_is_an_error(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Origin:
 
 
 def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
-    """Where an array of one island comes from; of parameters, the outer ones.
+    """Where an array of one island comes from; of parameters, the outer ones where there are some.
 
     Args:
         path: in the state of one island.
@@ -48,8 +48,10 @@ def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
     kind, _, name = path.partition(".")
     if kind != "params":
         return Origin(path=f"{OF_ISLANDS}{path}", islands=islands)
-    known = [one for one in (f"{OUTER}{name}", f"{FROZEN}{name}") if one in arrays]
-    return Origin(path=known[0] if known else f"{OUTER}{name}")
+    for known in (f"{OUTER}{name}", f"{FROZEN}{name}"):
+        if known in arrays:
+            return Origin(path=known)
+    return Origin(path=f"{OF_ISLANDS}params.{name}", islands=islands)
 
 
 def as_one_island(

@@ -1,8 +1,9 @@
-"""A checkpoint restored as another number of islands, one among them.
+"""A checkpoint restored as another number of islands, one among them, or as islands that meet in
+another way.
 
-Outer parameters are what islands have learned: all islands start from them. The outer momentum is
-kept, moments of the optimizers are averaged, and islands beyond those that were saved draw random
-numbers of their own.
+Outer parameters are what islands have learned, or else their mean: all islands start from them.
+The outer momentum is kept, moments of the optimizers are averaged, and islands beyond those that
+were saved draw random numbers of their own.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from shardlib.checkpointing.elastic.origins import (
     origin,
 )
 from shardlib.checkpointing.elastic.source import Source
+from shardlib.checkpointing.elastic.told import keeps, told
 from shardlib.checkpointing.islands.form import (
     AnyProgram,
     State,
     anew,
     is_of_optimizer,
-    islands_of,
     without_optimizer,
 )
 from shardlib.checkpointing.tree import compared, fitted, named_leaves, spec_of
@@ -85,7 +86,7 @@ def read_other_number(
     if new_optimizer:
         assert program is not None
         state = anew(program, state)
-    return state, (*findings, _told(source, islands_of(wanted), new_optimizer=new_optimizer))
+    return state, (*findings, told(source, wanted, new_optimizer=new_optimizer))
 
 
 def _of_one(state: State) -> TrainState:
@@ -152,13 +153,12 @@ def _trained(
     source: Source, target: Mapping[str, Tree], trained: Mapping[str, str], like: IslandsState
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trained parameters by path, and the outer ones by name."""
-    wide = dict(zip(like.trained, like.exchange.params, strict=True))
-    if source.islands == 1:
-        params = dict(source.read({path: path for path in trained.values()}, target))
-        params = fitted({path: target[path] for path in params}, params)
-        return params, {name: _copied(params[path], wide[name]) for name, path in trained.items()}
-    outer = dict(source.read({name: f"{OUTER}{name}" for name in trained}, wide))
-    return {path: _copied(outer[name], target[path]) for name, path in trained.items()}, outer
+    wide = dict(zip(like.trained, like.exchange.params, strict=True)) if keeps(like) else {}
+    if wide and source.keeps:
+        outer = dict(source.read({name: f"{OUTER}{name}" for name in trained}, wide))
+        return {path: _copied(outer[name], target[path]) for name, path in trained.items()}, outer
+    params = _alike(source, target, [*trained.values()])
+    return params, {name: _copied(params[trained[name]], leaf) for name, leaf in wide.items()}
 
 
 def _models(
@@ -189,17 +189,17 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
             f"{source.name} has {source.islands} islands, and nothing says what"
             f" {len(like.islands)} go on with of {', '.join(sorted(unknown))}\nTry: as many islands"
         )
-    wanted = dict(zip(like.trained, like.exchange.momentum, strict=True))
-    stored = {name: f"outer.momentum.{name}" for name in wanted}
-    if all(path in source.about.arrays for path in stored.values()):
-        momentum = dict(source.read(stored, wanted))
+    names = like.trained if keeps(like) else ()
+    wanted = dict(zip(names, like.exchange.momentum, strict=True))
+    if source.keeps:
+        momentum = dict(source.read({name: f"outer.momentum.{name}" for name in wanted}, wanted))
     else:
         momentum = {name: _zeros(leaf) for name, leaf in wanted.items()}
     return replace(
         like.exchange,
         step=np.int32(step),
-        params=[params[name] for name in like.trained],
-        momentum=[momentum[name] for name in like.trained],
+        params=[params[name] for name in names],
+        momentum=[momentum[name] for name in names],
     )
 
 
@@ -210,37 +210,3 @@ def _copied(array: jax.Array, leaf: Tree) -> jax.Array:
 
 def _zeros(leaf: Tree) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
-
-
-def _told(source: Source, islands: int, *, new_optimizer: bool) -> Finding:
-    """What a checkpoint of another number of islands becomes, in words."""
-    before, moments = source.islands, "" if new_optimizer else " Moments of optimizers are means."
-    if before == 1:
-        how = "All start from its parameters and its optimizer, with no outer momentum."
-    else:
-        how = f"{_start(source)}.{moments}"
-        how += " The outer momentum is kept." if islands > 1 else ""
-    new = (
-        f" Random streams of islands from number {before + 1} on are new."
-        if islands > before
-        else ""
-    )
-    of = "one island" if before == 1 else f"{before} islands"
-    return Finding(
-        code="other-number-of-islands",
-        severity="warning",
-        where="exchange",
-        message=(
-            f"The checkpoint of step {source.about.step} is of {of} and goes on as {islands}."
-            f" {how}{new}"
-        ),
-    )
-
-
-def _start(source: Source) -> str:
-    """Where islands start, in words: how far back their last meeting is, where that is known."""
-    plan, _ = source.about.read_plan()
-    every = getattr(plan.exchange, "every", 0) if plan is not None else 0
-    since = source.about.step % every if every else 0
-    lost = f", {since} steps ago: what islands did since is left out" if since else ""
-    return f"They start from the outer parameters, those of the last meeting{lost}"

@@ -12,7 +12,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing import from_disk, reading
 from shardlib.checkpointing.about import About
 from shardlib.checkpointing.elastic.origins import stored_leaf
-from shardlib.checkpointing.islands.form import islands_in
+from shardlib.checkpointing.islands.form import islands_in, keeps_outer
 from shardlib.checkpointing.snapshot import Camera
 
 
@@ -34,6 +34,11 @@ class Source:
     def islands(self) -> int:
         """Number of islands that were saved."""
         return islands_in(self.about.arrays)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether parameters are outer in it."""
+        return keeps_outer(self.about.arrays)
 
     @property
     def name(self) -> str:

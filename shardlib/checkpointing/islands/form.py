@@ -56,6 +56,26 @@ def islands_in(arrays: Mapping[str, Spec]) -> int:
     return step.shape[0] if step is not None and step.shape else 1
 
 
+def keeps_outer(arrays: Mapping[str, Spec]) -> bool:
+    """Whether a checkpoint has outer parameters.
+
+    Args:
+        arrays: what is stored, by path.
+    """
+    return any(path.startswith("outer.params.") for path in arrays)
+
+
+def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
+    """Whether a checkpoint has as many islands as a state, and outer parameters where that has.
+
+    Args:
+        arrays: what is stored, by path.
+        state: abstract.
+    """
+    outer = isinstance(state, IslandsState) and bool(state.exchange.params)
+    return islands_in(arrays) == islands_of(state) and keeps_outer(arrays) == outer
+
+
 def without_optimizer(state: State) -> State:
     """A state without that of the optimizer and of what comes with it."""
     if isinstance(state, IslandsState):
