@@ -49,7 +49,7 @@ def whole(mesh: str, exchange: str = DILOCO) -> Any:
         ("zero-3", DILOCO, 3),
         ("zero-3", DILOCO, 4),
         ("tensor", f"{DILOCO}:fragments=2:wire=bfloat16", 3),
-        ("two", "gossip:4:exponential:2", 3),
+        ("two", "gossip:4:exponential:every=2", 3),
     ],
 )
 def test_a_run_that_fails_goes_on_bit_for_bit(
