@@ -100,12 +100,12 @@ def test_nobody_waits_for_a_worker_that_is_paused_or_killed(tmp_path: Path) -> N
         paused = time.time()
         os.kill(pid(tmp_path, "worker-1"), signal.SIGKILL)
         time.sleep(2.0)
-        before = done(tmp_path, 0)
         os.kill(pid(tmp_path, "worker-2"), signal.SIGCONT)
         went_on = time.time()
     (trained,) = found
-    assert before > 40, "worker 0 went on"
-    assert longest_gap(trained.steps[0]) < 1.0 < 1.9 < longest_gap(trained.steps[2])
+    during = [one for one in trained.steps[0] if paused < one.at_s < went_on]
+    assert len(during) > 10, "worker 0 went on"
+    assert longest_gap(trained.steps[0]) < 1.9 < longest_gap(trained.steps[2])
     assert not [one for one in trained.steps[2] if paused + 0.2 < one.at_s < went_on]
     assert [len(one) for one in trained.steps[::2]] == [steps, steps]
     assert 5 <= len(trained.steps[1]) < steps
@@ -131,8 +131,8 @@ def test_a_bound_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     times = [one.at_s for one in slow]
     ahead = [one.step - int(np.searchsorted(times, one.at_s)) for one in fast]
     # Steps of worker 1 count from where worker 0 was: at its first or second.
-    assert 3 <= max(ahead) <= 3 + 1
-    assert sum(one.waited_s for one in fast) > 20 * 0.05 > sum(one.waited_s for one in slow)
+    assert max(ahead) <= 3 + 1
+    assert sum(one.waited_s for one in fast) > 10 * 0.05 > sum(one.waited_s for one in slow)
 
 
 @pytest.mark.long
