@@ -32,6 +32,17 @@ def padded(wire: str, count: int, islands: int) -> int:
     return -(-count // part) * part
 
 
+def aligned(wire: str, count: int) -> int:
+    """Numbers up to where the next block begins. What several devices hold alike shares no block
+    with what they hold apart, so that rounding leaves it alike.
+
+    Args:
+        wire: as it is spelled.
+        count: numbers that there are.
+    """
+    return -(-count // BLOCK) * BLOCK if blocks(wire) else count
+
+
 def blocks(wire: str) -> bool:
     """Whether numbers share scales.
 

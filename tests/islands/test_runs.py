@@ -48,7 +48,7 @@ def whole(mesh: str, exchange: str = DILOCO) -> Any:
         ("zero-1", DILOCO, 3),
         ("zero-3", DILOCO, 3),
         ("zero-3", DILOCO, 4),
-        ("tensor", f"{DILOCO}:fragments=2:wire=bfloat16", 3),
+        ("tensor", f"{DILOCO}:fragments=2:wire=int8", 3),
         ("two", "gossip:4:exponential:every=2", 3),
     ],
 )

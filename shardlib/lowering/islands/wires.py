@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.axes import ISLAND
-from shardlib.exchanges.wires import BLOCK, blocks, padded
+from shardlib.exchanges.wires import BLOCK, aligned, blocks, padded
 from shardlib.jax_types import Value
 
+#: Mesh axes of an island that an array is sharded over: devices that differ along others alone hold
+#: the same of it.
+Group = frozenset[str]
 #: The largest number of so many bits, the same with either sign.
 LARGEST = {"int8": 127, "int4": 7}
 
 
-def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
+def means(arrays: Sequence[Value], wire: str, islands: int, groups: Sequence[Group]) -> list[Value]:
     """The means over islands of what one device of each holds, in a region that is manual over all
     mesh axes.
 
@@ -32,21 +35,38 @@ def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
         arrays: float32.
         wire: dtype that crosses.
         islands: their number.
+        groups: mesh axes of an island that each is sharded over. Those of one group share blocks.
     """
     if wire == "float32":
         return [jax.lax.pmean(one.reshape(-1), ISLAND.name).reshape(one.shape) for one in arrays]
-    sizes = [math.prod(one.shape) for one in arrays]
-    count = padded(wire, sum(sizes), islands)
-    flat = [*(one.reshape(-1) for one in arrays), jnp.zeros(count - sum(sizes), jnp.float32)]
-    rows = jnp.concatenate(flat).reshape(islands, -1)
+    flat, starts = _flat(arrays, wire, islands, groups)
+    rows = flat.reshape(islands, -1)
     mine = jax.lax.all_to_all(packed(rows, wire), ISLAND.name, 0, 0, tiled=True)
     mean = jnp.mean(unpacked(mine, wire), axis=0, keepdims=True)
     every = jax.lax.all_gather(packed(mean, wire), ISLAND.name, axis=0, tiled=True)
-    whole, found, start = unpacked(every, wire).reshape(-1), list[Value](), 0
-    for one, size in zip(arrays, sizes, strict=True):
-        found.append(whole[start : start + size].reshape(one.shape))
-        start += size
-    return found
+    whole = unpacked(every, wire).reshape(-1)
+    return [
+        whole[start : start + math.prod(one.shape)].reshape(one.shape)
+        for one, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def _flat(
+    arrays: Sequence[Value], wire: str, islands: int, groups: Sequence[Group]
+) -> tuple[Value, list[int]]:
+    """All numbers, group by group, and where each array begins."""
+    parts, starts, count = list[Value](), dict[int, int](), 0
+    for group in dict.fromkeys(groups):
+        for place, one in enumerate(arrays):
+            if groups[place] == group:
+                starts[place] = count
+                parts.append(one.reshape(-1))
+                count += math.prod(one.shape)
+        end = aligned(wire, count)
+        parts.append(jnp.zeros(end - count, jnp.float32))
+        count = end
+    parts.append(jnp.zeros(padded(wire, count, islands) - count, jnp.float32))
+    return jnp.concatenate(parts), [starts[place] for place in range(len(arrays))]
 
 
 def packed(rows: Value, wire: str) -> Value:

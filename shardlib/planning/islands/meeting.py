@@ -23,7 +23,7 @@ from shardlib.collective import Collective
 from shardlib.cost.pricing.from_compiled import group_seconds
 from shardlib.exchanges.gossip import Gossip
 from shardlib.exchanges.values import Meets
-from shardlib.exchanges.wires import padded, wire_bytes
+from shardlib.exchanges.wires import aligned, padded, wire_bytes
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import ParameterLayout
@@ -129,7 +129,11 @@ def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Cro
             for part in fragment
         )
         return [("collective-permute", "parameters of neighbours", size)] * exchange.heard
-    count = sum(part.elements(part.parameter.state, inner) for part in fragment)
+    groups = Counter[frozenset[str]]()
+    for part in fragment:
+        axes = frozenset(axis for axis in part.parameter.state.axes if inner[axis] > 1)
+        groups[axes] += part.elements(part.parameter.state, inner)
+    count = sum(aligned(exchange.wire, numbers) for numbers in groups.values())
     size = wire_bytes(exchange.wire, padded(exchange.wire, count, exchange.islands))
     if exchange.wire == "float32":
         return [("all-reduce", "outer gradient", size)]
