@@ -35,6 +35,7 @@ TESTS = {
     "servers": "processes",
     "servers/test_asynchronous.py": "unit",
     "servers/test_gate.py": "unit",
+    "servers/test_loop.py": "unit",
     "servers/test_schedule.py": "unit",
     "servers/test_strangers.py": "unit",
     "servers/test_worker.py": "compile",

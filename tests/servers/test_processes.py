@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,6 +193,15 @@ def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=1, servers=1)
     with pytest.raises(shardlib.LaunchError, match=r"(?s)no worker has ended well.*zero is 9"):
         servers.train(jobs.wrong_job, 2, exchange=exchange, devices=2, say=lambda _: None)
+
+
+def test_servers_load_no_jax() -> None:
+    code = (
+        "import sys, shardlib.servers.server.process;"
+        " print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_script_without_a_guard_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
