@@ -11,6 +11,7 @@ from shardlib.annotation.read import Init
 from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
+from shardlib.errors import PinError, TopologyError
 from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.islands import exchange_of, rows_of_one
 from shardlib.frontend.traced_model import Loss, problem
@@ -83,12 +84,13 @@ def scale(
                 rows=rows,
             )
         best = fastest.get(key)
-        found = search(
-            traced[key],
-            machine,
-            pin,
-            load=best.source.load if best is not None and best.source is not None else None,
-        )
+        load = best.source.load if best is not None and best.source is not None else None
+        try:
+            found = search(traced[key], machine, pin, load=load)
+        except TopologyError as error:
+            if exchange.islands == 1:
+                raise
+            raise PinError(str(error)) from error  # islands are no parts of this machine
         if (
             best is not None
             and exchange.islands == 1

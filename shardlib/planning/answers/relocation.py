@@ -34,7 +34,7 @@ class Part:
 
     Attributes:
         path: tree path of the parameter.
-        what: "parameter" or "optimizer state".
+        what: "parameter", "optimizer state" or, of islands, "outer state".
         bytes: bytes of the whole array.
         old, new: the layouts.
         received_bytes: bytes that all devices receive together.

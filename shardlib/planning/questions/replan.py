@@ -47,6 +47,8 @@ KEPT = (
     "collective_matmul",
     "offload",
 )
+#: Bytes of an outer parameter and of its momentum.
+OUTER_BYTES = 8.0
 
 
 def replan(
@@ -182,6 +184,12 @@ def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]
         )
     if after.mesh.devices < new.devices:
         notes.append(f"The plan uses {after.mesh.devices:,} of the {new.devices:,} devices.")
+    if before.exchange.islands > 1:
+        notes.append(
+            "Islands are counted as replicas of one another, as they are right after a meeting."
+            " Between two, what a lost island has learned since is lost; a checkpoint goes on as"
+            " any number of islands."
+        )
     if after.microbatches != before.microbatches:
         notes.append(
             f"The global batch stays the same: {before.microbatches:,} microbatches of gradient"
@@ -207,7 +215,8 @@ def _moves(
     counted: dict[tuple[object, ...], tuple[Ints, int]] = {}
     theirs = {parameter.path: parameter for parameter in new.parameters}
     for one in old.parameters:
-        for what, size, layouts in _arrays(one, theirs[one.path], state):
+        outer = _keeps_outer(old) and _keeps_outer(new)
+        for what, size, layouts in _arrays(one, theirs[one.path], state, outer=outer):
             shards = (
                 Shards(one.shape, layouts[0], old.mesh, before),
                 Shards(one.shape, layouts[1], new.mesh, after),
@@ -236,14 +245,21 @@ def _moves(
 
 
 def _arrays(
-    old: ParameterLayout, new: ParameterLayout, state: Mapping[str, float]
+    old: ParameterLayout, new: ParameterLayout, state: Mapping[str, float], *, outer: bool
 ) -> Iterable[tuple[str, float, tuple[Layout, Layout]]]:
-    """(what, bytes per element, layouts before and after) of a parameter and of its optimizer
-    state.
+    """(what, bytes per element, layouts before and after) of a parameter, of its optimizer state,
+    and of what is outer of it.
     """
     yield "parameter", float(ITEMSIZE.get(old.dtype, 4)), (old.rest, new.rest)
     if state.get(old.path):
         yield "optimizer state", state[old.path], (old.state, new.state)
+    if outer and old.trained:
+        yield "outer state", OUTER_BYTES, (old.state, new.state)
+
+
+def _keeps_outer(plan: Plan) -> bool:
+    """Whether parameters are outer, with a momentum."""
+    return bool(getattr(plan.exchange, "keeps", False))
 
 
 def _order(plan: Plan, topology: Topology) -> Ints:
