@@ -14,6 +14,7 @@ import pytest
 
 import shardlib
 from shardlib.errors import RunError
+from shardlib.training.measures.judge import Policy
 from shardlib.training.measures.metrics import by_step, read_records
 from shardlib.training.run.folder import RunFolder
 from tests.checkpointing.states import assert_same, numbers
@@ -102,6 +103,22 @@ def test_the_number_of_islands_is_no_other_run_and_how_they_meet_is(tmp_path: Pa
             run(other, tmp_path)
     with pytest.raises(RunError, match="the optimizer is another"):
         run(program("zero-1", optimizer=optax.sgd(0.1)), tmp_path)
+
+
+def test_a_spike_is_left_out_on_its_island_alone() -> None:
+    made = program("zero-1", guards=shardlib.Guards(spike=True))
+
+    def spiky(step: int) -> dict[str, np.ndarray]:
+        batch = rows(step)
+        if step == 10:
+            batch["y"][len(batch["y"]) // 2 :] += 1000  # of the second island
+        return batch
+
+    policy = Policy(window=8, action="skip")
+    settings = shardlib.Settings(policy=policy)
+    found: Any = shardlib.fit(made, spiky, steps=STEPS, settings=settings)
+    assert found.steps == STEPS
+    assert [int(one.opt_state[0].count) for one in found.state.islands] == [STEPS, STEPS - 1]
 
 
 class Numbers:

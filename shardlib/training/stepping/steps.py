@@ -17,7 +17,6 @@ import jax
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import ModelError, TrainingError
-from shardlib.lowering.program.guards import limited
 from shardlib.processes.agreement import agree
 from shardlib.processes.ranks import anywhere
 from shardlib.report import Finding
@@ -26,6 +25,7 @@ from shardlib.training.measures.busy import Busy
 from shardlib.training.measures.judge import Judge
 from shardlib.training.stepping.batches import Stream, batch_of, opened
 from shardlib.training.stepping.equipment import equipped
+from shardlib.training.stepping.limits import has_limit, limited_to
 from shardlib.training.stepping.numbers import meetings, numbers_of
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
@@ -62,8 +62,7 @@ class Loop:
         self.stop, self.watchdog = self.open.stop, self.open.watchdog
         self.judge, self.offset, self.rollbacks = Judge(task.settings.policy), 0, 0
         self.limits = task.settings.policy.action == "skip"
-        guard = task.program.state.guard
-        if self.limits and (guard is None or guard.limit is None):
+        if self.limits and not has_limit(task.program):
             raise ModelError(
                 "the policy leaves out steps whose loss is a spike, and the program has no guard"
                 " that could\nTry: shardlib.compile(..., guards=shardlib.Guards(spike=True))"
@@ -135,7 +134,7 @@ class Loop:
         got = time.perf_counter()
         self.open.profiler.before(self.step + 1)
         if self.limits:
-            self.state = limited(self.state, self.judge.limit())
+            self.state = limited_to(self.state, self.judge.limit())
         with self.watchdog.phase("step", self.step):
             self.state, metrics = self.task.at(self.step).step(self.state, batch)
             self.step += 1
@@ -190,9 +189,10 @@ class Loop:
         self.display.step(one.step, loss, seconds)
         if numbers.get("skipped"):
             records.event("skipped", one.step)
+            where = " on some islands" if numbers["skipped"] < 1 else ""
             self.display.say(
-                f"step {one.step} was left out: its gradients were not finite, or its loss was"
-                " a spike"
+                f"step {one.step} was left out{where}: its gradients were not finite, or its loss"
+                " was a spike"
             )
 
     def _judged(self, step: int, loss: float, skipped: bool) -> bool:
