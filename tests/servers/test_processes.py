@@ -93,7 +93,10 @@ def test_a_server_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_nobody_waits_for_a_worker_that_is_paused_or_killed(tmp_path: Path) -> None:
+def test_nobody_waits_for_a_worker_that_is_paused_or_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TEST_TOGETHER", str(tmp_path))
     steps = 150
     exchange = shardlib.Asynchronous(workers=3, servers=2, rate=0.05)
     with running(jobs.slow_job, steps, exchange=exchange, run=tmp_path) as found:
@@ -102,8 +105,8 @@ def test_nobody_waits_for_a_worker_that_is_paused_or_killed(tmp_path: Path) -> N
         paused = time.time()
         os.kill(pid(tmp_path, "worker-1"), signal.SIGKILL)
         time.sleep(2.0)
-        os.kill(pid(tmp_path, "worker-2"), signal.SIGCONT)
         went_on = time.time()
+        os.kill(pid(tmp_path, "worker-2"), signal.SIGCONT)
     (trained,) = found
     during = [one for one in trained.steps[0] if paused < one.at_s < went_on]
     assert len(during) > 10, "worker 0 went on"
