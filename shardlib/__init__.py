@@ -80,6 +80,8 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from shardlib.exchanges.asynchronous import Asynchronous
+    from shardlib.exchanges.compressed import Compressed
+    from shardlib.exchanges.compressors import PowerSGD, Quantised, Sign, TopK
     from shardlib.exchanges.diloco import DiLoCo
     from shardlib.exchanges.gossip import Gossip
     from shardlib.exchanges.values import Exact
@@ -158,6 +160,11 @@ _HOME = {
     "Program": "shardlib.lowering.program.program",
     "TrainState": "shardlib.lowering.program.program",
     "Asynchronous": "shardlib.exchanges.asynchronous",
+    "Compressed": "shardlib.exchanges.compressed",
+    "PowerSGD": "shardlib.exchanges.compressors",
+    "Quantised": "shardlib.exchanges.compressors",
+    "Sign": "shardlib.exchanges.compressors",
+    "TopK": "shardlib.exchanges.compressors",
     "DiLoCo": "shardlib.exchanges.diloco",
     "Gossip": "shardlib.exchanges.gossip",
     "Exact": "shardlib.exchanges.values",
@@ -183,6 +190,7 @@ __all__ = [
     "ChangedPlanError",
     "CheckpointError",
     "Collective",
+    "Compressed",
     "DataError",
     "DeviceBytes",
     "DiLoCo",
@@ -206,15 +214,19 @@ __all__ = [
     "PinError",
     "Plan",
     "PlanError",
+    "PowerSGD",
     "Program",
+    "Quantised",
     "RuleError",
     "Rules",
     "RunError",
     "Seconds",
     "Settings",
     "ShardlibError",
+    "Sign",
     "StateError",
     "StoppedError",
+    "TopK",
     "Topology",
     "TopologyError",
     "TracingError",

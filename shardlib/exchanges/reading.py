@@ -20,13 +20,14 @@ from typing import Any, cast
 
 from shardlib.errors import HINT, PinError
 from shardlib.exchanges.asynchronous import Asynchronous, refuse_pin
+from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.values import KINDS, Exchange, Form
 from shardlib.untrusted.shown import shown
 
 #: How pins spell exchanges.
 EXAMPLES = (
     "'exact', 'diloco:2:100' (islands, steps between meetings), 'gossip:8:exponential' (islands,"
-    " graph), shardlib.DiLoCo(islands=2)"
+    " graph), 'compressed:2:powersgd' (islands, how), shardlib.DiLoCo(islands=2)"
 )
 
 
@@ -101,6 +102,8 @@ def _made(word: str, value: object, form: Form, settings: dict[str, Any]) -> Exc
     Raises:
         PinError: it has no such settings.
     """
+    if form is Compressed:
+        return Compressed.read(settings)
     known = [field.name for field in fields(form)]
     strange = sorted(str(name) for name in settings if name not in known)
     if strange:

@@ -23,14 +23,19 @@ def spelled(exchange: Settings) -> str:
     """
     settings: dict[str, Any] = {one.name: getattr(exchange, one.name) for one in fields(exchange)}
     usual = {one.name: one.default for one in fields(exchange)}
-    words = [exchange.kind, *(_text(settings[name]) for name in exchange.places)]
+    words = [exchange.kind, *(text(settings[name]) for name in exchange.places)]
     words += [
-        f"{name}={_text(value)}"
+        f"{name}={text(value)}"
         for name, value in settings.items()
         if name not in exchange.places and value != usual[name]
     ]
     return ":".join(words)
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """A setting as it is spelled.
+
+    Args:
+        value: a number or a word.
+    """
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.gossip import Gossip
 from shardlib.untrusted.json_types import JsonObject
@@ -31,11 +32,13 @@ class Exact:
         return self.kind
 
 
-#: How several islands meet.
+#: How islands that train apart meet.
 Meets: TypeAlias = DiLoCo | Gossip
-Exchange: TypeAlias = Exact | Meets
-Form: TypeAlias = type[Exact] | type[DiLoCo] | type[Gossip]
+#: How several islands train.
+Several: TypeAlias = Meets | Compressed
+Exchange: TypeAlias = Exact | Several
+Form: TypeAlias = type[Exact] | type[DiLoCo] | type[Gossip] | type[Compressed]
 #: One island.
 EXACT = Exact()
 #: Exchanges by the word with which they are pinned.
-KINDS: dict[str, Form] = {one.kind: one for one in (Exact, DiLoCo, Gossip)}
+KINDS: dict[str, Form] = {one.kind: one for one in (Exact, DiLoCo, Gossip, Compressed)}

@@ -11,6 +11,8 @@ travels with them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 #: Bits of a number, by the word for a wire.
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 WIRES = tuple(BITS)
@@ -18,29 +20,33 @@ WIRES = tuple(BITS)
 BLOCK, SCALE = 256, 4
 
 
-def padded(wire: str, count: int, islands: int) -> int:
+def spaces(wire: str, sizes: Iterable[int], block: int = BLOCK) -> list[int]:
+    """How many places each array has: whole blocks, so that scales are those of one array, and
+    devices that hold the same of it send the same.
+
+    Args:
+        wire: as it is spelled.
+        sizes: numbers of each array.
+        block: numbers that share a scale.
+    """
+    each = block if blocks(wire) else 1
+    return [-(-size // each) * each for size in sizes]
+
+
+def padded(wire: str, sizes: Iterable[int], islands: int, block: int = BLOCK) -> int:
     """How many numbers cross: a whole number of blocks for every island.
 
     Args:
         wire: as it is spelled.
-        count: numbers that there are.
+        sizes: numbers of each array.
         islands: their number.
+        block: numbers that share a scale.
     """
+    count = sum(spaces(wire, sizes, block))
     if wire == "float32":
         return count
-    part = islands * (BLOCK if blocks(wire) else 1)
+    part = islands * (block if blocks(wire) else 1)
     return -(-count // part) * part
-
-
-def aligned(wire: str, count: int) -> int:
-    """Numbers up to where the next block begins. What several devices hold alike shares no block
-    with what they hold apart, so that rounding leaves it alike.
-
-    Args:
-        wire: as it is spelled.
-        count: numbers that there are.
-    """
-    return -(-count // BLOCK) * BLOCK if blocks(wire) else count
 
 
 def blocks(wire: str) -> bool:
@@ -52,11 +58,12 @@ def blocks(wire: str) -> bool:
     return wire in ("int8", "int4")
 
 
-def wire_bytes(wire: str, count: int) -> int:
+def wire_bytes(wire: str, count: int, block: int = BLOCK) -> int:
     """Bytes of so many numbers, with their scales.
 
     Args:
         wire: as it is spelled.
         count: numbers; whole blocks.
+        block: numbers that share a scale.
     """
-    return count * BITS[wire] // 8 + (SCALE * count // BLOCK if blocks(wire) else 0)
+    return count * BITS[wire] // 8 + (SCALE * count // block if blocks(wire) else 0)

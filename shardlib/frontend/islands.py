@@ -10,7 +10,8 @@ import jax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
-from shardlib.exchanges.values import Exact, Exchange, Meets
+from shardlib.exchanges.compressed import Compressed
+from shardlib.exchanges.values import Exact, Exchange, Several
 from shardlib.frontend.traced_model import TracedModel, traced_again
 from shardlib.planning.islands.spread import of_one_island
 from shardlib.planning.plan import Plan
@@ -112,7 +113,7 @@ def lower_all(
 def _lower_islands(
     model: TracedModel,
     plan: Plan,
-    exchange: Meets,
+    exchange: Several,
     devices: Sequence[jax.Device] | None,
     where: Mapping[str, BuildOption],
 ) -> IslandsProgram:
@@ -123,6 +124,8 @@ def _lower_islands(
         TopologyError: there are too few devices, or several processes.
     """
     from shardlib.frontend.lowered import lower
+    from shardlib.lowering.islands.compression.program import CompressedProgram
+    from shardlib.lowering.islands.halves import require_divided
     from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.runtime.random_keys import with_keys
 
@@ -131,12 +134,17 @@ def _lower_islands(
     groups = _devices_of(exchange, inner.mesh.devices, devices)
     programs = tuple(lower(model, inner, devices=group, **where) for group in groups)
     dims = with_keys(_dims(model.traced.problem.batch), abstract(model.batch), model.traced.program)
+
+    def again() -> LossJaxpr:
+        return _retraced(model, exchange.islands)
+
+    if isinstance(exchange, Compressed):
+        require_divided(programs[0])
+        return CompressedProgram(
+            plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
+        )
     return IslandsProgram(
-        plan=plan,
-        exchange=exchange,
-        programs=programs,
-        dims=dims,
-        retraced=lambda: _retraced(model, exchange.islands),
+        plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
     )
 
 
@@ -167,7 +175,7 @@ def _dims(
     return {path: axes.index("batch") if "batch" in axes else None for path, _, _, axes in batch}
 
 
-def require_carried(model: TracedModel, plan: Plan, exchange: Meets) -> None:
+def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
     """Refuses what islands cannot carry.
 
     Args:
@@ -198,7 +206,7 @@ def require_carried(model: TracedModel, plan: Plan, exchange: Meets) -> None:
 
 
 def _devices_of(
-    exchange: Meets, each: int, devices: Sequence[jax.Device] | None
+    exchange: Several, each: int, devices: Sequence[jax.Device] | None
 ) -> list[list[jax.Device]]:
     """The devices of every island, `each` of them, neighbours in JAX's order.
 

@@ -80,7 +80,7 @@ class Trained:
         """
         from dataclasses import replace
 
-        from shardlib.lowering.program.gradients import with_trained
+        from shardlib.lowering.islands.halves import with_trained
 
         first = program.init(seed)
         return replace(first, params=with_trained(program, first.params, self.params))

@@ -19,7 +19,8 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
 from shardlib.jax_types import Function, KeyPath
 from shardlib.lowering.host_memory.offload import HOST
-from shardlib.lowering.islands.meeting import Meeting
+from shardlib.lowering.islands.compression.exchange import GradientExchange
+from shardlib.lowering.islands.meeting.meeting import Meeting
 from shardlib.lowering.program.program import Program
 from shardlib.untrusted.json_types import JsonObject
 
@@ -83,7 +84,7 @@ def export_step(program: Program, platform: str) -> ExportedStep:
     )
 
 
-def export_meeting(meeting: Meeting, platform: str) -> ExportedStep:
+def export_meeting(meeting: Meeting | GradientExchange, platform: str) -> ExportedStep:
     """Lowers a meeting of islands for a platform that need not be here.
 
     Args:
@@ -101,7 +102,7 @@ def export_meeting(meeting: Meeting, platform: str) -> ExportedStep:
     return _exported(
         meet,
         arguments,
-        results=jax.tree.leaves(arguments),
+        results=jax.tree.leaves(meeting.results()),
         mesh=meeting.mesh,
         platform=platform,
         what="the meeting of islands",

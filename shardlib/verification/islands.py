@@ -12,12 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardlib.axes import ISLAND, MeshShape
+from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.diloco import DiLoCo
-from shardlib.exchanges.values import Meets
+from shardlib.exchanges.values import Several
 from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.topology import Topology
-from shardlib.lowering.islands.meeting import Meeting
-from shardlib.lowering.islands.meetings import meetings_of
+from shardlib.lowering.islands.compression.exchange import GradientExchange
+from shardlib.lowering.islands.compression.step import exchanges_of
+from shardlib.lowering.islands.meeting.meeting import Meeting
+from shardlib.lowering.islands.meeting.meetings import meetings_of
 from shardlib.lowering.islands.stacked import abstract_mesh_of_all
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
@@ -46,7 +49,7 @@ PADDING = 4096
 
 def verify_islands(
     plan: Plan,
-    exchange: Meets,
+    exchange: Several,
     program: Program,
     topology: Topology,
     limits: Limits | None = None,
@@ -98,14 +101,20 @@ def verify_islands(
     )
 
 
-def abstract_meetings(exchange: Meets, program: Program) -> tuple[Meeting, ...]:
-    """The meetings of islands whose devices need not be here.
+def abstract_meetings(
+    exchange: Several, program: Program
+) -> tuple[Meeting, ...] | tuple[GradientExchange, ...]:
+    """What islands run beside steps, whose devices need not be here: of compressed gradients the
+    exchange of most steps.
 
     Args:
         exchange: how they meet.
         program: of one island.
     """
-    return meetings_of(exchange, program, abstract_mesh_of_all(program.mesh, exchange.islands))
+    mesh = abstract_mesh_of_all(program.mesh, exchange.islands)
+    if isinstance(exchange, Compressed):
+        return exchanges_of(exchange, program, mesh)[-1:]
+    return meetings_of(exchange, program, mesh)
 
 
 def _compiled(
@@ -136,7 +145,7 @@ def _together(met: Sequence[CompiledStep]) -> CompiledStep:
     )
 
 
-def crossings(plan: Plan, exchange: Meets, found: Sequence[Found]) -> Iterator[Finding]:
+def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator[Finding]:
     """What crosses between islands, and was not planned, or is wider than promised.
 
     Args:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 Tree = Any
@@ -87,3 +89,86 @@ def gossip(
             for row in matrix
         ]
     return losses, replicas
+
+
+def compressed(
+    loss: Callable[[Tree, Tree], jax.Array],
+    params: Tree,
+    inner: optax.GradientTransformation,
+    batches: Sequence[Sequence[Tree]],
+    exchange: Callable[[list[Tree], Tree], tuple[Tree, Tree]],
+    kept: Tree,
+) -> tuple[list[list[float]], Tree]:
+    """Steps by what `exchange` makes of the gradients of all replicas and what it keeps."""
+    state, losses = inner.init(params), list[list[float]]()
+    gradient = jax.jit(jax.value_and_grad(loss))
+    for rows in batches:
+        found = [gradient(params, batch) for batch in rows]
+        losses.append([float(value) for value, _ in found])
+        mean, kept = exchange([one for _, one in found], kept)
+        updates, state = inner.update(mean, state, params)
+        params = optax.apply_updates(params, updates)
+    return losses, params
+
+
+def power_sgd(gradients: list[Tree], kept: Tree) -> tuple[Tree, Tree]:
+    """PowerSGD (arXiv:1905.13727, algorithm 1 and error feedback) of dicts of matrices, those of
+    layers one after the other; what has no Q in `kept` is sent as it is.
+    """
+    sent, after = {}, {}
+    for name in gradients[0]:
+        if name not in kept:
+            sent[name] = sum(one[name] for one in gradients) / len(gradients)
+            continue
+        errors, right = kept[name]
+        sums = [one[name] + error for one, error in zip(gradients, errors, strict=True)]
+        left, _ = jnp.linalg.qr(sum(one @ right for one in sums) / len(sums))
+        turned = [jnp.swapaxes(one, -1, -2) @ left for one in sums]
+        right = sum(turned) / len(sums)
+        sent[name] = left @ jnp.swapaxes(right, -1, -2)
+        after[name] = ([one - sent[name] for one in sums], right)
+    return sent, after
+
+
+def top_k(
+    density: float, momentum: float, blocks: dict[str, list[Any]]
+) -> Callable[[list[Tree], Tree], tuple[Tree, Tree]]:
+    """Deep Gradient Compression (arXiv:1712.01887, algorithm 1 without clipping), of each block of
+    a parameter by itself.
+    """
+
+    def exchange(gradients: list[Tree], kept: Tree) -> tuple[Tree, Tree]:
+        sent, after = {}, {}
+        for name, places in blocks.items():
+            total = np.zeros(gradients[0][name].shape, np.float32)
+            after[name] = []
+            for one, (u, v) in zip(gradients, kept[name], strict=True):
+                u = np.array(momentum * u + np.asarray(one[name]))
+                v = np.array(v + u)
+                for place in places:
+                    block = np.abs(v[place]).ravel()
+                    largest = np.argsort(-block, kind="stable")[: math.ceil(density * block.size)]
+                    chosen = np.zeros(block.size, bool)
+                    chosen[largest] = True
+                    chosen = chosen.reshape(v[place].shape)
+                    total[place] += np.where(chosen, v[place], 0)
+                    u[place], v[place] = (
+                        np.where(chosen, 0, u[place]),
+                        np.where(chosen, 0, v[place]),
+                    )
+                after[name].append((u, v))
+            sent[name] = jnp.asarray(total / len(gradients))
+        return sent, after
+
+    return exchange
+
+
+def sign(gradients: list[Tree], kept: Tree) -> tuple[Tree, Tree]:
+    """EF-SignSGD (arXiv:1901.09847, algorithm 1) with the mean over replicas."""
+    sent, after = {}, {}
+    for name in gradients[0]:
+        sums = [one[name] + error for one, error in zip(gradients, kept[name], strict=True)]
+        mine = [jnp.where(one >= 0, 1, -1) * jnp.mean(jnp.abs(one)) for one in sums]
+        sent[name] = sum(mine) / len(mine)
+        after[name] = [one - own for one, own in zip(sums, mine, strict=True)]
+    return sent, after

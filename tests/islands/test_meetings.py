@@ -12,7 +12,7 @@ import pytest
 
 import shardlib
 from shardlib.exchanges.wires import padded
-from shardlib.lowering.islands.wires import packed, unpacked
+from shardlib.lowering.islands.meeting.wires import packed, unpacked
 from tests.islands.replicas import diloco, gossip
 from tests.islands.test_diloco import (
     AXES,
@@ -129,7 +129,7 @@ def test_what_crosses_in_a_narrow_dtype_is_as_planned_and_nearly_the_mean(
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "bfloat16"])
 def test_packed_numbers_are_those_of_a_plain_formula(wire: str) -> None:
-    count = padded(wire, 1000, 2)
+    count = padded(wire, [1000], 2)
     numbers = np.random.default_rng(0).normal(size=(2, count // 2)).astype(np.float32)
     numbers[0, :256] = 0  # a block of zeros has no scale
     found = unpacked(packed(jnp.asarray(numbers), wire), wire)

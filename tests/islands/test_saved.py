@@ -53,6 +53,26 @@ def test_islands_are_restored_bit_for_bit(made: Any, saved: Any, number: int) ->
         assert np.ndim(leaf) == 0 or leaf.sharding.is_equivalent_to(asked.sharding, leaf.ndim)
 
 
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "diloco:2:4:fragments=2:wire=int8",
+        "gossip:2:exponential",
+        "compressed:2:powersgd:rank=1",
+        "compressed:2:topk:density=0.1:warm_up=4",
+        "compressed:2:sign",
+    ],
+)
+def test_what_is_resumed_goes_on_bit_for_bit(exchange: str, tmp_path: Path) -> None:
+    made: Any = program("two", exchange=exchange)
+    state = stepped(made, made.init(0), 0, 3)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, plan=made.plan, wait=True)
+    whole = stepped(made, state, 3, 6)
+    again: Any = Checkpoints(tmp_path, read_only=True).restore(made, 3)
+    assert_same(numbers(stepped(made, again.state, 3, 6)), numbers(whole))
+
+
 def test_every_array_is_written_once(saved: Any) -> None:
     folder, (_, state) = saved
     path, orbax = folder / "6" / "state", ocp.PyTreeCheckpointer()

@@ -9,7 +9,7 @@ were saved draw random numbers of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from shardlib.checkpointing.tree import compared, fitted, named_leaves, spec_of
 from shardlib.errors import CheckpointError
 from shardlib.lowering.islands.stacked import local
 from shardlib.lowering.islands.start import streams_of
-from shardlib.lowering.islands.state import IslandsState
+from shardlib.lowering.islands.state import IslandsState, ResidualState, outer_of
 from shardlib.lowering.islands.stored import mesh_of_islands, on_all
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -153,7 +153,7 @@ def _trained(
     source: Source, target: Mapping[str, Tree], trained: Mapping[str, str], like: IslandsState
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trained parameters by path, and the outer ones by name."""
-    wide = dict(zip(like.trained, like.exchange.params, strict=True)) if keeps(like) else {}
+    wide = dict(zip(like.trained, outer_of(like).params, strict=True)) if keeps(like) else {}
     if wide and source.keeps:
         outer = dict(source.read({name: f"{OUTER}{name}" for name in trained}, wide))
         return {path: _copied(outer[name], target[path]) for name, path in trained.items()}, outer
@@ -183,14 +183,14 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
     Raises:
         CheckpointError: the exchange keeps something that no other number of islands has.
     """
-    unknown = {field.name for field in fields(like.exchange)} - {"step", "params", "momentum"}
-    if unknown:
+    if isinstance(like.exchange, ResidualState):
         raise CheckpointError(
-            f"{source.name} has {source.islands} islands, and nothing says what"
-            f" {len(like.islands)} go on with of {', '.join(sorted(unknown))}\nTry: as many islands"
+            f"{source.name} is of {source.islands} islands, and nothing says what"
+            f" {len(like.islands)} go on with of what was not sent of compressed gradients\n"
+            "Try: as many islands and the same exchange"
         )
     names = like.trained if keeps(like) else ()
-    wanted = dict(zip(names, like.exchange.momentum, strict=True))
+    wanted = dict(zip(names, outer_of(like).momentum, strict=True))
     if source.keeps:
         momentum = dict(source.read({name: f"outer.momentum.{name}" for name in wanted}, wanted))
     else:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from shardlib.checkpointing.elastic.source import Source
-from shardlib.checkpointing.islands.form import State, islands_of
+from shardlib.checkpointing.islands.form import State, has_outer, islands_of
 from shardlib.exchanges.values import DiLoCo
-from shardlib.lowering.islands.state import IslandsState
 from shardlib.report import Finding
 
 
 def keeps(state: State) -> bool:
     """Whether parameters are outer in a state."""
-    return isinstance(state, IslandsState) and bool(state.exchange.params)
+    return has_outer(state)
 
 
 def told(source: Source, wanted: State, *, new_optimizer: bool) -> Finding:

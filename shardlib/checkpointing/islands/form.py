@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing.tree import Spec
 from shardlib.lowering.islands.program import IslandsProgram
-from shardlib.lowering.islands.state import IslandsState
+from shardlib.lowering.islands.state import IslandsState, OuterState, ResidualState
 from shardlib.lowering.islands.stored import apart, together
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -72,8 +72,23 @@ def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
         arrays: what is stored, by path.
         state: abstract.
     """
-    outer = isinstance(state, IslandsState) and bool(state.exchange.params)
-    return islands_in(arrays) == islands_of(state) and keeps_outer(arrays) == outer
+    left = any(path.startswith("outer.residual.") for path in arrays)
+    wanted = isinstance(state, IslandsState) and isinstance(state.exchange, ResidualState)
+    return (
+        islands_in(arrays) == islands_of(state)
+        and keeps_outer(arrays) == has_outer(state)
+        and left == wanted
+    )
+
+
+def has_outer(state: State) -> bool:
+    """Whether a state has outer parameters.
+
+    Args:
+        state: abstract or concrete.
+    """
+    kept = state.exchange if isinstance(state, IslandsState) else None
+    return isinstance(kept, OuterState) and bool(kept.params)
 
 
 def without_optimizer(state: State) -> State:

@@ -7,11 +7,10 @@ which takes the islands' parameters as they lie, without copies:
     state.py     what is carried from step to step: the islands' states, and what is outer
     start.py     what islands start with: what is outer, and random streams of their own
     stacked.py   arrays of islands as one array over all devices, and back
-    wires.py     means over islands in the dtype that crosses
-    updates.py   what a device does at a meeting
-    meeting.py   a meeting as a compiled program
-    meetings.py  all of them, as the plan has them
+    meeting      what crosses between islands that train apart, and what is made of it
+    compression  compressed gradients, which cross in every step
     stored.py    the state as named arrays over all devices, for checkpoints
+    halves.py    the halves of a step as programs: gradients, update
     rows.py      the batch of all islands as one for each
     checks.py    what is refused before anything runs
     program.py   what a user holds: init, step, evaluate

@@ -1,8 +1,7 @@
 """What a user holds of several islands: their programs, and their meetings.
 
 program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)})
-state = program.init(seed=0)
-state, metrics = program.step(state, batch)  # meets after every 100th step
+state, metrics = program.step(program.init(seed=0), batch)  # meets after every 100th step
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +17,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree, path_text
-from shardlib.exchanges.values import Meets
+from shardlib.exchanges.compressed import Compressed
+from shardlib.exchanges.values import Meets, Several
 from shardlib.lowering.islands.checks import require_islands, require_rows
-from shardlib.lowering.islands.meeting import Meeting
-from shardlib.lowering.islands.meetings import mean_parameters, meetings_of
+from shardlib.lowering.islands.meeting.meeting import Meeting
+from shardlib.lowering.islands.meeting.meetings import mean_parameters, meetings_of, replaced
 from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
 from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
 from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
-from shardlib.lowering.islands.state import IslandMetrics, IslandsState
+from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.donated import require_present
@@ -48,7 +49,7 @@ class IslandsProgram:
     """
 
     plan: Plan
-    exchange: Meets
+    exchange: Several
     programs: tuple[Program, ...]
     dims: BatchDims
     retraced: Callable[[], LossJaxpr]
@@ -56,12 +57,9 @@ class IslandsProgram:
     @property
     def state(self) -> IslandsState:
         """Abstract training state, each leaf with its sharding."""
-        trained = jax.tree.leaves(self._partition(self.programs[0].state.params))
         return IslandsState(
             islands=tuple(program.state for program in self.programs),
-            exchange=abstract_outer(
-                self.mesh, self._states, trained if self.exchange.keeps else []
-            ),
+            exchange=self._kept(),
             trained=self.trained,
         )
 
@@ -105,8 +103,7 @@ class IslandsProgram:
             states: of the islands; they are taken over.
         """
         states = tuple(streams_of(number, state) for number, state in enumerate(states))
-        trained = [self._trained(one) for one in states] if self.exchange.keeps else []
-        exchange = first_outer(self.mesh, self._states, trained)
+        exchange = self._first(states)
         return IslandsState(islands=states, exchange=exchange, trained=self.trained)
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
@@ -136,7 +133,7 @@ class IslandsProgram:
             exchange=replace(state.exchange, step=count),
         )
         metrics = IslandMetrics(tuple(metrics for _, metrics in done))
-        due = self.exchange.due(int(count))
+        due = self._meets.due(int(count))
         return (after if due is None else self.meet(after, due)), metrics
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
@@ -147,7 +144,7 @@ class IslandsProgram:
             meeting: which, where there are several: 0 to `exchange.meetings` - 1.
         """
         require_islands(state, len(self.programs))
-        held, outer = self.meetings[meeting], state.exchange
+        held, outer = self.meetings[meeting], outer_of(state)
         trained = [self._trained(one) for one in state.islands]
         places = [one.place for one in held.about]
         kept = places if self.exchange.keeps else []
@@ -163,8 +160,8 @@ class IslandsProgram:
                 mine[place] = own
         exchange = replace(
             outer,
-            params=_with(outer.params, kept, params),
-            momentum=_with(outer.momentum, kept, momentum),
+            params=replaced(outer.params, kept, params),
+            momentum=replaced(outer.momentum, kept, momentum),
         )
         islands = tuple(map(self._with_trained, state.islands, trained))
         return replace(state, islands=islands, exchange=exchange)
@@ -207,9 +204,9 @@ class IslandsProgram:
             state: of this program; it stays usable.
         """
         require_islands(state, len(self.programs))
-        require_present("outer", ([one.inference for one in state.islands], state.exchange.params))
+        require_present("outer", ([one.inference for one in state.islands], outer_of(state).params))
         like = jax.tree.leaves(self._partition(self.programs[0].state.params))
-        outer = state.exchange.params if self.exchange.keeps else self._means(state)
+        outer = outer_of(state).params if self.exchange.keeps else self._means(state)
         found = [
             jax.device_put(local(array, spec).astype(leaf.dtype), leaf.sharding)
             for array, leaf, spec in zip(outer, like, self._states, strict=True)
@@ -252,7 +249,23 @@ class IslandsProgram:
     @cached_property
     def meetings(self) -> tuple[Meeting, ...]:
         """The meetings of the islands that differ: about a fragment each, or at a distance."""
-        return meetings_of(self.exchange, self.programs[0], self.mesh)
+        return meetings_of(self._meets, self.programs[0], self.mesh)
+
+    @property
+    def _meets(self) -> Meets:
+        """How islands that train apart meet."""
+        assert not isinstance(self.exchange, Compressed)
+        return self.exchange
+
+    def _kept(self) -> Any:
+        """Abstract: what is outer."""
+        trained = jax.tree.leaves(self._partition(self.programs[0].state.params))
+        return abstract_outer(self.mesh, self._states, trained if self.exchange.keeps else [])
+
+    def _first(self, states: tuple[TrainState, ...]) -> Any:
+        """What is outer before the first step."""
+        trained = [self._trained(one) for one in states] if self.exchange.keeps else []
+        return first_outer(self.mesh, self._states, trained)
 
     @property
     def _states(self) -> list[NamedSharding]:
@@ -284,9 +297,3 @@ class IslandsProgram:
         structure = jax.tree.structure(partition.trained(state.params))
         params = partition.joined(jax.tree.unflatten(structure, arrays), state.params)
         return replace(state, params=params)
-
-
-def _with(arrays: list[jax.Array], places: list[int], new: list[jax.Array]) -> list[jax.Array]:
-    """Arrays with others in some places."""
-    changed = dict(zip(places, new, strict=True))
-    return [changed.get(place, array) for place, array in enumerate(arrays)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.lowering.islands.state import OuterState
+from shardlib.lowering.islands.state import OuterState, ResidualState
 from shardlib.lowering.runtime.random_keys import is_key
 from shardlib.lowering.runtime.state import TrainState
 
@@ -89,7 +89,7 @@ def first_outer(
     return OuterState(step=np.int32(0), params=params, momentum=zeros)
 
 
-def bytes_of(outer: OuterState) -> int:
+def bytes_of(outer: OuterState | ResidualState) -> int:
     """Bytes of what is outer on a device.
 
     Args:

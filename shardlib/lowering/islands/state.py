@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import StateError
 from shardlib.lowering.runtime.state import TrainState
 
 
@@ -31,6 +32,26 @@ class OuterState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class ResidualState:
+    """What was not sent of gradients, and what compresses the next ones.
+
+    Attributes:
+        step: number of steps that every island has done, int32 of the host.
+        residual: what every island did not send, one after the other along the first dim, float32,
+            for each trained parameter.
+        momentum: sums of gradients, like `residual`; empty where nothing is summed.
+        factors: Q of each trained parameter, alike on all islands; a scalar of what is no matrix;
+            empty where there are none.
+    """
+
+    step: Any
+    residual: list[Any]
+    momentum: list[Any]
+    factors: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class IslandsState:
     """A pytree with the state of every island, and what is outer; a step donates it.
 
@@ -41,7 +62,7 @@ class IslandsState:
     """
 
     islands: tuple[TrainState, ...]
-    exchange: OuterState
+    exchange: OuterState | ResidualState
     trained: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     @property
@@ -52,6 +73,23 @@ class IslandsState:
     @property
     def guard(self) -> None:
         """There is no guard of all islands: each has its own."""
+
+
+def outer_of(state: IslandsState) -> OuterState:
+    """What is outer of a state.
+
+    Args:
+        state: of islands that train apart.
+
+    Raises:
+        StateError: it is of islands that exchange compressed gradients.
+    """
+    if not isinstance(state.exchange, OuterState):
+        raise StateError(
+            "the state has residuals of compressed gradients, and the program meets\nTry:"
+            " program.init(), or a checkpoint of this exchange"
+        )
+    return state.exchange
 
 
 class IslandMetrics(Mapping[str, np.ndarray]):

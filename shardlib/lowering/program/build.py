@@ -29,8 +29,8 @@ from shardlib.lowering.program.loss_scale import scaled
 from shardlib.lowering.program.options import BuildOptions
 from shardlib.lowering.program.part import Part, PlannedLoss, kernel_findings, part_as_planned
 from shardlib.lowering.program.program import Program
-from shardlib.lowering.program.step import Run, StepParts
 from shardlib.lowering.program.store import Store, abstract_state, store_of
+from shardlib.lowering.program.update.parts import Run, StepParts
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import shapes_of_batch
 from shardlib.lowering.runtime.random_keys import with_keys

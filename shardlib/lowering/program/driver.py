@@ -18,13 +18,9 @@ from shardlib.lowering.pipeline.per_stage.build import stage_programs
 from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.options import BuildOptions
 from shardlib.lowering.program.part import Part, PlannedLoss
-from shardlib.lowering.program.step import (
-    Run,
-    of_trained,
-    pipelined,
-    unpiped,
-)
+from shardlib.lowering.program.step import of_trained, pipelined, unpiped
 from shardlib.lowering.program.store import Store
+from shardlib.lowering.program.update.parts import Run
 from shardlib.lowering.runtime.random_keys import key_inputs
 from shardlib.lowering.runtime.state import scaled_state
 from shardlib.planning.plan import Plan

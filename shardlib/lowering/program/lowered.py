@@ -25,12 +25,8 @@ from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, Made, OneUpdate, Update
 from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
-from shardlib.lowering.program.step import (
-    StepParts,
-    init_function,
-    named,
-    step_function,
-)
+from shardlib.lowering.program.step import init_function, named, step_function
+from shardlib.lowering.program.update.parts import StepParts
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding

@@ -27,9 +27,7 @@ from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, req
 from shardlib.lowering.program.checks.other_batch import refuse
 from shardlib.lowering.program.evaluation import Evaluation
 from shardlib.lowering.program.lowered import LoweredProgram, shardings_of
-from shardlib.lowering.program.step import (
-    nothing_kept,
-)
+from shardlib.lowering.program.step import nothing_kept
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import given as given_batch
 from shardlib.lowering.runtime.batches import placed as placed_batch

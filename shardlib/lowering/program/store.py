@@ -16,9 +16,7 @@ from shardlib.lowering.host_memory.offload import offloading
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import Precision, stored
 from shardlib.lowering.program.guards import Guards
-from shardlib.lowering.program.step import (
-    Kept,
-)
+from shardlib.lowering.program.update.parts import Kept
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding

@@ -14,6 +14,7 @@ All of it is exposed: steps wait for the parameters.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from dataclasses import dataclass
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.pricing.from_compiled import group_seconds
+from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.gossip import Gossip
-from shardlib.exchanges.values import Meets
-from shardlib.exchanges.wires import aligned, padded, wire_bytes
+from shardlib.exchanges.values import Meets, Several
+from shardlib.exchanges.wires import padded, wire_bytes
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.islands.compression import Moved, kept, moved
 from shardlib.planning.islands.fragments import Fragment, fragments
 
 #: Bytes of an element of outer parameters and of their momentum.
@@ -37,8 +40,8 @@ FLOAT32 = 4
 UPDATE_BYTES = 8 * FLOAT32
 #: The same without anything outer: parameters are read and written, and what is heard as well.
 MEAN_BYTES = 4 * FLOAT32
-#: (kind, what for, bytes) of collectives over islands.
-Crossing = tuple[str, str, int]
+#: The same of compressed gradients: gradient, residual and what is sent are read and written.
+RESIDUAL_BYTES = 6 * FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Meetings:
 
 
 def meetings(
-    parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Meets, machine: Topology
+    parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Several, machine: Topology
 ) -> Meetings:
     """The meetings of islands that have a plan each.
 
@@ -70,37 +73,64 @@ def meetings(
     Raises:
         PinError: there are more fragments than parts of the model.
     """
-    listed, seconds, kept = list[Collective](), 0.0, 0
+    trained = [one for one in parameters if one.trained]
     mesh = MeshShape(island=exchange.islands, **inner)
-    for fragment in fragments_of(parameters, inner, exchange):
-        moved = sum(part.elements(part.parameter.state, inner) for part in fragment)
-        parts = [
-            *(
-                (kind, ("island",), size, why)
-                for kind, why, size in _crossing(fragment, inner, exchange)
-            ),
-            *(
-                ("all-gather", axes, size, "outer parameters" if exchange.keeps else "parameters")
-                for axes, size in sorted(_gathers(fragment, inner).items())
-            ),
-        ]
-        here = [
-            Collective(
-                kind=kind,
-                axes=axes,
-                bytes=size,
-                every=exchange.period,
-                seconds=group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine),
-                cause=cause,
-            )
-            for kind, axes, size, cause in parts
-        ]
-        update = moved * (UPDATE_BYTES if exchange.keeps else MEAN_BYTES)
-        seconds += sum(one.seconds for one in here)
-        seconds += update / machine.chip.hbm_bytes_per_s + machine.chip.launch_s
-        listed += here
-        kept += 2 * moved * FLOAT32 if exchange.keeps else 0
-    return Meetings(collectives=tuple(listed), kept_bytes=kept, seconds=seconds)
+    each = _each(trained, inner, exchange)
+    listed = [
+        Collective(
+            kind=kind,
+            axes=axes,
+            bytes=size,
+            every=exchange.period,
+            seconds=group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine),
+            cause=cause,
+        )
+        for moved, _ in each
+        for kind, axes, size, cause in moved
+    ]
+    updates = sum(touched for _, touched in each) / machine.chip.hbm_bytes_per_s
+    return Meetings(
+        collectives=tuple(listed),
+        kept_bytes=_kept(trained, inner, exchange),
+        seconds=sum(one.seconds for one in listed) + updates + len(each) * machine.chip.launch_s,
+    )
+
+
+def _each(
+    trained: list[ParameterLayout], inner: MeshShape, exchange: Several
+) -> list[tuple[list[Moved], float]]:
+    """What each meeting moves, and bytes of device memory that it reads and writes."""
+    if isinstance(exchange, Compressed):
+        elements = sum(_elements(one, inner) for one in trained)
+        last = exchange.meetings - 1  # the density that stays
+        return [(moved(trained, inner, exchange, last), elements * RESIDUAL_BYTES)]
+    touched = UPDATE_BYTES if exchange.keeps else MEAN_BYTES
+    why = "outer parameters" if exchange.keeps else "parameters"
+    return [
+        (
+            [
+                *_crossing(fragment, inner, exchange),
+                *(
+                    ("all-gather", axes, size, why)
+                    for axes, size in sorted(_gathers(fragment, inner).items())
+                ),
+            ],
+            sum(part.elements(part.parameter.state, inner) for part in fragment) * touched,
+        )
+        for fragment in fragments_of(trained, inner, exchange)
+    ]
+
+
+def _kept(trained: list[ParameterLayout], inner: MeshShape, exchange: Several) -> int:
+    if isinstance(exchange, Compressed):
+        return kept(trained, inner, exchange)
+    outer = 2 * FLOAT32 if exchange.keeps else 0
+    return outer * sum(_elements(one, inner) for one in trained)
+
+
+def _elements(one: ParameterLayout, mesh: MeshShape) -> int:
+    """Elements of a parameter on one device, as its optimizer state is sharded."""
+    return math.prod(one.state.local_shape(one.shape, mesh))
 
 
 def fragments_of(
@@ -121,23 +151,17 @@ def fragments_of(
     return fragments(parameters, inner, exchange.fragments)
 
 
-def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Crossing]:
+def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Moved]:
     """What crosses between islands at a meeting."""
+    over = ("island",)
     if isinstance(exchange, Gossip):
-        size = sum(
-            part.elements(part.parameter.state, inner) * ITEMSIZE.get(part.parameter.dtype, FLOAT32)
-            for part in fragment
-        )
-        return [("collective-permute", "parameters of neighbours", size)] * exchange.heard
-    groups = Counter[frozenset[str]]()
-    for part in fragment:
-        axes = frozenset(axis for axis in part.parameter.state.axes if inner[axis] > 1)
-        groups[axes] += part.elements(part.parameter.state, inner)
-    count = sum(aligned(exchange.wire, numbers) for numbers in groups.values())
-    size = wire_bytes(exchange.wire, padded(exchange.wire, count, exchange.islands))
+        size = sum(part.elements(part.parameter.state, inner) for part in fragment) * FLOAT32
+        return [("collective-permute", over, size, "parameters of neighbours")] * exchange.heard
+    sizes = [part.elements(part.parameter.state, inner) for part in fragment]
+    size = wire_bytes(exchange.wire, padded(exchange.wire, sizes, exchange.islands))
     if exchange.wire == "float32":
-        return [("all-reduce", "outer gradient", size)]
-    return [("all-to-all", "outer gradient", size), ("all-gather", "outer gradient", size)]
+        return [("all-reduce", over, size, "outer gradient")]
+    return [(kind, over, size, "outer gradient") for kind in ("all-to-all", "all-gather")]
 
 
 def _gathers(fragment: Fragment, inner: MeshShape) -> Counter[tuple[str, ...]]:

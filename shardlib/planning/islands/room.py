@@ -12,7 +12,7 @@ from functools import partial
 from shardlib.cost.estimate import Estimate
 from shardlib.cost.machine.corrections import fitting_bytes, margin
 from shardlib.errors import InfeasibleError
-from shardlib.exchanges.values import Meets
+from shardlib.exchanges.values import Several
 from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
 from shardlib.planning.islands.spread import on_islands
@@ -24,7 +24,7 @@ ROUNDS = 5
 
 
 def planned_on_islands(
-    exchange: Meets, machine: Topology, search: Callable[[Topology], Plan]
+    exchange: Several, machine: Topology, search: Callable[[Topology], Plan]
 ) -> Plan:
     """The fastest plan of an island that fits with what is kept for meetings, for all islands.
 
@@ -58,7 +58,7 @@ def planned_on_islands(
             )
 
 
-def met_in_order(inner: Iterator[Ranked], exchange: Meets, machine: Topology) -> Iterator[Ranked]:
+def met_in_order(inner: Iterator[Ranked], exchange: Several, machine: Topology) -> Iterator[Ranked]:
     """Plans for an island, the fastest first, as plans for all islands; meetings take each as long
     as the fastest.
 
@@ -79,7 +79,7 @@ def met_in_order(inner: Iterator[Ranked], exchange: Meets, machine: Topology) ->
         )
 
 
-def _met(one: Ranked, exchange: Meets, machine: Topology) -> Plan:
+def _met(one: Ranked, exchange: Several, machine: Topology) -> Plan:
     return on_islands(one.make(), exchange, machine)
 
 

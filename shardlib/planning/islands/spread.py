@@ -7,7 +7,8 @@ from dataclasses import replace
 from shardlib.axes import ISLAND, MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PlanError
-from shardlib.exchanges.values import EXACT, DiLoCo, Meets
+from shardlib.exchanges.compressed import Compressed
+from shardlib.exchanges.values import EXACT, DiLoCo, Meets, Several
 from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
@@ -18,7 +19,7 @@ from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
 
 
-def on_islands(plan: Plan, exchange: Meets, machine: Topology) -> Plan:
+def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
     """The plan of all islands: the same for each of them, and their meetings.
 
     Args:
@@ -53,26 +54,37 @@ def on_islands(plan: Plan, exchange: Meets, machine: Topology) -> Plan:
         estimate=estimate,
     )
     crossing = sum(c.total_bytes for c in met.collectives if ISLAND.name in c.axes)
-    number = exchange.meetings
     return made.with_findings(
         Finding(
             code="other-mathematics",
             severity="info",
             where=str(exchange),
-            message=(
-                f"{exchange.islands} islands train apart, each on its part of the batch, and"
-                f" {_meet(exchange)}: another optimizer than one of the whole batch."
-                " The loss of an island is that of its own rows; metrics are means over islands."
-                f" A meeting moves {bytes_text(crossing / number)} a device between islands and"
-                f" takes {seconds_text(met.seconds / number)}{' on average'[: 99 * (number > 1)]}."
-            ),
+            message=_told(exchange, crossing, met.seconds),
             hint="compare the loss with exchange='exact' over some thousand steps of your own data",
         )
     )
 
 
+def _told(exchange: Several, crossing: int, met: float) -> str:
+    """How islands train, in words."""
+    number, of = exchange.meetings, f"{exchange.islands} islands"
+    if isinstance(exchange, Compressed):
+        return (
+            f"{of} exchange their gradients in every step as {exchange.by.kind}, and keep what they"
+            " did not send for the next: another optimizer than one of the exact gradients."
+            f" An exchange moves {bytes_text(crossing)} a device between islands and takes"
+            f" {seconds_text(met)}."
+        )
+    return (
+        f"{of} train apart, each on its part of the batch, and {_meet(exchange)}: another optimizer"
+        " than one of the whole batch. The loss of an island is that of its own rows; metrics are"
+        f" means over islands. A meeting moves {bytes_text(crossing // number)} a device between"
+        f" islands and takes {seconds_text(met / number)}{' on average' if number > 1 else ''}."
+    )
+
+
 def _meet(exchange: Meets) -> str:
-    """How islands meet, in words."""
+    """How islands that train apart meet, in words."""
     if isinstance(exchange, DiLoCo):
         about = f", a fragment of {exchange.fragments} at a time" if exchange.fragments > 1 else ""
         return f"meet every {exchange.every} steps{about}"

@@ -13,7 +13,7 @@ import optax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.compiler import compile
 from shardlib.errors import PinError, raise_all
-from shardlib.lowering.program.gradients import (
+from shardlib.lowering.islands.halves import (
     GradientProgram,
     by_path,
     trained,

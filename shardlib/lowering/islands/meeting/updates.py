@@ -16,7 +16,7 @@ from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.gossip import Gossip
 from shardlib.exchanges.values import Meets
 from shardlib.jax_types import Value
-from shardlib.lowering.islands.wires import Group, means
+from shardlib.lowering.islands.meeting.wires import means
 
 #: Shards of one device: of parameters, of outer parameters and of their momentum.
 Shards = list[Value]
@@ -25,25 +25,24 @@ Shards = list[Value]
 Update = Callable[[Shards, Shards, Shards], tuple[Shards, Shards, Shards]]
 
 
-def update_of(exchange: Meets, meeting: int, groups: Sequence[Group]) -> Update:
+def update_of(exchange: Meets, meeting: int) -> Update:
     """What a device does at a meeting.
 
     Args:
         exchange: how islands meet.
         meeting: which of its meetings.
-        groups: of the parameters, see `means`.
     """
     if isinstance(exchange, Gossip):
         return partial(_averaged, exchange, meeting)
-    return partial(_outer_step, exchange, groups)
+    return partial(_outer_step, exchange)
 
 
 def _outer_step(
-    exchange: DiLoCo, groups: Sequence[Group], mine: Shards, outer: Shards, momentum: Shards
+    exchange: DiLoCo, mine: Shards, outer: Shards, momentum: Shards
 ) -> tuple[Shards, Shards, Shards]:
     """The outer update (arXiv:2311.08105, algorithm 1): all islands go on from its parameters."""
     apart = [theta - own for theta, own in zip(outer, mine, strict=True)]
-    gradients = means(apart, exchange.wire, exchange.islands, groups)
+    gradients = means(apart, exchange.wire, exchange.islands)
     decay, rate = exchange.momentum, exchange.rate
     momentum = [g + decay * v for g, v in zip(gradients, momentum, strict=True)]
     outer = [

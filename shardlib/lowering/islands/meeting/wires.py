@@ -14,17 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.axes import ISLAND
-from shardlib.exchanges.wires import BLOCK, aligned, blocks, padded
+from shardlib.exchanges.wires import BLOCK, blocks, padded, spaces
 from shardlib.jax_types import Value
 
-#: Mesh axes of an island that an array is sharded over: devices that differ along others alone hold
-#: the same of it.
-Group = frozenset[str]
 #: The largest number of so many bits, the same with either sign.
 LARGEST = {"int8": 127, "int4": 7}
 
 
-def means(arrays: Sequence[Value], wire: str, islands: int, groups: Sequence[Group]) -> list[Value]:
+def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
     """The means over islands of what one device of each holds, in a region that is manual over all
     mesh axes.
 
@@ -35,53 +32,69 @@ def means(arrays: Sequence[Value], wire: str, islands: int, groups: Sequence[Gro
         arrays: float32.
         wire: dtype that crosses.
         islands: their number.
-        groups: mesh axes of an island that each is sharded over. Those of one group share blocks.
     """
     if wire == "float32":
         return [jax.lax.pmean(one.reshape(-1), ISLAND.name).reshape(one.shape) for one in arrays]
-    flat, starts = _flat(arrays, wire, islands, groups)
-    rows = flat.reshape(islands, -1)
+    rows = joined(arrays, wire, islands)
     mine = jax.lax.all_to_all(packed(rows, wire), ISLAND.name, 0, 0, tiled=True)
     mean = jnp.mean(unpacked(mine, wire), axis=0, keepdims=True)
     every = jax.lax.all_gather(packed(mean, wire), ISLAND.name, axis=0, tiled=True)
-    whole = unpacked(every, wire).reshape(-1)
-    return [
-        whole[start : start + math.prod(one.shape)].reshape(one.shape)
-        for one, start in zip(arrays, starts, strict=True)
+    return split(unpacked(every, wire), arrays, wire)
+
+
+def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK) -> Value:
+    """Arrays one after the other, each in whole blocks, as rows for every island.
+
+    Args:
+        arrays: float32.
+        wire: dtype that crosses.
+        islands: their number.
+        block: numbers that share a scale.
+
+    Returns:
+        (islands, numbers).
+    """
+    sizes = [math.prod(one.shape) for one in arrays]
+    room = spaces(wire, sizes, block)
+    rest = padded(wire, sizes, islands, block) - sum(room)
+    flat = [
+        jnp.pad(one.reshape(-1), (0, space - size))
+        for one, size, space in zip(arrays, sizes, room, strict=True)
     ]
+    return jnp.concatenate([*flat, jnp.zeros(rest, jnp.float32)]).reshape(islands, -1)
 
 
-def _flat(
-    arrays: Sequence[Value], wire: str, islands: int, groups: Sequence[Group]
-) -> tuple[Value, list[int]]:
-    """All numbers, group by group, and where each array begins."""
-    parts, starts, count = list[Value](), dict[int, int](), 0
-    for group in dict.fromkeys(groups):
-        for place, one in enumerate(arrays):
-            if groups[place] == group:
-                starts[place] = count
-                parts.append(one.reshape(-1))
-                count += math.prod(one.shape)
-        end = aligned(wire, count)
-        parts.append(jnp.zeros(end - count, jnp.float32))
-        count = end
-    parts.append(jnp.zeros(padded(wire, count, islands) - count, jnp.float32))
-    return jnp.concatenate(parts), [starts[place] for place in range(len(arrays))]
+def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> list[Value]:
+    """The arrays of what `joined` gave.
+
+    Args:
+        rows: (islands, numbers).
+        like: arrays of the shapes that are wanted.
+        wire: dtype that crosses.
+        block: numbers that share a scale.
+    """
+    flat, found, start = rows.reshape(-1), list[Value](), 0
+    sizes = [math.prod(one.shape) for one in like]
+    for one, size, space in zip(like, sizes, spaces(wire, sizes, block), strict=True):
+        found.append(flat[start : start + size].reshape(one.shape))
+        start += space
+    return found
 
 
-def packed(rows: Value, wire: str) -> Value:
+def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
     """Rows of numbers as integers that cross: of each row the numbers, then their scales.
 
     Args:
         rows: float32, (rows, numbers), whole blocks.
         wire: dtype that crosses.
+        block: numbers that share a scale.
 
     Returns:
         (rows, integers).
     """
     if not blocks(wire):
         return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
-    grouped = rows.reshape(rows.shape[0], -1, BLOCK)
+    grouped = rows.reshape(rows.shape[0], -1, block)
     scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / LARGEST[wire]
     number = jnp.round(grouped / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
     bits = jax.lax.bitcast_convert_type(number, jnp.uint8).reshape(rows.shape[0], -1)
@@ -91,16 +104,17 @@ def packed(rows: Value, wire: str) -> Value:
     return jnp.concatenate([bits, scales], axis=1)
 
 
-def unpacked(rows: Value, wire: str) -> Value:
+def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
     """The float32 numbers of what `packed` gave.
 
     Args:
         rows: (rows, integers).
         wire: dtype that crosses.
+        block: numbers that share a scale.
     """
     if not blocks(wire):
         return jax.lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
-    each = BLOCK if wire == "int8" else BLOCK // 2
+    each = block if wire == "int8" else block // 2
     groups = rows.shape[1] // (each + 4)
     bits, scales = rows[:, : groups * each], rows[:, groups * each :]
     if wire == "int4":
@@ -110,5 +124,5 @@ def unpacked(rows: Value, wire: str) -> Value:
     else:
         number = jax.lax.bitcast_convert_type(bits, jnp.int8)
     scale = jax.lax.bitcast_convert_type(scales.reshape(-1, groups, 4), jnp.float32)
-    grouped = number.reshape(-1, groups, BLOCK).astype(jnp.float32) * scale[..., None]
+    grouped = number.reshape(-1, groups, block).astype(jnp.float32) * scale[..., None]
     return grouped.reshape(rows.shape[0], -1)

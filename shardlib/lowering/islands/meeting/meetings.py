@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardlib.annotation.trees.paths import path_text
 from shardlib.axes import ISLAND
 from shardlib.exchanges.values import Meets
-from shardlib.lowering.islands.meeting import Meeting, Shared
+from shardlib.lowering.islands.meeting.meeting import Meeting, Shared
 from shardlib.lowering.islands.stacked import stacked_sharding
 from shardlib.lowering.mesh.pinning import held
 from shardlib.lowering.program.program import Program
@@ -75,3 +75,15 @@ def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array
         )([held(theta, own) for theta, own in zip(thetas, stacks, strict=True)])
 
     return jax.jit(function)(thetas)
+
+
+def replaced(arrays: list[jax.Array], places: list[int], new: list[jax.Array]) -> list[jax.Array]:
+    """Arrays with others in some places.
+
+    Args:
+        arrays: of all parameters.
+        places: of those that a meeting was about.
+        new: of these.
+    """
+    changed = dict(zip(places, new, strict=True))
+    return [changed.get(place, array) for place, array in enumerate(arrays)]

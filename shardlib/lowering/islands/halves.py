@@ -1,11 +1,13 @@
-"""The gradients of a step without its update, as a program of their own.
+"""The two halves of a step as programs of their own: gradients, and the update.
 
-    gradients = GradientProgram.of(program)
+    gradients, update = GradientProgram.of(program), UpdateProgram.of(program)
     metrics, found, model_state = gradients.call(params, model_state, batch)
+    state = update.call(state, found, model_state, metrics["loss"])
 
-It is the program's own lowering: the loss with its layouts, microbatches, stages and reductions, up
-to where the optimizer would take over. Whoever updates parameters elsewhere (a parameter server)
-runs it; nothing is donated.
+They are the program's own lowering: the loss with its layouts, microbatches, stages and reductions,
+up to where the optimizer takes over, and the rest. What becomes of gradients in between is for
+others to say: a parameter server, islands. The gradients donate nothing; the update donates the
+state.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from jax.sharding import Mesh
 from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.errors import PinError, raise_all
-from shardlib.jax_types import Metrics
+from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.pinning import constrain
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.program.lowered import shardings_of
 from shardlib.lowering.program.program import Program
-from shardlib.lowering.program.step import named
+from shardlib.lowering.program.step import named, updated
+from shardlib.lowering.runtime.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +55,7 @@ class GradientProgram:
         Raises:
             PinError: its step cannot be divided there; all reasons are listed.
         """
-        _require_divided(program)
+        require_divided(program)
         parts, state = program.parts, program.state
 
         def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
@@ -73,6 +76,56 @@ class GradientProgram:
                 out_shardings=(whole, parts.params.gradient, shardings_of(state.model_state)),
             ).lower(*arguments)
         return GradientProgram(program=program, call=lowered.compile())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateProgram:
+    """A compiled program that updates a state by gradients.
+
+    Attributes:
+        program: whose step it is part of.
+        call: (state, gradients sharded as optimizer state is, model state, loss) -> state.
+    """
+
+    program: Program
+    call: jax.stages.Compiled
+
+    @staticmethod
+    def of(program: Program) -> UpdateProgram:
+        """Compiles the update of a program.
+
+        Args:
+            program: of one process.
+
+        Raises:
+            PinError: its step cannot be divided there; all reasons are listed.
+        """
+        require_divided(program)
+        parts, state = program.parts, program.state
+
+        def update(
+            state: TrainState, gradients: Tree, model_state: Tree, loss: Value
+        ) -> TrainState:
+            return updated(parts, state, loss, like(gradients, parts.updated), model_state)
+
+        named(update, "update", program.plan.digest)
+        whole = shardings.named_sharding(program.mesh, Layout())
+        gradients = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding),
+            program.model.partition.trained(state.params),
+            parts.params.state,
+        )
+        loss = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
+        arguments = (state, gradients, state.model_state, loss)
+        assert isinstance(program.mesh, Mesh)
+        with _jax_compat.in_mesh(program.mesh):
+            lowered = jax.jit(
+                update,
+                in_shardings=shardings_of(arguments),
+                out_shardings=shardings_of(state),
+                donate_argnums=(0,),
+            ).lower(*arguments)
+        return UpdateProgram(program=program, call=lowered.compile())
 
 
 def trained(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
@@ -117,8 +170,11 @@ def name_of(path: tuple[object, ...]) -> str:
     return path_text(path) or "params"
 
 
-def _require_divided(program: Program) -> None:
+def require_divided(program: Program) -> None:
     """Refuses a program whose update is no part of its own.
+
+    Args:
+        program: of one process; an abstract one will do.
 
     Raises:
         PinError: all reasons are listed.

@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardlib.annotation.trees.paths import Tree
 from shardlib.exchanges.values import Meets
 from shardlib.jax_types import Value
+from shardlib.lowering.islands.meeting.updates import Shards, update_of
 from shardlib.lowering.islands.stacked import stacked_shape, stacked_sharding
-from shardlib.lowering.islands.updates import Shards, update_of
-from shardlib.lowering.islands.wires import Group
 from shardlib.lowering.mesh.pinning import held
 
 #: Rows of the first dim on a device: (first, step between them); None for all.
@@ -89,6 +88,10 @@ class Meeting:
         ]
         return thetas, outer, outer
 
+    def results(self) -> tuple[list[Tree], ...]:
+        """Abstract results: what takes the place of the arguments."""
+        return self.arguments()
+
     def lower(self) -> jax.stages.Lowered:
         """The meeting lowered for its mesh, which need not be here."""
         arguments = self.arguments()
@@ -140,11 +143,6 @@ class Meeting:
         """Of what is outer: alike on all islands."""
         return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
 
-    @cached_property
-    def _groups(self) -> list[Group]:
-        """Mesh axes of an island that what is outer is sharded over."""
-        return [_axes_of(one.state) for one in self.about]
-
     def _taken(self, thetas: list[jax.Array]) -> list[jax.Array]:
         """The rows that the meeting is about."""
         return [
@@ -185,7 +183,7 @@ class Meeting:
             theta.astype(jnp.float32).reshape(theta.shape if one.leaf.ndim else ())
             for one, theta in zip(self.about, thetas, strict=True)
         ]
-        after, *news = update_of(self.exchange, self.number, self._groups)(
+        after, *news = update_of(self.exchange, self.number)(
             mine, _each(_rows, kept, outer), _each(_rows, kept, momentum)
         )
         back = [
@@ -215,8 +213,3 @@ def _with_rows(rows: Rows, array: Value, some: Value) -> Value:
 def _stacked_of(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh) -> NamedSharding:
     assert isinstance(leaf.sharding, NamedSharding)
     return stacked_sharding(leaf.sharding, mesh)
-
-
-def _axes_of(sharding: NamedSharding) -> Group:
-    dims = [dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec if dim is not None]
-    return frozenset(name for dim in dims for name in dim if sharding.mesh.shape[name] > 1)

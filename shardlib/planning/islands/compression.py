@@ -1,0 +1,116 @@
+"""What compressed gradients are in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.exchanges.compressed import Compressed
+from shardlib.exchanges.compressors import PowerSGD, Quantised, Sign, TopK
+from shardlib.exchanges.wires import padded, wire_bytes
+from shardlib.planning.decisions.plan_data import ParameterLayout
+
+FLOAT32 = 4
+#: (kind, mesh axes, bytes, what for) of a collective.
+Moved = tuple[str, tuple[str, ...], int, str]
+#: Passes that orthonormalise P, each with the products of its columns.
+PASSES = 2
+
+
+def low_rank(shape: tuple[int, ...], stacked: bool, rank: int) -> bool:
+    """Whether a gradient is smaller as a matrix of some rank.
+
+    Args:
+        shape: of the whole.
+        stacked: whether the first dim is one of layers.
+        rank: of what is sent.
+    """
+    rows, *columns = shape[int(stacked) :] or (1,)
+    return bool(columns) and rank * (rows + math.prod(columns)) < rows * math.prod(columns)
+
+
+def stacked(parameter: ParameterLayout) -> bool:
+    """Whether the first dim of a parameter is one of layers: it has no colour, and others follow.
+
+    Args:
+        parameter: of a plan.
+    """
+    return len(parameter.shape) > 1 and parameter.colours[0] is None
+
+
+def moved(
+    parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Compressed, stage: int
+) -> list[Moved]:
+    """What a device moves in an exchange.
+
+    Args:
+        parameters: trained ones, of the plan.
+        inner: the mesh of one island.
+        exchange: how islands train.
+        stage: of its exchanges.
+    """
+    trained, by, over = list(parameters), exchange.by, ("island",)
+    sizes = [math.prod(one.state.local_shape(one.shape, inner)) for one in trained]
+    islands = exchange.islands
+    if isinstance(by, PowerSGD):
+        return list(_low_rank(trained, inner, by.rank))
+    if isinstance(by, TopK):
+        sent = sum(by.sent(size, stage) for size in sizes)
+        return [("all-gather", over, islands * sent * 2 * FLOAT32, "largest numbers and places")]
+    if isinstance(by, Quantised):
+        size = wire_bytes(by.dtype, padded(by.dtype, sizes, islands, by.block), by.block)
+        return [("all-to-all", over, size, "gradients"), ("all-gather", over, size, "gradients")]
+    assert isinstance(by, Sign)
+    scales: Counter[tuple[str, ...]] = Counter()
+    for one in trained:
+        scales[_over(one.state.axes)] += FLOAT32
+    inside = [("all-reduce", axes, size, "scales") for axes, size in scales.items() if axes]
+    size = islands * (sum(-(-size // 8) for size in sizes) + FLOAT32 * len(sizes))
+    return [("all-gather", over, size, "signs"), *inside]
+
+
+def _low_rank(trained: Iterable[ParameterLayout], inner: MeshShape, rank: int) -> Iterator[Moved]:
+    found: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for one in trained:
+        local = one.state.local_shape(one.shape, inner)
+        first = int(stacked(one))
+        if not low_rank(one.shape, bool(first), rank):
+            found[("island",), "gradients"] += math.prod(local) * FLOAT32
+            continue
+        layers = math.prod(local[:first])
+        rows, columns = local[first], math.prod(local[first + 1 :])
+        factors = layers * rank * FLOAT32
+        found[("island",), "factors of gradients"] += factors * (rows + columns)
+        along = _over({axis for dim in one.state[first + 1 :] for axis in dim})
+        across = _over(one.state[first])
+        found[along, "factors of gradients"] += factors * rows
+        found[across, "factors of gradients"] += factors * (columns + PASSES * rank + 1)
+    for (axes, cause), size in found.items():
+        if axes:
+            yield "all-reduce", axes, size, cause
+
+
+def _over(axes: Iterable[str]) -> tuple[str, ...]:
+    wanted = set(axes)
+    return tuple(axis for axis in MESH_AXES if axis in wanted)
+
+
+def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Compressed) -> int:
+    """Bytes that a device keeps from step to step, and holds between the halves of a step: the
+    residual (two of them under `TopK`), Q of every matrix, and the mean of the gradients.
+
+    Args:
+        parameters: trained ones, of the plan.
+        inner: the mesh of one island.
+        exchange: how islands train.
+    """
+    by, size = exchange.by, 0
+    for one in parameters:
+        local = one.state.local_shape(one.shape, inner)
+        size += math.prod(local) * FLOAT32 * (3 if isinstance(by, TopK) else 2)
+        first = int(stacked(one))
+        if isinstance(by, PowerSGD) and low_rank(one.shape, bool(first), by.rank):
+            size += math.prod((*local[:first], *local[first + 1 :], by.rank)) * FLOAT32
+    return size
