@@ -1,10 +1,12 @@
-"""The slice that part of a TPU machine is.
+"""How many devices of a machine a mesh may use, and the slice that part of a TPU machine is.
 
 >>> from shardlib.hardware.topology import topology
 >>> slice_of(topology("v5e:2x4"), 4).name, slice_of(topology("2*v5e:4x4"), 16).name
 ('v5e:2x2', 'v5e:4x4')
 >>> slice_of(topology("v5e:2x4"), 2) is None
 True
+>>> device_counts(topology("3*a100:2")), device_counts(topology("v5e:4x4"))
+((6, 4, 3, 2, 1), (16, 8, 4, 2, 1))
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import math
 from shardlib.hardware.placement import used_shapes
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
+
+#: Machines of no more devices may be used with any number of them.
+SMALL = 64
 
 
 def slice_of(topology: Topology, devices: int) -> Topology | None:
@@ -42,3 +47,30 @@ def slice_of(topology: Topology, devices: int) -> Topology | None:
     block = "x".join(map(str, min(blocks, key=lambda one: (max(one), one))))
     slices = math.prod(math.prod(one) for one in used[: at[0]])
     return parse_topology(f"{f'{slices}*' if slices > 1 else ''}{topology.chip.name}:{block}")
+
+
+def device_counts(topology: Topology, batch: int = 1) -> tuple[int, ...]:
+    """Numbers of devices that meshes are tried on, the largest first: on a small machine all that
+    have a place on its links, on a large one those that divide all of them, and the largest product
+    of a divisor of the batch and a power of two. Part of a TPU slice that does not divide it is
+    none, but where it is a slice of its own, which the compiler knows.
+
+    The numbers do not depend on pins, so that what pins leave is part of what is searched without
+    them.
+
+    Args:
+        topology: the machine.
+        batch: rows of the batch.
+    """
+    every = topology.devices
+    torus = any(tier.kind == "torus" for tier in topology.tiers)
+
+    def usable(devices: int) -> bool:
+        known = not torus or every % devices == 0 or slice_of(topology, devices) is not None
+        return known and used_shapes(devices, topology) is not None
+
+    counts = range(every, 0, -1)
+    if every <= SMALL:
+        return tuple(n for n in counts if usable(n))
+    along = next((n for n in counts if batch % (n // (n & -n)) == 0 and usable(n)), 1)
+    return tuple(n for n in counts if (every % n == 0 and usable(n)) or n == along)

@@ -23,18 +23,8 @@ from shardlib.propagation.assignment import Choice
 
 
 def every_mesh(load: Workload, where: Topology) -> Iterator[tuple[MeshShape, int]]:
-    """(mesh, microbatches) on the most devices that any legal plan has, and on every smaller number
-    that divides those of the machine.
-    """
-    most = next(
-        n
-        for n in range(where.devices, 0, -1)
-        if any(
-            placements(mesh, where) and any(every_choice(load, mesh))
-            for mesh, _ in _meshes(load, n)
-        )
-    )
-    for used in {most, *(n for n in range(1, most) if where.devices % n == 0)}:
+    """(mesh, microbatches) on every number of devices that has a place on the links."""
+    for used in range(1, where.devices + 1):
         yield from _meshes(load, used)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
 from shardlib.hardware.placement import place
+from shardlib.hardware.slices import device_counts
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.dtypes import combinations, effective
@@ -27,7 +29,6 @@ from shardlib.planning.search.best_first import explore
 from shardlib.planning.search.branch_and_bound import Explorer
 from shardlib.planning.search.why_no_layers import LayerGroups, layers_lacking
 from shardlib.planning.space.attention import strategies
-from shardlib.planning.space.limits import divisors
 from shardlib.planning.space.meshes import sizes
 from shardlib.planning.space.space import Space, build, gaps_of
 from shardlib.planning.space.why_empty import explain_empty
@@ -226,23 +227,26 @@ def _require_able(framework: Framework | None, pins: Pins) -> None:
 
 
 def _counts(room: Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:
-    """Numbers of devices that a plan may use: all, or where no mesh has all the most that one has;
-    then their divisors.
+    """Numbers of devices that a plan may use, the largest first; where none of those that are
+    tried has a mesh, the most that one has.
     """
 
     def some(devices: int) -> bool:
-        return (
-            place(MeshShape({"data": devices}), topology) is not None
-            and len(sizes(room, load.colouring, devices)["micro"]) > 0
-        )
+        return len(sizes(room, load.colouring, devices)["micro"]) > 0
 
     if room.pins.mesh is not None:
         yield wanted
         return
-    most = next((n for n in range(wanted, 0, -1) if some(n)), None)
-    fewer = [n for n in divisors(wanted) if n < (most or 0)]
-    yield from (
-        n
-        for n in ([most] if most else []) + fewer[::-1]
-        if place(MeshShape({"data": n}), topology) is not None
+    tried = device_counts(topology, room.limits.batch)
+    most = next((n for n in tried if some(n)), None)
+    if most is not None:
+        yield from (n for n in tried if n <= most)
+        return
+    yield from islice(
+        (
+            n
+            for n in range(wanted, 0, -1)
+            if place(MeshShape({"data": n}), topology) is not None and some(n)
+        ),
+        1,
     )
