@@ -171,7 +171,4 @@ def beaten(seed: int) -> Iterator[dict[str, Any]]:
             "seconds": seconds,
             "pinned_seconds": pinned,
             "beaten": pinned is not None and (seconds is None or seconds > pinned * (1 + ROUNDING)),
-            # Numbers of devices that do not divide those of the machine are tried under pins alone,
-            # where no mesh has all of them (docs/pins.md).
-            "outside": plan is not None and place.devices % plan.mesh.devices > 0,
         }

@@ -6,8 +6,9 @@ Nothing is decided one axis at a time.
 
 The space, where pins do not narrow it:
 
-- meshes: every factorisation over the six axes of every number of devices that divides the
-  machine's, or of the largest that has a legal mesh;
+- meshes: every factorisation over the six axes of every number of devices that
+  `shardlib.hardware.slices.device_counts` lists: of a small machine all that have a place on its
+  links; where none of them has a legal mesh, of the largest that has one;
 - their place on the links: the usual order of axes, or one axis moved to the innermost or the
   outermost links (`shardlib.hardware.placement.orders`);
 - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
