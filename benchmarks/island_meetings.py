@@ -43,6 +43,11 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("4*v5e:2x2", "gossip:4:exponential", {"zero": 1}),
     ("4*v5e:2x2", "gossip:4:ring", {"zero": 3}),
     ("4*h100:4", "gossip:4:exponential", {"zero": 3}),
+    *(
+        (where, f"compressed:2:{by}", {"zero": 3})
+        for where in ("2*h100:8", "2*v5e:4x4")
+        for by in ("powersgd:rank=4", "topk:density=0.001", "quantised", "sign")
+    ),
 )
 
 

@@ -5,6 +5,8 @@
 ('v5e:4x4', '4*h100:8')
 >>> island_of(topology("cpu:8"), 2).name
 'cpu:4'
+>>> island_of(topology("2@10gbit*16*h100:8"), 2).name, island_of(topology("4@1gbit*h100:8"), 2).name
+('16*h100:8', '2@1gbit*h100:8')
 """
 
 from __future__ import annotations
@@ -87,6 +89,9 @@ def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:
 
 def _spelled(machine: Topology, left: int) -> str:
     """The spelling of an island that has so many places of the outermost tier."""
+    joined, apart, inner = machine.name.partition("*")
+    if "@" in joined:
+        return inner if left == 1 else f"{left}@{joined.partition('@')[2]}{apart}{inner}"
     domain = machine.name.rpartition("*")[2]
     if len(machine.tiers) == 1 or "*" not in machine.name:
         return f"{domain.partition(':')[0]}:{left}"

@@ -3,6 +3,9 @@
 >>> name, chip, tiers = spelled("2*v5e:16x16")
 >>> chip.name, [tier.kind for tier in tiers]
 ('v5e', ['network', 'torus'])
+>>> name, chip, tiers = spelled("2@10gbit-50ms*v5e:4x4")
+>>> tiers[0].name, tiers[0].bytes_per_s * 16 * 8, tiers[0].latency_s
+('10 Gbit/s, 50 ms', 10000000000.0, 0.05)
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 
 from shardlib.errors import TopologyError
 from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.catalog.wide import USUAL_MS, wide
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.products import Link, Product
 from shardlib.hardware.tier import Tier
@@ -32,6 +36,8 @@ def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
     Raises:
         TopologyError: the spelling does not parse, or the catalogue does not know it.
     """
+    if "@" in text:
+        return _apart(text)
     match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9.-]+):([0-9]+(?:x[0-9]+){0,7})", text)
     if match is None:
         raise TopologyError(
@@ -62,6 +68,33 @@ def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
         tiers.append(_tier(product.on_chip, (product.chip.devices_per_chip,)))
     front = "" if domains == 1 else f"{domains}*"
     return f"{front}{match[2]}:{'x'.join(map(str, sizes))}", product.chip, tuple(tiers)
+
+
+def _apart(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
+    """The same of several machines that a slow link joins: "2@10gbit-50ms*16*h100:8".
+
+    Raises:
+        TopologyError: see `spelled`.
+    """
+    number = r"([0-9]+(?:\.[0-9]+)?)"
+    match = re.fullmatch(rf"([0-9]+)@{number}(g|m)bit(?:-{number}ms)?\*([^@]*)", text)
+    if match is None:
+        raise TopologyError(
+            f"topology {shown(text)} does not parse. Machines that a slow link joins are spelled"
+            " '2@10gbit*h100:8' or '2@10gbit-50ms*16*h100:8': how many, the rate of the link"
+            f" (gbit or mbit), its latency ({USUAL_MS} ms unless it is said), and each machine"
+        )
+    machines, rate, ms = int(match[1]), float(match[2]), float(match[4] or USUAL_MS)
+    gbit = rate / 1000 if match[3] == "m" else rate
+    if not (2 <= machines < 10**DIGITS and 0 < gbit < 1e6 and ms < 1e6):
+        raise TopologyError(
+            f"topology {shown(text)} has {machines} machines on a link of {gbit:g} Gbit/s and"
+            f" {ms:g} ms; they are 2 or more, and a link has a rate\nTry: '2@10gbit-50ms*h100:8'"
+        )
+    name, chip, tiers = spelled(match[5])
+    devices = math.prod(tier.devices for tier in tiers)
+    outer = _tier(wide(gbit, ms, devices), (machines,))
+    return f"{text[: text.index('*')]}*{name}", chip, (outer, *tiers)
 
 
 def _hint(text: str) -> str:

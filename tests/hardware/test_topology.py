@@ -300,3 +300,30 @@ def test_bad_files_list_every_fault(
     with pytest.raises(TopologyError) as caught:
         topology("c.toml")
     assert str(caught.value) == message
+
+
+def test_machines_that_a_slow_link_joins_share_it() -> None:
+    found, one = topology("2@10Gbit-50ms*16*h100:8"), topology("16*h100:8")
+    assert found.tiers[1:] == one.tiers and found.devices == 256
+    outer = found.tiers[0]
+    assert (outer.kind, outer.shape, outer.latency_s) == ("network", (2,), 0.05)
+    assert outer.bytes_per_s * 128 == 10e9 / 8
+    assert topology(found.name) == found
+    slow = topology("3@500mbit*cpu:2").tiers[0]
+    assert (slow.bytes_per_s * 2, slow.latency_s) == (0.5e9 / 8, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("2@10*h100:8", "Machines that a slow link joins are spelled"),
+        ("2@10gbit", "Machines that a slow link joins are spelled"),
+        ("1@10gbit*h100:8", "they are 2 or more"),
+        ("2@0gbit*h100:8", "a link has a rate"),
+        ("2@10gbit*h100:9", "asks for 9"),
+        ("2@10gbit*2@1gbit*h100:8", "Machines that a slow link joins are spelled"),
+    ],
+)
+def test_slow_links_that_do_not_parse_say_how_they_are_spelled(text: str, says: str) -> None:
+    with pytest.raises(TopologyError, match=says):
+        topology(text)

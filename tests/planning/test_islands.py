@@ -114,3 +114,10 @@ def test_islands_that_leave_devices_idle_still_meet_over_what_joins_them(
     placed = place(MeshShape(island=2, fsdp=used), joined)
     assert placed is not None and [span.tier for span in placed["island"]] == [0]
     assert used_by(topology(left), 2, topology(left).devices // 2) == topology(left)
+
+
+def test_other_plans_take_their_part_of_the_exchange() -> None:
+    made = planned("2@1gbit*h100:8", **ISLANDS)
+    assert made.estimate.seconds.exchange > made.estimate.step_seconds / 2
+    slower = [one for one in made.search.rejected if one.reason == "slower"]
+    assert slower and all(one.step_seconds >= made.estimate.step_seconds for one in slower)

@@ -30,15 +30,24 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
     joined = used_by(machine, exchange.islands, plan.mesh.devices)
     met, one = meetings(plan.parameters, plan.mesh, exchange, joined), plan.estimate
+    share = met.seconds / exchange.period
     estimate = replace(
         one,
-        seconds=replace(one.seconds, exchange=met.seconds / exchange.period),
+        seconds=replace(one.seconds, exchange=share),
         device_bytes=replace(one.device_bytes, exchange=met.kept_bytes),
         collectives=(*one.collectives, *met.collectives),
         tokens=one.tokens * exchange.islands,
         model_flops=one.model_flops * exchange.islands,
         hardware_flops=one.hardware_flops * exchange.islands,
         peak_flops_per_s=one.peak_flops_per_s * exchange.islands,
+    )
+    search = replace(
+        plan.search,
+        lower_bound=plan.search.lower_bound + share,
+        rejected=tuple(
+            replace(other, step_seconds=other.step_seconds + share)
+            for other in plan.search.rejected
+        ),
     )
     placed = place(mesh, joined) or {}
     links = tuple(
@@ -52,6 +61,7 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
         topology=machine.name,
         placement=((ISLAND.name, links), *plan.placement),
         estimate=estimate,
+        search=search,
     )
     crossing = sum(c.total_bytes for c in met.collectives if ISLAND.name in c.axes)
     return made.with_findings(

@@ -74,13 +74,18 @@ def _room(topology: Topology) -> str:
 
 def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> list[str]:
     """The smallest doubling of the number of fast domains that fits, if one up to 64 times the size
-    does.
+    does; of each of the machines that a slow link joins.
     """
-    count, star, domain = topology.name.partition("*")
-    number, domain = (int(count), domain) if star else (1, topology.name)
+    joined, at, inner = topology.name.partition("@")
+    link, _, inner = inner.partition("*") if at else ("", "", joined)
+    count, star, domain = inner.partition("*")
+    number, domain = (int(count), domain) if star else (1, inner)
+    front = f"{joined}@{link}*" if at else ""
     for factor in (2, 4, 8, 16, 32, 64):
         try:
-            other = replace(parse_topology(f"{number * factor}*{domain}"), chip=topology.chip)
+            other = replace(
+                parse_topology(f"{front}{number * factor}*{domain}"), chip=topology.chip
+            )
         except TopologyError:
             return []
         if fits(other):
