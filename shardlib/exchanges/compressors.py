@@ -27,8 +27,8 @@ class PowerSGD:
 
         P <- mean of M Q, orthonormalised;   Q <- mean of M^T P;   what is sent is P Q^T.
 
-    A parameter is a matrix of its first dim by all others, one for every layer of a stack; what has
-    one dim, or would not get smaller, is sent as it is.
+    A parameter is a matrix of its first dims by the others, divided where both are fewest, one for
+    every layer of a stack; what has one dim, or would not get smaller, is sent as it is.
 
     Attributes:
         rank: of what is sent, at least 1.

@@ -19,6 +19,25 @@ Moved = tuple[str, tuple[str, ...], int, str]
 PASSES = 2
 
 
+def split(shape: tuple[int, ...], stacked: bool) -> int:
+    """Where the dims of rows of a matrix end and those of columns begin: where rows and columns
+    together are fewest.
+
+    >>> split((3, 3, 64, 128), stacked=False), split((12, 12, 64, 768), stacked=True)
+    (3, 3)
+
+    Args:
+        shape: of the whole.
+        stacked: whether the first dim is one of layers.
+    """
+    places = range(int(stacked) + 1, len(shape))
+    return min(
+        places,
+        key=lambda at: math.prod(shape[int(stacked) : at]) + math.prod(shape[at:]),
+        default=len(shape),
+    )
+
+
 def low_rank(shape: tuple[int, ...], stacked: bool, rank: int) -> bool:
     """Whether a gradient is smaller as a matrix of some rank.
 
@@ -27,8 +46,9 @@ def low_rank(shape: tuple[int, ...], stacked: bool, rank: int) -> bool:
         stacked: whether the first dim is one of layers.
         rank: of what is sent.
     """
-    rows, *columns = shape[int(stacked) :] or (1,)
-    return bool(columns) and rank * (rows + math.prod(columns)) < rows * math.prod(columns)
+    at = split(shape, stacked)
+    rows, columns = math.prod(shape[int(stacked) : at]), math.prod(shape[at:])
+    return at < len(shape) and rank * (rows + columns) < rows * columns
 
 
 def stacked(parameter: ParameterLayout) -> bool:
@@ -80,11 +100,12 @@ def _low_rank(trained: Iterable[ParameterLayout], inner: MeshShape, rank: int) -
             found[("island",), "gradients"] += math.prod(local) * FLOAT32
             continue
         layers = math.prod(local[:first])
-        rows, columns = local[first], math.prod(local[first + 1 :])
+        at = split(one.shape, bool(first))
+        rows, columns = math.prod(local[first:at]), math.prod(local[at:])
         factors = layers * rank * FLOAT32
         found[("island",), "factors of gradients"] += factors * (rows + columns)
-        along = _over({axis for dim in one.state[first + 1 :] for axis in dim})
-        across = _over(one.state[first])
+        along = _over(axis for dim in one.state[at:] for axis in dim)
+        across = _over(axis for dim in one.state[first:at] for axis in dim)
         found[along, "factors of gradients"] += factors * rows
         found[across, "factors of gradients"] += factors * (columns + PASSES * rank + 1)
     for (axes, cause), size in found.items():
@@ -112,5 +133,6 @@ def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Comp
         size += math.prod(local) * FLOAT32 * (3 if isinstance(by, TopK) else 2)
         first = int(stacked(one))
         if isinstance(by, PowerSGD) and low_rank(one.shape, bool(first), by.rank):
-            size += math.prod((*local[:first], *local[first + 1 :], by.rank)) * FLOAT32
+            at = split(one.shape, bool(first))
+            size += math.prod((*local[:first], *local[at:], by.rank)) * FLOAT32
     return size

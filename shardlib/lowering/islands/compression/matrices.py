@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jax.sharding import NamedSharding
 
 from shardlib.exchanges.compressors import Compressor, PowerSGD
-from shardlib.planning.islands.compression import low_rank
+from shardlib.planning.islands.compression import low_rank, split
 
 Axes = tuple[str, ...]
 
@@ -61,19 +61,19 @@ class Gradient:
     @property
     def rows(self) -> Axes:
         """The mesh axes that shard the rows of a matrix."""
-        return self.axes[int(self.stacked)]
+        return sum(self.axes[int(self.stacked) : self._split], ())
 
     @property
     def columns(self) -> Axes:
         """The mesh axes that shard the columns of a matrix."""
-        return sum(self.axes[int(self.stacked) + 1 :], ())
+        return sum(self.axes[self._split :], ())
 
     @property
     def matrices(self) -> tuple[int, int, int]:
         """(layers, rows, columns) of what a device holds."""
-        layers = self.local[0] if self.stacked else 1
-        rows, *columns = self.local[int(self.stacked) :]
-        return layers, rows, math.prod(columns)
+        first, at = int(self.stacked), self._split
+        layers, rows, columns = self.local[:first], self.local[first:at], self.local[at:]
+        return math.prod(layers), math.prod(rows), math.prod(columns)
 
     def factor(self, rank: int) -> tuple[tuple[int, ...], tuple[Axes, ...]]:
         """Shape and mesh axes of Q: layers where there are some, the columns' dims, the rank.
@@ -81,8 +81,13 @@ class Gradient:
         Args:
             rank: of what is sent.
         """
-        first = int(self.stacked)
+        first, at = int(self.stacked), self._split
         return (
-            (*self.shape[:first], *self.shape[first + 1 :], rank),
-            (*self.axes[:first], *self.axes[first + 1 :], ()),
+            (*self.shape[:first], *self.shape[at:], rank),
+            (*self.axes[:first], *self.axes[at:], ()),
         )
+
+    @property
+    def _split(self) -> int:
+        """Where dims of columns begin."""
+        return split(self.shape, self.stacked)
