@@ -14,6 +14,7 @@ from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.cost.terms.frameworks import framework
 from shardlib.decisions.pins import PinMapping, Pins
+from shardlib.errors import PinError
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -94,10 +95,19 @@ class Prepared:
         """The best plan under different pins, for the same model and topology.
 
         Raises:
-            PinError: the pins make no sense, or allow no plan.
+            PinError: the pins make no sense, or allow no plan; or they ask for another number of
+                islands, whose rows are others than those of the problem.
             InfeasibleError: nothing fits under them.
         """
-        return self.search(self.topology, self.pins.changed(Pins.parse(pin)))
+        pins = self.pins.changed(Pins.parse(pin))
+        before, after = self.pins.exchange, pins.exchange
+        if before.islands != after.islands:
+            raise PinError(
+                f"the plan is for {before.islands} island{'s'[: before.islands != 1]} and {after} has"
+                f" {after.islands}: the model is traced for the rows of one island\nTry:"
+                f" plan.diff(shardlib.plan(..., pin={{'exchange': '{after}'}}))"
+            )
+        return self.search(self.topology, pins)
 
     def alternatives(self, plan: Plan, count: int) -> tuple[Alternative, ...]:
         """See `shardlib.planning.questions.alternatives`."""

@@ -9,7 +9,7 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.decisions.pins import Pins
-from shardlib.errors import InfeasibleError
+from shardlib.errors import InfeasibleError, PinError
 from shardlib.exchanges.values import DiLoCo
 from shardlib.hardware.islands import used_by
 from shardlib.hardware.placement import place
@@ -121,3 +121,12 @@ def test_other_plans_take_their_part_of_the_exchange() -> None:
     assert made.estimate.seconds.exchange > made.estimate.step_seconds / 2
     slower = [one for one in made.search.rejected if one.reason == "slower"]
     assert slower and all(one.step_seconds >= made.estimate.step_seconds for one in slower)
+
+
+def test_another_number_of_islands_is_another_problem() -> None:
+    with pytest.raises(PinError, match="traced for the rows of one island"):
+        planned("2*h100:8").why_not(exchange="diloco:2:10")
+    made = planned("4*h100:8", exchange="gossip:4")
+    with pytest.raises(PinError, match=r"4 islands and diloco:2:100 has 2"):
+        made.why_not(exchange="diloco:2:100")
+    assert "compressed:4:sign" in made.why_not(exchange="compressed:4:sign")
