@@ -103,8 +103,8 @@ class Prepared:
         before, after = self.pins.exchange, pins.exchange
         if before.islands != after.islands:
             raise PinError(
-                f"the plan is for {before.islands} island{'s'[: before.islands != 1]} and {after} has"
-                f" {after.islands}: the model is traced for the rows of one island\nTry:"
+                f"the plan is for {before.islands} island{'s'[: before.islands != 1]} and {after}"
+                f" has {after.islands}: the model is traced for the rows of one island\nTry:"
                 f" plan.diff(shardlib.plan(..., pin={{'exchange': '{after}'}}))"
             )
         return self.search(self.topology, pins)
