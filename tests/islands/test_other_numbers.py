@@ -203,3 +203,38 @@ def test_a_run_goes_on_as_another_number_of_islands(tmp_path: Path) -> None:
         run(alone(), 10)
     assert "loss" not in str(refused.value).partition("Try")[0]
     assert run(alone(), 10, allow_changes=("exchange",)).steps == 10
+
+
+def test_islands_go_on_with_the_mean_of_what_was_not_sent(tmp_path: Path) -> None:
+    two = program("two", exchange="compressed:2:powersgd:rank=1")
+    four = program("two", exchange="compressed:4:powersgd:rank=1")
+    state = stepped(two, two.init(0), 0, 3)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, plan=two.plan, wait=True)
+    saved = numbers(state)
+    found = restored(tmp_path, four)
+    assert found.findings[0].code == "other-number-of-islands"
+    again = numbers(found.state)
+    for old, new in zip(saved.exchange.residual, again.exchange.residual, strict=True):
+        each = np.reshape(old, (2, -1)).mean(0)
+        np.testing.assert_allclose(np.reshape(new, (4, -1)), np.tile(each, (4, 1)), rtol=1e-6)
+    for old, new in zip(saved.exchange.factors, again.exchange.factors, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert max(np.abs(one).max() for one in again.exchange.residual) > 0
+    for island in again.islands:  # parameters are alike on all islands, and stay what they were
+        assert_same(island.params, saved.islands[0].params)
+    after = numbers(stepped(four, found.state, 3, 4))
+    assert_same(after.islands[0].params, after.islands[3].params)
+
+
+def test_one_goes_on_with_compressed_gradients_and_back(tmp_path: Path) -> None:
+    one, two = alone(), program("two", exchange="compressed:2:topk:density=0.1")
+    state = stepped(one, one.init(0), 0, 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, plan=one.plan, wait=True)
+        found = checkpoints.restore(two)
+        assert not any(np.abs(leaf).max() for leaf in numbers(found.state).exchange.residual)
+        later = stepped(two, found.state, 2, 4)
+        params = numbers(later).islands[0].params
+        checkpoints.save(4, later, plan=two.plan, wait=True)
+        assert_same(numbers(checkpoints.restore(one).state).params, params)

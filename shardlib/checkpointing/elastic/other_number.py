@@ -24,6 +24,7 @@ from shardlib.checkpointing.elastic.origins import (
     of_island,
     origin,
 )
+from shardlib.checkpointing.elastic.residuals import residuals
 from shardlib.checkpointing.elastic.source import Source
 from shardlib.checkpointing.elastic.told import keeps, told
 from shardlib.checkpointing.islands.form import (
@@ -35,6 +36,7 @@ from shardlib.checkpointing.islands.form import (
 )
 from shardlib.checkpointing.tree import compared, fitted, named_leaves, spec_of
 from shardlib.errors import CheckpointError
+from shardlib.lowering.islands.compression.program import CompressedProgram
 from shardlib.lowering.islands.stacked import local
 from shardlib.lowering.islands.start import streams_of
 from shardlib.lowering.islands.state import IslandsState, ResidualState, outer_of
@@ -78,7 +80,7 @@ def read_other_number(
     )
     state: State
     if isinstance(like, IslandsState):
-        state = _islands(source, target, one, like)
+        state = _islands(source, target, one, like, program)
     else:
         paths = [*target]
         arrays = _alike(source, target, paths, program)
@@ -126,7 +128,11 @@ def _alike(
 
 
 def _islands(
-    source: Source, target: Mapping[str, Tree], one: TrainState, like: IslandsState
+    source: Source,
+    target: Mapping[str, Tree],
+    one: TrainState,
+    like: IslandsState,
+    program: AnyProgram | None,
 ) -> IslandsState:
     """The state of islands that all start alike, but for their random streams."""
     trained = {name: f"params.{name}".rstrip(".") for name in like.trained}
@@ -145,7 +151,12 @@ def _islands(
             ]
         )
         states.append(state if number < source.islands else streams_of(number, state))
-    exchange = _outer(source, like, outer, int(arrays["step"]))
+    step = int(arrays["step"])
+    if isinstance(program, CompressedProgram):
+        first = program.compressed.first()
+        exchange = residuals(source, like.trained, len(like.islands), first, step)
+    else:
+        exchange = _outer(source, like, outer, step)
     return replace(like, islands=tuple(states), exchange=exchange)
 
 
@@ -185,9 +196,8 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
     """
     if isinstance(like.exchange, ResidualState):
         raise CheckpointError(
-            f"{source.name} is of {source.islands} islands, and nothing says what"
-            f" {len(like.islands)} go on with of what was not sent of compressed gradients\n"
-            "Try: as many islands and the same exchange"
+            f"{source.name} goes on with compressed gradients, and the first of what they keep is"
+            " made by a program\nTry: Checkpoints.restore with the program"
         )
     names = like.trained if keeps(like) else ()
     wanted = dict(zip(names, outer_of(like).momentum, strict=True))
