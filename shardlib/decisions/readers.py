@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardlib.axes import MeshShape, mesh_axis
+from shardlib.axes import ISLAND, MeshShape, mesh_axis
 from shardlib.errors import PinError
 from shardlib.rules import Rules
 from shardlib.untrusted.json_types import Json
@@ -215,4 +215,9 @@ def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
     axes = tuple(mesh_axis(str(name)) for name in cast("list[Any]", value))
     if len(set(axes)) < len(axes):
         raise PinError(f"{word} names an axis twice: {', '.join(axes)}")
+    if ISLAND.name in axes[1:]:
+        raise PinError(
+            f"{word} is {', '.join(axes)}; islands lie on the outermost links\nTry:"
+            f" {ISLAND.name!r} first, or not at all"
+        )
     return axes

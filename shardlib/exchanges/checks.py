@@ -21,7 +21,9 @@ def whole(name: str, value: object, least: int) -> list[str]:
     return [f"{name} is {shown(value)}; it is an integer of at least {least}"]
 
 
-def between(name: str, value: object, *, most: float, above: bool) -> list[str]:
+def between(
+    name: str, value: object, *, most: float, above: bool, reached: bool = False
+) -> list[str]:
     """What is wrong with a number from 0 to less than `most`; above 0 where `above`.
 
     Args:
@@ -29,14 +31,16 @@ def between(name: str, value: object, *, most: float, above: bool) -> list[str]:
         value: as it was given.
         most: what it is less than.
         above: whether it is more than 0.
+        reached: whether it may be `most` itself.
     """
     number = (
         float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     )
-    if math.isfinite(number) and 0 <= number < most and (number > 0 or not above):
+    fits = number <= most if reached else number < most
+    if math.isfinite(number) and number >= 0 and fits and (number > 0 or not above):
         return []
     least = "more than 0" if above else "at least 0"
-    limit = f" and less than {most:g}" if math.isfinite(most) else ""
+    limit = f" and {'at most' if reached else 'less than'} {most:g}" if math.isfinite(most) else ""
     return [f"{name} is {shown(value)}; it is a number of {least}{limit}"]
 
 

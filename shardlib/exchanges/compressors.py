@@ -77,7 +77,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         failures = [
-            *between("density", self.density, most=1.0 + 1e-9, above=True),
+            *between("density", self.density, most=1.0, above=True, reached=True),
             *between("momentum", self.momentum, most=1.0, above=False),
             *whole("warm_up", self.warm_up, 0),
         ]

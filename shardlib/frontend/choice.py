@@ -8,6 +8,8 @@ from typing import cast
 
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError, PlanError
+from shardlib.exchanges.values import Exact
+from shardlib.frontend.islands import require_carried
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
@@ -109,6 +111,8 @@ def searched(
         problem = replace(model.traced.problem, rows=rows)
         model = replace(model, traced=replace(model.traced, problem=problem))
         found = search(problem, machine, pin)
+    if not isinstance(found.exchange, Exact):
+        require_carried(model, found, found.exchange)
     return model, found.with_findings(*model.model.findings)
 
 

@@ -194,6 +194,10 @@ def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
             " which are no parameters: each island would have its own, and nothing says which is"
             " right"
         )
+    if plan.pipeline == "programs" and isinstance(exchange, Compressed):
+        failures.append(
+            "pipeline='programs' makes a program of every stage, whose gradients do not leave it"
+        )
     if "disk" in plan.offload:
         failures.append("offload=['disk'] keeps optimizer state in files, which islands share")
     if failures:

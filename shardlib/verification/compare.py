@@ -111,9 +111,10 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
             ),
         )
     if promised and abs(peak - promised) > SLACK * peak:
+        judged = topology.chip.vendor != "cpu"
         yield Finding(
             code="memory-differs",
-            severity="info",
+            severity="warning" if judged and peak > promised * plan.estimate.margin else "info",
             message=(
                 f"the peak is {bytes_text(peak)} a device, {bytes_text(promised)} were predicted"
                 f" ({percent_text(abs(promised - peak) / peak)} off)."

@@ -98,7 +98,8 @@ def test_frameworks_and_rules_have_no_islands() -> None:
         plan(rules=[["embed", "island"]])
 
 
-def test_state_that_steps_update_is_refused() -> None:
+@pytest.mark.parametrize("way", [shardlib.plan, shardlib.compile])
+def test_state_that_steps_update_is_refused(way: Any) -> None:
     from flax import nnx
 
     class Net(nnx.Module):
@@ -107,7 +108,7 @@ def test_state_that_steps_update_is_refused() -> None:
             self.norm = nnx.BatchNorm(8, rngs=rngs)
 
     with pytest.raises(shardlib.PinError, match="cannot be carried out: steps update"):
-        shardlib.compile(
+        way(
             lambda rngs: Net(rngs),
             lambda model, batch: jnp.mean(model.norm(model.dense(batch["x"])) ** 2),
             optax.sgd(0.1),
@@ -148,3 +149,16 @@ def test_a_plan_of_islands_is_stored_and_carried_out() -> None:
     )
     state, metrics = program.step(program.init(0), rows(0))
     assert np.isfinite(metrics["loss"]) and len(state.islands) == 2
+
+
+@pytest.mark.parametrize("way", [shardlib.plan, shardlib.compile])
+def test_what_islands_cannot_carry_is_in_no_plan(way: Any) -> None:
+    given = (shardlib.tree(weights, AXES), loss, optax.sgd(0.1), rows(0))
+    with pytest.raises(shardlib.PinError, match="which islands share"):
+        way(*given, topology="cpu:8", pin={"exchange": "diloco:2:5", "offload": ["disk"]})
+    with pytest.raises(shardlib.PinError, match="islands lie on the outermost links"):
+        way(
+            *given,
+            topology="cpu:8",
+            pin={"exchange": "diloco:2:5", "axis_order": ["data", "island"]},
+        )

@@ -241,6 +241,7 @@ def _bytes(collectives: Any) -> dict[str, int]:
         ("powersdg", "did you mean 'powersgd'"),
         ("powersgd:rank=0", "rank is 0"),
         ("topk:density=0", "density is 0"),
+        ("topk:density=2", "more than 0 and at most 1"),
         ("topk:density=0.3", "send more than all numbers"),
         ("topk:rank=2", "and not rank"),
         ("quantised:dtype=int2", "it is one of 'int8', 'int4'"),

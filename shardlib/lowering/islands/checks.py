@@ -49,5 +49,6 @@ def require_rows(batch: Tree, dims: BatchDims, islands: int) -> None:
         if isinstance(dim, int) and (np.ndim(leaf) <= dim or np.shape(leaf)[dim] % islands):
             raise BatchError(
                 f"{batch_path(path)} has shape {np.shape(leaf)}, whose rows do not divide among"
-                f" {islands} islands"
+                f" {islands} islands\nTry: the batch that the program was compiled for, whose rows"
+                " are those of all islands"
             )
