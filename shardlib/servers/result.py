@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -115,7 +116,11 @@ class Trained:
 def _first_and_last(losses: tuple[float, ...]) -> str:
     if not losses:
         return "none"
-    return f"{losses[0]:.4f} at first, {float(np.mean(losses[-LAST:])):.4f} at last"
+    known = [loss for loss in losses[-LAST:] if math.isfinite(loss)]
+    left_out = len(losses[-LAST:]) - len(known)
+    last = f"{float(np.mean(known)):.4f}" if known else "nan"
+    told = f" ({left_out} of the last {LAST} not finite)" if left_out else ""
+    return f"{losses[0]:.4f} at first, {last} at last{told}"
 
 
 def read_steps(log: Path, skip: int = 0) -> tuple[WorkerStep, ...]:

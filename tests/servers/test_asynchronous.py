@@ -8,6 +8,7 @@ import pytest
 
 import shardlib
 from shardlib.exchanges.reading import read_exchange
+from shardlib.servers.result import _first_and_last
 
 
 def test_all_that_is_wrong_is_listed() -> None:
@@ -46,3 +47,9 @@ def test_it_is_written_and_printed() -> None:
     made = shardlib.Asynchronous(workers=3, rate=1)
     assert made.to_json()["workers"] == 3 and made.to_json()["kind"] == "asynchronous"
     assert str(made) == "asynchronous:workers=3:rate=1.0"
+
+
+def test_losses_that_are_not_finite_are_told_apart() -> None:
+    losses = (4.0, *(1.0,) * 7, float("nan"))
+    found = _first_and_last(losses)
+    assert found == "4.0000 at first, 1.0000 at last (1 of the last 8 not finite)"
