@@ -162,3 +162,13 @@ def test_what_islands_cannot_carry_is_in_no_plan(way: Any) -> None:
             topology="cpu:8",
             pin={"exchange": "diloco:2:5", "axis_order": ["data", "island"]},
         )
+
+
+def test_what_an_island_cannot_says_that_it_is_one() -> None:
+    with pytest.raises(shardlib.PinError) as caught:
+        plan(exchange=ISLANDS, mesh={"fsdp": 8})
+    assert str(caught.value) == (
+        "the mesh fsdp=8 has 8 devices and cpu:4 has 4\nThat is of one island: each of 2 on cpu:8"
+        " has 4 devices (cpu:4) and its part of the rows\nTry: a smaller mesh, or a topology of as"
+        " many devices"
+    )

@@ -11,7 +11,7 @@ from functools import partial
 
 from shardlib.cost.estimate import Estimate
 from shardlib.cost.machine.corrections import fitting_bytes, margin
-from shardlib.errors import InfeasibleError
+from shardlib.errors import HINT, BatchError, InfeasibleError, PinError
 from shardlib.exchanges.values import Several
 from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
@@ -43,7 +43,11 @@ def planned_on_islands(
     island, held, rounds = island_of(machine, exchange.islands), 0, 0
     while True:
         rounds += 1
-        plan = on_islands(search(_holding(island, held)), exchange, machine)
+        try:
+            found = search(_holding(island, held))
+        except (PinError, BatchError) as error:
+            raise _of_an_island(error, exchange, machine, island) from error
+        plan = on_islands(found, exchange, machine)
         parts, most = plan.estimate.device_bytes, fitting_bytes(island)
         if parts.peak <= most:
             return plan
@@ -56,6 +60,18 @@ def planned_on_islands(
                 " shards it; or fewer islands",
                 short_bytes=int(parts.peak - most),
             )
+
+
+def _of_an_island(
+    error: PinError | BatchError, exchange: Several, machine: Topology, island: Topology
+) -> PinError | BatchError:
+    """The error of a search for one island, which says that it is of one."""
+    text, hint, rest = str(error).partition(HINT)
+    each = f"{island.devices} device{'s'[: island.devices != 1]}"
+    return type(error)(
+        f"{text}\nThat is of one island: each of {exchange.islands} on {machine.name} has"
+        f" {each} ({island.name}) and its part of the rows{hint}{rest}"
+    )
 
 
 def met_in_order(inner: Iterator[Ranked], exchange: Several, machine: Topology) -> Iterator[Ranked]:
