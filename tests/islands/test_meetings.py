@@ -206,3 +206,34 @@ def test_permutes_are_as_planned() -> None:
     assert {c.kind for c in compiled_ones} == {"collective-permute"}
     assert sum(c.total_bytes for c in compiled_ones) == sum(c.bytes for c in planned)
     assert not [one for one in found.findings if one.severity == "error"]
+
+
+def _everything(arrays: Any, wire: str, islands: int) -> list[Any]:
+    """The same means, of copies of everything that every island has."""
+    return [jnp.mean(jax.lax.all_gather(one, "island"), axis=0) for one in arrays]
+
+
+def _in_float32(arrays: Any, wire: str, islands: int) -> list[Any]:
+    """The same means, as if numbers had been promised as float32."""
+    return [jax.lax.pmean(one, "island") for one in arrays]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("planted", "wire", "code"),
+    [(_everything, "float32", "hidden-exchange"), (_in_float32, "int8", "wide-exchange")],
+)
+def test_what_a_meeting_moves_beside_its_plan_is_found(
+    planted: Any, wire: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardlib.lowering.islands.meeting.updates.means", planted)
+    given = shardlib.tree(wide, AXES), loss, optax.sgd(0.1), rows(0)
+    pin = {"exchange": f"diloco:2:10:wire={wire}", "mesh": {"fsdp": 4}, "zero": 3}
+    found = shardlib.verify(*given, topology="cpu:8", pin=pin)
+    assert code in [one.code for one in found.findings if one.severity == "error"]
+    assert not found.ok
+
+
+def wide(key: Any) -> Tree:
+    """The weights with a table that is more than the padding of a meeting."""
+    return {**weights(key), "table": jax.random.normal(key, (4096, 16))}
