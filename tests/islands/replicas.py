@@ -172,3 +172,10 @@ def sign(gradients: list[Tree], kept: Tree) -> tuple[Tree, Tree]:
         sent[name] = sum(mine) / len(mine)
         after[name] = [one - own for one, own in zip(sums, mine, strict=True)]
     return sent, after
+
+
+def close(found: Tree, wanted: Tree, within: float = 1e-5) -> None:
+    """Trees are alike, relatively and absolutely."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=within, atol=within), found, wanted
+    )

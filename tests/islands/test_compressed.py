@@ -17,8 +17,8 @@ from shardlib.lowering.islands.compression.few_bits import quantised, signs
 from shardlib.lowering.islands.compression.low_rank import low_rank
 from shardlib.lowering.islands.compression.matrices import Gradient
 from shardlib.lowering.islands.compression.sparse import largest
+from tests.islands.replicas import close, power_sgd, sign, top_k
 from tests.islands.replicas import compressed as by_loop
-from tests.islands.replicas import power_sgd, sign, top_k
 from tests.islands.test_diloco import (
     AXES,
     STEPS,
@@ -38,12 +38,6 @@ MESHES = [
     {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 2},
     {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "microbatches": 2},
 ]
-
-
-def close(found: Tree, wanted: Tree, within: float = 1e-5) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=within, atol=within), found, wanted
-    )
 
 
 def against(program: Any, exchange: Any, kept: Tree, optimizer: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import shardlib
 from shardlib.exchanges.wires import padded
 from shardlib.lowering.islands.meeting.wires import packed, unpacked
-from tests.islands.replicas import diloco, gossip
+from tests.islands.replicas import close, diloco, gossip
 from tests.islands.test_diloco import (
     AXES,
     ROWS,
@@ -27,10 +27,6 @@ from tests.islands.test_diloco import (
 )
 
 Tree = Any
-
-
-def close(found: Tree, wanted: Tree, rtol: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), found, wanted)
 
 
 @pytest.mark.parametrize(

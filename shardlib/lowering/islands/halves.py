@@ -22,14 +22,15 @@ from jax.sharding import Mesh
 from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.errors import PinError, raise_all
-from shardlib.jax_types import Metrics, Value
+from shardlib.jax_types import Function, Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.pinning import constrain
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.program.lowered import shardings_of
 from shardlib.lowering.program.program import Program
-from shardlib.lowering.program.step import named, updated
+from shardlib.lowering.program.step import named
+from shardlib.lowering.program.update.updated import updated
 from shardlib.lowering.runtime.state import TrainState
 
 
@@ -68,14 +69,9 @@ class GradientProgram:
         named(gradients, "gradients", program.plan.digest)
         arguments = (state.params, state.model_state, program.batch)
         whole = shardings.named_sharding(program.mesh, Layout())
-        assert isinstance(program.mesh, Mesh)
-        with _jax_compat.in_mesh(program.mesh):
-            lowered = jax.jit(
-                gradients,
-                in_shardings=shardings_of(arguments),
-                out_shardings=(whole, parts.params.gradient, shardings_of(state.model_state)),
-            ).lower(*arguments)
-        return GradientProgram(program=program, call=lowered.compile())
+        results = (whole, parts.params.gradient, shardings_of(state.model_state))
+        call = _compiled(program, gradients, arguments, results)
+        return GradientProgram(program=program, call=call)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,15 +113,30 @@ class UpdateProgram:
         )
         loss = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
         arguments = (state, gradients, state.model_state, loss)
-        assert isinstance(program.mesh, Mesh)
-        with _jax_compat.in_mesh(program.mesh):
-            lowered = jax.jit(
-                update,
+        call = _compiled(program, update, arguments, shardings_of(state), donated=(0,))
+        return UpdateProgram(program=program, call=call)
+
+
+def _compiled(
+    program: Program,
+    function: Function,
+    arguments: tuple[Tree, ...],
+    results: Tree,
+    donated: tuple[int, ...] = (),
+) -> jax.stages.Compiled:
+    """Half a step, compiled for abstract arguments that have shardings."""
+    assert isinstance(program.mesh, Mesh)
+    with _jax_compat.in_mesh(program.mesh):
+        return (
+            jax.jit(
+                function,
                 in_shardings=shardings_of(arguments),
-                out_shardings=shardings_of(state),
-                donate_argnums=(0,),
-            ).lower(*arguments)
-        return UpdateProgram(program=program, call=lowered.compile())
+                out_shardings=results,
+                donate_argnums=donated,
+            )
+            .lower(*arguments)
+            .compile()
+        )
 
 
 def trained(program: Program) -> dict[str, jax.ShapeDtypeStruct]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -238,15 +237,13 @@ def _counts(room: Space, load: Workload, topology: Topology, wanted: int) -> Ite
         yield wanted
         return
     tried = device_counts(topology, room.limits.batch)
-    most = next((n for n in tried if some(n)), None)
-    if most is not None:
-        yield from (n for n in tried if n <= most)
-        return
-    yield from islice(
-        (
-            n
-            for n in range(wanted, 0, -1)
-            if place(MeshShape({"data": n}), topology) is not None and some(n)
-        ),
-        1,
+    others = (
+        n
+        for n in range(wanted, 0, -1)
+        if n not in tried and place(MeshShape({"data": n}), topology) is not None
     )
+    most = next((n for n in itertools.chain(tried, others) if some(n)), 0)
+    if most in tried:
+        yield from (n for n in tried if n <= most)
+    elif most:
+        yield most
