@@ -2,7 +2,7 @@
 
 Each is a function of (batch size, sequence length) that returns what `shardlib.verify` takes:
 projections that are fused and split again, convolution into patches, a recurrence, and presets with
-few layers.
+few layers. Every preset stands there whole, too, by its name.
 """
 
 from __future__ import annotations
@@ -318,6 +318,7 @@ _DEEPSEEK = replace(
 
 #: Name -> (batch, sequence) -> what `shardlib.verify` takes.
 FAMILIES: Mapping[str, Callable[[int, int], Given]] = {
+    **{name: _config(config) for name, config in models.PRESETS.items()},
     **{config.name: _config(config) for config in (_DENSE, _GPT, _GEMMA, _T5, _MIXTRAL, _DEEPSEEK)},
     "fused": _module(
         lambda rngs: FusedDecoder(rngs, embed=2048, heads=16, kv_heads=4, mlp=5632, vocab=32000),

@@ -8,7 +8,7 @@ on 256 (v5e:16x16, FSDP), planned, lowered, and compiled ahead of time with no c
 collectives by kind, in the text and executed in a step, those that the device waits for
 ("waited") and those that run beside kernels ("overlapped"), and the cycles that the compiler
 estimates for its own kernels of a step; it estimates none for the attention kernel, which is the
-same in both. Results of earlier runs with the same version of JAX are kept for jobs not named.
+same in both. Beside them stand the step and the MFU that the plan promises. Results of earlier runs with the same version of JAX are kept for jobs not named.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, An
         else {
             "decisions": {word: plan.decisions[word] for word in DECISIONS},
             "predicted_bytes": plan.estimate.device_bytes.peak,
+            "predicted_seconds": plan.estimate.step_seconds,
+            "predicted_mfu": plan.estimate.mfu,
         }
     )
     return {
@@ -107,6 +109,7 @@ def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, An
         "device_bytes": made.memory,
         "gibibytes": round(made.memory["peak"] / 2**30, 2),
         "cycles": overlap.cycles,
+        "kernel_seconds": overlap.cycles / where.cycles_per_s,
         "collectives": overlap.to_json(),
         "compile_seconds": made.seconds,
         "versions": made.versions,
@@ -121,7 +124,15 @@ def line(name: str, row: dict[str, Any]) -> str:
         f"{kind} {count['waited']} waited, {count['overlapped']} overlapped"
         for kind, count in row["collectives"].items()
     )
-    return f"{name}: {row['gibibytes']} GiB a device, {row['cycles'] / 1e9:.3f} G cycles; {kinds}"
+    predicted = (
+        f", a step predicted at {row['predicted_seconds']:.2f} s, MFU {row['predicted_mfu']:.1%}"
+        if "predicted_seconds" in row
+        else ""
+    )
+    return (
+        f"{name}: {row['gibibytes']} GiB a device, {row['cycles'] / 1e9:.3f} G cycles,"
+        f" {row['kernel_seconds']:.2f} s of kernels without attention{predicted}; {kinds}"
+    )
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
 
 Every model is traced once; then the search over six axes is timed in processor seconds of one core,
 so that other work on the machine does not count.
-The gap of every search is in the table.
+The gap of every search is in the table. Of machines that cannot hold the model, the table has how
+long the search takes to prove it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import optax
 
 from benchmarks.environment import RESULTS, write
 from shardlib import models
+from shardlib.errors import InfeasibleError
 from shardlib.frontend.traced_model import problem
 from shardlib.models.config import TransformerConfig
 from shardlib.planning.planner import search
@@ -40,6 +42,14 @@ DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1
     ("1t-moe", "v5p:8x8x8", 512, 4096),
     ("1t-moe", "2048*h100:8", 4096, 4096),
     ("deepseek-v3", "256*h100:8", 4096, 4096),
+]
+#: Machines that are too small.
+TOO_SMALL = [
+    ("llama3-405b", "8*h100:8", 2048, 8192),
+    ("llama3-405b", "2*h100:8", 2048, 8192),
+    ("llama3-405b", "v5e:16x16", 2048, 8192),
+    ("deepseek-v3", "8*h100:8", 4096, 4096),
+    ("1t-moe", "16*h100:8", 4096, 4096),
 ]
 #: Layers of a Llama 3 70B on 1,024 GPUs.
 LAYERS = (8, 20, 80, 320, 512)
@@ -59,7 +69,10 @@ def timed(load: Workload, topology: str) -> dict[str, Any]:
     """The search on one topology."""
     row: dict[str, Any] = {"topology": topology, "colours": len(load.colouring.colours)}
     start = time.process_time()
-    plan = search(load.problem, topology, load=load)
+    try:
+        plan = search(load.problem, topology, load=load)
+    except InfeasibleError as error:
+        return {**row, "infeasible": time.process_time() - start, "answer": str(error)}
     row["joint"] = {
         "seconds": time.process_time() - start,
         "gap": plan.search.gap,
@@ -69,6 +82,14 @@ def timed(load: Workload, topology: str) -> dict[str, Any]:
         "mfu": plan.estimate.mfu,
     }
     return row
+
+
+def told(row: dict[str, Any]) -> str:
+    """What a search took, in words."""
+    if "infeasible" in row:
+        return f"does not fit, {row['infeasible']:6.2f} s"
+    joint = row["joint"]
+    return f"joint {joint['seconds']:6.2f} s, {joint['evaluations']:>9,} priced, gap {joint['gap']}"
 
 
 def main() -> None:
@@ -85,12 +106,11 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['model']:12} {row['layers']:4} layers {row['colours']:3} colours"
-            f" {row['topology']:>14}: joint {row['joint']['seconds']:6.2f} s,"
-            f" {row['joint']['evaluations']:>9,} priced, gap {row['joint']['gap']}",
+            f" {row['topology']:>14}: {told(row)}",
             flush=True,
         )
 
-    for name, topology, batch, seq in DEVICES:
+    for name, topology, batch, seq in DEVICES + TOO_SMALL:
         config = models.load(name)
         assert isinstance(config, TransformerConfig)
         if (name, batch, seq) not in loads:
