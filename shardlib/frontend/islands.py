@@ -11,6 +11,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
 from shardlib.exchanges.compressed import Compressed
+from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.values import Exact, Exchange, Several
 from shardlib.frontend.traced_model import TracedModel, traced_again
 from shardlib.planning.islands.spread import of_one_island
@@ -200,6 +201,8 @@ def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
         )
     if "disk" in plan.offload:
         failures.append("offload=['disk'] keeps optimizer state in files, which islands share")
+    if isinstance(exchange, DiLoCo) and exchange.delay:
+        failures.append("islands of one process wait for what crosses: no delay")
     if failures:
         raise_all(
             PinError,
