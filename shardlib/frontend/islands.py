@@ -126,6 +126,7 @@ def _lower_islands(
     """
     from shardlib.frontend.lowered import lower
     from shardlib.lowering.islands.compression.program import CompressedProgram
+    from shardlib.lowering.islands.delayed.program import DelayedProgram
     from shardlib.lowering.islands.halves import require_divided
     from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.runtime.random_keys import with_keys
@@ -142,6 +143,10 @@ def _lower_islands(
     if isinstance(exchange, Compressed):
         require_divided(programs[0])
         return CompressedProgram(
+            plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
+        )
+    if isinstance(exchange, DiLoCo) and exchange.delay:
+        return DelayedProgram(
             plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
         )
     return IslandsProgram(
@@ -201,8 +206,6 @@ def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
         )
     if "disk" in plan.offload:
         failures.append("offload=['disk'] keeps optimizer state in files, which islands share")
-    if isinstance(exchange, DiLoCo) and exchange.delay:
-        failures.append("islands of one process wait for what crosses: no delay")
     if failures:
         raise_all(
             PinError,

@@ -20,6 +20,7 @@ from shardlib.errors import VerificationError
 from shardlib.jax_types import Function, KeyPath
 from shardlib.lowering.host_memory.offload import HOST
 from shardlib.lowering.islands.compression.exchange import GradientExchange
+from shardlib.lowering.islands.delayed.call import IslandCall
 from shardlib.lowering.islands.meeting.meeting import Meeting
 from shardlib.lowering.program.program import Program
 from shardlib.untrusted.json_types import JsonObject
@@ -84,11 +85,11 @@ def export_step(program: Program, platform: str) -> ExportedStep:
     )
 
 
-def export_meeting(meeting: Meeting | GradientExchange, platform: str) -> ExportedStep:
+def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: str) -> ExportedStep:
     """Lowers a meeting of islands for a platform that need not be here.
 
     Args:
-        meeting: on a mesh of all islands, abstract or of any devices.
+        meeting: on a mesh of all islands, or of one, abstract or of any devices.
         platform: "tpu", "cuda" or "cpu".
 
     Raises:

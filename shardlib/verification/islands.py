@@ -19,6 +19,8 @@ from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.compression.exchange import GradientExchange
 from shardlib.lowering.islands.compression.step import exchanges_of
+from shardlib.lowering.islands.delayed.call import IslandCall
+from shardlib.lowering.islands.delayed.program import checked_calls
 from shardlib.lowering.islands.meeting.meeting import Meeting
 from shardlib.lowering.islands.meeting.meetings import meetings_of
 from shardlib.lowering.islands.stacked import abstract_mesh_of_all
@@ -71,7 +73,9 @@ def verify_islands(
     island = island_of(topology, exchange.islands)
     step = verify_program(program, island, limits, options)
     joined = used_by(topology, exchange.islands, program.plan.mesh.devices)
-    where = target(joined, plan.mesh)
+    of_one = isinstance(exchange, DiLoCo) and exchange.delay > 0
+    mesh, machine = (program.plan.mesh, island) if of_one else (plan.mesh, joined)
+    where = target(machine, mesh)
     found, met, seconds = list[Found](), list[CompiledStep](), 0.0
     for meeting in abstract_meetings(exchange, program):
         exported = export_meeting(meeting, where.platform)
@@ -79,8 +83,8 @@ def verify_islands(
         if isinstance(made, Failure) or step.compiled is None:
             findings = (failed(made, plan),) if isinstance(made, Failure) else ()
             return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
-        traffic = read_traffic(parse(made.text), plan.mesh, exported.arguments, where.positions)
-        met.append(_compiled(made, traffic, where, plan.mesh, joined))
+        traffic = read_traffic(parse(made.text), mesh, exported.arguments, where.positions)
+        met.append(_compiled(made, traffic, where, mesh, machine))
         found += traffic.found
         seconds += made.seconds
     assert step.compiled is not None
@@ -103,9 +107,9 @@ def verify_islands(
 
 def abstract_meetings(
     exchange: Several, program: Program
-) -> tuple[Meeting, ...] | tuple[GradientExchange, ...]:
+) -> tuple[Meeting | GradientExchange | IslandCall, ...]:
     """What islands run beside steps, whose devices need not be here: of compressed gradients the
-    exchange of most steps.
+    exchange of most steps; with a delay what each island runs alone, as copies cross.
 
     Args:
         exchange: how they meet.
@@ -114,6 +118,8 @@ def abstract_meetings(
     mesh = abstract_mesh_of_all(program.mesh, exchange.islands)
     if isinstance(exchange, Compressed):
         return exchanges_of(exchange, program, mesh)[-1:]
+    if isinstance(exchange, DiLoCo) and exchange.delay:
+        return checked_calls(exchange, program)
     return meetings_of(exchange, program, mesh)
 
 
@@ -154,7 +160,9 @@ def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator
         found: collectives of all compiled meetings.
     """
     crossing = [one for one in found if ISLAND.name in one.axes or not one.axes]
-    due = sum(c.total_bytes for c in plan.estimate.collectives if ISLAND.name in c.axes)
+    by_copies = isinstance(exchange, DiLoCo) and exchange.delay > 0
+    planned = () if by_copies else plan.estimate.collectives
+    due = sum(c.total_bytes for c in planned if ISLAND.name in c.axes)
     moved = sum(one.bytes * one.count for one in crossing)
     if moved > due * (1 + SLACK) + PADDING * sum(one.trained for one in plan.parameters):
         worst = max(crossing, key=lambda one: one.bytes * one.count)

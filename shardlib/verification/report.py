@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from shardlib.axes import ISLAND
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
+from shardlib.exchanges.values import DiLoCo, Exchange
 from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
@@ -235,7 +237,23 @@ def _collective_lines(found: Verification) -> list[str]:
     if found.compiled.meeting is None:
         return lines
     met = tuple(c for c in listed if c.every)
-    return lines + _compared("result bytes of a meeting", met, found.compiled.meeting.collectives)
+    copied = _copied(found.plan.exchange, met)
+    compiled = found.compiled.meeting.collectives
+    return [
+        *lines,
+        *_compared("result bytes of a meeting", tuple(c for c in met if c not in copied), compiled),
+        *(
+            f"beside steps, by copies between islands: {bytes_text(one.total_bytes)} a device"
+            for one in copied
+        ),
+    ]
+
+
+def _copied(exchange: Exchange, met: tuple[Collective, ...]) -> tuple[Collective, ...]:
+    """What crosses between islands in no program."""
+    if not (isinstance(exchange, DiLoCo) and exchange.delay):
+        return ()
+    return tuple(c for c in met if ISLAND.name in c.axes)
 
 
 def _compared(

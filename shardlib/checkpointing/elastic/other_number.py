@@ -24,7 +24,7 @@ from shardlib.checkpointing.elastic.origins import (
     of_island,
     origin,
 )
-from shardlib.checkpointing.elastic.residuals import residuals
+from shardlib.checkpointing.elastic.residuals import on_the_way, residuals
 from shardlib.checkpointing.elastic.source import Source
 from shardlib.checkpointing.elastic.told import keeps, told
 from shardlib.checkpointing.islands.form import (
@@ -210,6 +210,7 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
         step=np.int32(step),
         params=[params[name] for name in names],
         momentum=[momentum[name] for name in names],
+        **on_the_way(source, names, like),
     )
 
 

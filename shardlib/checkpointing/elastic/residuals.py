@@ -1,12 +1,13 @@
-"""What other islands go on with of gradients that were not sent.
+"""What other islands go on with of gradients that were not sent, or have not arrived.
 
 All islands update by the mean of what they send, so each goes on with the mean of what the islands
-did not send: what is still to come is as much as before.
+did not send, or what is on the way: what is still to come is as much as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import ISLAND
 from shardlib.checkpointing.elastic.origins import combined
 from shardlib.checkpointing.elastic.source import Source
-from shardlib.lowering.islands.state import ResidualState
+from shardlib.lowering.islands.state import FlyingState, IslandsState, ResidualState
 
 
 def residuals(
@@ -39,6 +40,28 @@ def residuals(
         momentum=_means(source, "momentum", names, first.momentum, islands),
         factors=_factors(source, names, first.factors),
     )
+
+
+def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict[str, Tree]:
+    """What is on the way between islands, by the fields that have it; nothing where islands do not
+    meet with a delay.
+
+    Args:
+        source: the checkpoint.
+        names: of the trained parameters.
+        like: abstract state of the islands.
+    """
+    flying = like.exchange
+    if not isinstance(flying, FlyingState):
+        return {}
+    first = [
+        jax.jit(partial(jnp.zeros, one.shape, one.dtype), out_shardings=one.sharding)()
+        for one in flying.sent
+    ]
+    sent, at, place = _means(source, "sent", names, first, len(like.islands)), 0, "outer.sent_at"
+    if sent is not first and place in source.about.arrays:
+        at = dict(source.read({place: place}, {place: flying.sent_at}))[place]
+    return {"sent": sent, "sent_at": np.int32(int(at))}
 
 
 def _means(

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing.tree import Spec
 from shardlib.lowering.islands.program import IslandsProgram
-from shardlib.lowering.islands.state import IslandsState, OuterState, ResidualState
+from shardlib.lowering.islands.state import FlyingState, IslandsState, OuterState, ResidualState
 from shardlib.lowering.islands.stored import apart, together
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -72,13 +72,17 @@ def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
         arrays: what is stored, by path.
         state: abstract.
     """
-    left = any(path.startswith("outer.residual.") for path in arrays)
-    wanted = isinstance(state, IslandsState) and isinstance(state.exchange, ResidualState)
+    exchange = state.exchange if isinstance(state, IslandsState) else None
     return (
         islands_in(arrays) == islands_of(state)
         and keeps_outer(arrays) == has_outer(state)
-        and left == wanted
+        and _has(arrays, "residual") == isinstance(exchange, ResidualState)
+        and _has(arrays, "sent") == isinstance(exchange, FlyingState)
     )
+
+
+def _has(arrays: Mapping[str, Spec], name: str) -> bool:
+    return any(path.startswith(f"outer.{name}.") for path in arrays)
 
 
 def has_outer(state: State) -> bool:

@@ -84,8 +84,8 @@ class IslandsProgram:
         return tuple(dict.fromkeys((*self.plan.findings, *self.programs[0].findings)))
 
     def init(self, seed: int = 0) -> IslandsState:
-        """Makes the state before the first step: parameters are the same on all islands, random
-        streams of the model are others on each.
+        """Makes the state before the first step: parameters alike on all islands, random streams
+        others on each.
 
         Args:
             seed: of the random streams of the constructor, 0 to 2**31 - 1.
@@ -102,9 +102,8 @@ class IslandsProgram:
         Args:
             states: of the islands; they are taken over.
         """
-        states = tuple(streams_of(number, state) for number, state in enumerate(states))
-        exchange = self._first(states)
-        return IslandsState(islands=states, exchange=exchange, trained=self.trained)
+        own = tuple(streams_of(number, state) for number, state in enumerate(states))
+        return IslandsState(islands=own, exchange=self._first(own), trained=self.trained)
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
         """Does one step on every island, and a meeting after every so many.
@@ -133,8 +132,7 @@ class IslandsProgram:
             exchange=replace(state.exchange, step=count),
         )
         metrics = IslandMetrics(tuple(metrics for _, metrics in done))
-        due = self._meets.due(int(count))
-        return (after if due is None else self.meet(after, due)), metrics
+        return self._between(after, int(count)), metrics
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
         """Does a meeting now; `step` does it when it is due.
@@ -179,8 +177,7 @@ class IslandsProgram:
         return IslandBatches(islands=tuple(program.put(rows) for program, rows in mine))
 
     def evaluate(self, state: IslandsState, batch: Tree) -> dict[str, jax.Array]:
-        """The metrics of any number of rows with the outer parameters, on the first island; see
-        `Program.evaluate`.
+        """The metrics of rows with the outer parameters, on one island; see `Program.evaluate`.
 
         Args:
             state: of this program; it stays usable.
@@ -229,9 +226,7 @@ class IslandsProgram:
         return self.programs[0].timeline()
 
     def memory(self) -> dict[str, int]:
-        """Bytes per device of an island's compiled step, see `Program.memory`, and "exchange", of
-        what is outer, which counts for "peak".
-        """
+        """Bytes per device of an island's compiled step, and "exchange", of what is outer."""
         found, kept = self.programs[0].memory(), bytes_of(self.state.exchange)
         return {**found, "exchange": kept, "peak": found["peak"] + kept}
 
@@ -256,6 +251,11 @@ class IslandsProgram:
         """How islands that train apart meet."""
         assert not isinstance(self.exchange, Compressed)
         return self.exchange
+
+    def _between(self, state: IslandsState, step: int) -> IslandsState:
+        """The state after what islands do between a step and the next."""
+        due = self._meets.due(step)
+        return state if due is None else self.meet(state, due)
 
     def _kept(self) -> Any:
         """Abstract: what is outer."""

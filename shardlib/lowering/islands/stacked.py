@@ -91,6 +91,20 @@ def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[ja
     return [_of_island(array, one) for one in like]
 
 
+def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """Arrays of all islands, which are alike, as one over the devices of all.
+
+    Args:
+        arrays: one for each island, sharded alike over its devices.
+        mesh: of all islands.
+    """
+    first = arrays[0].sharding
+    assert isinstance(first, NamedSharding)
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
+    sharding = NamedSharding(mesh, first.spec, memory_kind=first.memory_kind)
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards)
+
+
 def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """The array of one island out of one that is the same on all.
 

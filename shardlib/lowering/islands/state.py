@@ -32,6 +32,22 @@ class OuterState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class FlyingState(OuterState):
+    """What belongs to all islands, and what is on the way between them.
+
+    Attributes:
+        sent: the outer gradients that every island sent last, one island after the other along the
+            first dim, float32, for each trained parameter.
+        sent_at: the step after which those were sent that have not arrived, int32 of the host; 0
+            where nothing is on the way.
+    """
+
+    sent: list[Any]
+    sent_at: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class ResidualState:
     """What was not sent of gradients, and what compresses the next ones.
 

@@ -9,7 +9,9 @@ ZeRO an island's devices exchange a shard each. A meeting is, per device:
     all-gather    inside of the island, where parameters rest less sharded than that
     update        of the shard: reads and writes of the device's memory
 
-All of it is exposed: steps wait for the parameters.
+All of it is exposed: steps wait for the parameters. With a delay each device sends its shard to
+those in its place on all other islands (an all-gather in bytes), beside as many steps; what takes
+longer than these is exposed.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import ISLAND, MESH_AXES, MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.pricing.from_compiled import group_seconds
 from shardlib.exchanges.compressed import Compressed
+from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.gossip import Gossip
 from shardlib.exchanges.values import Meets, Several
 from shardlib.exchanges.wires import padded, wire_bytes
@@ -38,6 +41,10 @@ FLOAT32 = 4
 #: written, outer parameter and momentum are read and written, the outer gradient is written before
 #: it is reduced and read after it.
 UPDATE_BYTES = 8 * FLOAT32
+#: What crosses, in words.
+OUTER = "outer gradient"
+#: Programs that a device runs for what crosses beside steps.
+PROGRAMS = 3
 #: The same without anything outer: parameters are read and written, and what is heard as well.
 MEAN_BYTES = 4 * FLOAT32
 #: The same of compressed gradients: gradient, residual and what is sent are read and written.
@@ -52,11 +59,24 @@ class Meetings:
         collectives: on one device, with their seconds.
         kept_bytes: outer parameters and momentum on one device.
         seconds: of all of them.
+        beside: of each what crosses beside steps, seconds; empty where steps wait.
     """
 
     collectives: tuple[Collective, ...]
     kept_bytes: int
     seconds: float
+    beside: tuple[float, ...] = ()
+
+    def share(self, exchange: Several, step: float) -> float:
+        """Seconds of a step that it waits for meetings, on average.
+
+        Args:
+            exchange: how islands meet.
+            step: seconds of a step without them.
+        """
+        while_crossing = exchange.delay * step if isinstance(exchange, DiLoCo) else 0.0
+        hidden = sum(min(one, while_crossing) for one in self.beside)
+        return (self.seconds - hidden) / exchange.period
 
 
 def meetings(
@@ -89,11 +109,19 @@ def meetings(
         for kind, axes, size, cause in moved
     ]
     updates = sum(touched for _, touched in each) / machine.chip.hbm_bytes_per_s
+    delayed = _delayed(exchange)
+    launches = len(each) * (PROGRAMS if delayed else 1) * machine.chip.launch_s
     return Meetings(
         collectives=tuple(listed),
         kept_bytes=_kept(trained, inner, exchange),
-        seconds=sum(one.seconds for one in listed) + updates + len(each) * machine.chip.launch_s,
+        seconds=sum(one.seconds for one in listed) + updates + launches,
+        beside=tuple(one.seconds for one in listed if ISLAND.name in one.axes) if delayed else (),
     )
+
+
+def _delayed(exchange: Several) -> bool:
+    """Whether something crosses beside steps."""
+    return isinstance(exchange, DiLoCo) and exchange.delay > 0
 
 
 def _each(
@@ -105,6 +133,8 @@ def _each(
         last = exchange.meetings - 1  # the density that stays
         return [(moved(trained, inner, exchange, last), elements * RESIDUAL_BYTES)]
     touched = UPDATE_BYTES if exchange.keeps else MEAN_BYTES
+    if _delayed(exchange):
+        touched += (2 + exchange.islands) * FLOAT32
     why = "outer parameters" if exchange.keeps else "parameters"
     return [
         (
@@ -125,7 +155,19 @@ def _kept(trained: list[ParameterLayout], inner: MeshShape, exchange: Several) -
     if isinstance(exchange, Compressed):
         return kept(trained, inner, exchange)
     outer = 2 * FLOAT32 if exchange.keeps else 0
+    if isinstance(exchange, DiLoCo) and exchange.delay:
+        largest = max(
+            _sent(fragment, inner, exchange) for fragment in fragments_of(trained, inner, exchange)
+        )
+        held = exchange.islands * largest
+        return held + (outer + FLOAT32) * sum(_elements(one, inner) for one in trained)
     return outer * sum(_elements(one, inner) for one in trained)
+
+
+def _sent(fragment: Fragment, inner: MeshShape, exchange: DiLoCo) -> int:
+    """Bytes that a device sends of a fragment that crosses beside steps."""
+    sizes = [part.elements(part.parameter.state, inner) for part in fragment]
+    return wire_bytes(exchange.wire, padded(exchange.wire, sizes, 1))
 
 
 def _elements(one: ParameterLayout, mesh: MeshShape) -> int:
@@ -158,10 +200,12 @@ def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Mov
         size = sum(part.elements(part.parameter.state, inner) for part in fragment) * FLOAT32
         return [("collective-permute", over, size, "parameters of neighbours")] * exchange.heard
     sizes = [part.elements(part.parameter.state, inner) for part in fragment]
+    if exchange.delay:
+        return [("all-gather", over, exchange.islands * _sent(fragment, inner, exchange), OUTER)]
     size = wire_bytes(exchange.wire, padded(exchange.wire, sizes, exchange.islands))
     if exchange.wire == "float32":
-        return [("all-reduce", over, size, "outer gradient")]
-    return [(kind, over, size, "outer gradient") for kind in ("all-to-all", "all-gather")]
+        return [("all-reduce", over, size, OUTER)]
+    return [(kind, over, size, OUTER) for kind in ("all-to-all", "all-gather")]
 
 
 def _gathers(fragment: Fragment, inner: MeshShape) -> Counter[tuple[str, ...]]:

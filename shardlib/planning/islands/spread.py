@@ -13,7 +13,7 @@ from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning.decisions.plan_data import Link
-from shardlib.planning.islands.meeting import meetings
+from shardlib.planning.islands.meeting import Meetings, meetings
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
@@ -30,7 +30,7 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
     joined = used_by(machine, exchange.islands, plan.mesh.devices)
     met, one = meetings(plan.parameters, plan.mesh, exchange, joined), plan.estimate
-    share = met.seconds / exchange.period
+    share = met.share(exchange, one.step_seconds)
     estimate = replace(
         one,
         seconds=replace(one.seconds, exchange=share),
@@ -45,7 +45,10 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
         plan.search,
         lower_bound=plan.search.lower_bound + share,
         rejected=tuple(
-            replace(other, step_seconds=other.step_seconds + share)
+            replace(
+                other,
+                step_seconds=other.step_seconds + met.share(exchange, other.step_seconds),
+            )
             for other in plan.search.rejected
         ),
     )
@@ -69,27 +72,30 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
             code="other-mathematics",
             severity="info",
             where=str(exchange),
-            message=_told(exchange, crossing, met.seconds),
+            message=_told(exchange, crossing, met, share),
             hint="compare the loss with exchange='exact' over some thousand steps of your own data",
         )
     )
 
 
-def _told(exchange: Several, crossing: int, met: float) -> str:
+def _told(exchange: Several, crossing: int, met: Meetings, share: float) -> str:
     """How islands train, in words."""
     number, of = exchange.meetings, f"{exchange.islands} islands"
+    each = " on average" if number > 1 else ""
     if isinstance(exchange, Compressed):
         return (
             f"{of} exchange their gradients in every step as {exchange.by.kind}, and keep what they"
             " did not send for the next: another optimizer than one of the exact gradients."
             f" An exchange moves {bytes_text(crossing)} a device between islands and takes"
-            f" {seconds_text(met)}."
+            f" {seconds_text(met.seconds)}."
         )
+    waits = share * exchange.period / number
     return (
         f"{of} train apart, each on its part of the batch, and {_meet(exchange)}: another optimizer"
         " than one of the whole batch. The loss of an island is that of its own rows; metrics are"
         f" means over islands. A meeting moves {bytes_text(crossing // number)} a device between"
-        f" islands and takes {seconds_text(met / number)}{' on average' if number > 1 else ''}."
+        f" islands and takes {seconds_text(met.seconds / number)}{each}"
+        f"{f', of which steps wait for {seconds_text(waits)}' if met.beside else ''}."
     )
 
 
@@ -97,7 +103,8 @@ def _meet(exchange: Meets) -> str:
     """How islands that train apart meet, in words."""
     if isinstance(exchange, DiLoCo):
         about = f", a fragment of {exchange.fragments} at a time" if exchange.fragments > 1 else ""
-        return f"meet every {exchange.every} steps{about}"
+        late = f"; what they send arrives {exchange.delay} steps later" if exchange.delay else ""
+        return f"meet every {exchange.every} steps{about}{late}"
     when = f"every {exchange.every} steps" if exchange.every > 1 else "after every step"
     whom = "one other" if exchange.graph == "exponential" else "two neighbours"
     return f"average their parameters with {whom} {when}"

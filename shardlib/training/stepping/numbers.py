@@ -22,7 +22,8 @@ def numbers_of(metrics: JsonMapping) -> dict[str, float]:
 
 
 def meetings(plan: Plan, step: int) -> dict[str, int]:
-    """How often islands have met, by name; nothing where there is one.
+    """How often islands have met, what they sent having arrived, by name; nothing where there is
+    one.
 
     Args:
         plan: that the run has.
@@ -31,5 +32,6 @@ def meetings(plan: Plan, step: int) -> dict[str, int]:
     exchange = plan.exchange
     if isinstance(exchange, Exact):
         return {}
-    between = exchange.every // (exchange.fragments if isinstance(exchange, DiLoCo) else 1)
-    return {"meetings": step // between}
+    if isinstance(exchange, DiLoCo):
+        return {"meetings": max(0, step - exchange.delay) // exchange.between}
+    return {"meetings": step // exchange.every}

@@ -9,9 +9,9 @@ back         gathered where parameters rest less sharded; the layers put into th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.exchanges.values import Meets
-from shardlib.jax_types import Value
+from shardlib.lowering.islands.meeting import layers
+from shardlib.lowering.islands.meeting.layers import Rows
 from shardlib.lowering.islands.meeting.updates import Shards, update_of
 from shardlib.lowering.islands.stacked import stacked_shape, stacked_sharding
 from shardlib.lowering.mesh.pinning import held
-
-#: Rows of the first dim on a device: (first, step between them); None for all.
-Rows = tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +103,16 @@ class Meeting:
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
         sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
-        mine = [held(one, s) for one, s in zip(self._taken(thetas), sharded, strict=True)]
+        rows = [one.rows for one in self.about]
+        taken = layers.taken(self.mesh, thetas, self._rest, rows)
+        mine = [held(one, s) for one, s in zip(taken, sharded, strict=True)]
         alike = [one.spec for one in self._outer] if self.exchange.keeps else []
         specs = ([one.spec for one in sharded], alike, alike)
         after, outer, momentum = jax.shard_map(
             self._updated, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
         )(mine, outer, momentum)
         back = [held(one, rest) for one, rest in zip(after, self._rest, strict=True)]
-        return self._put(thetas, back), outer, momentum
+        return layers.put(self.mesh, thetas, back, self._rest, rows), outer, momentum
 
     def __call__(
         self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
@@ -143,36 +143,6 @@ class Meeting:
         """Of what is outer: alike on all islands."""
         return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
 
-    def _taken(self, thetas: list[jax.Array]) -> list[jax.Array]:
-        """The rows that the meeting is about."""
-        return [
-            theta
-            if one.rows is None
-            else jax.shard_map(
-                partial(_rows, one.rows),
-                mesh=self.mesh,
-                in_specs=rest.spec,
-                out_specs=rest.spec,
-                check_vma=False,
-            )(theta)
-            for one, theta, rest in zip(self.about, thetas, self._rest, strict=True)
-        ]
-
-    def _put(self, thetas: list[jax.Array], rows: list[jax.Array]) -> list[jax.Array]:
-        """The parameters with these rows."""
-        return [
-            after
-            if one.rows is None
-            else jax.shard_map(
-                partial(_with_rows, one.rows),
-                mesh=self.mesh,
-                in_specs=(rest.spec, rest.spec),
-                out_specs=rest.spec,
-                check_vma=False,
-            )(theta, after)
-            for one, theta, after, rest in zip(self.about, thetas, rows, self._rest, strict=True)
-        ]
-
     def _updated(
         self, thetas: Shards, outer: Shards, momentum: Shards
     ) -> tuple[Shards, Shards, Shards]:
@@ -184,7 +154,7 @@ class Meeting:
             for one, theta in zip(self.about, thetas, strict=True)
         ]
         after, *news = update_of(self.exchange, self.number)(
-            mine, _each(_rows, kept, outer), _each(_rows, kept, momentum)
+            mine, layers.rows_of(kept, outer), layers.rows_of(kept, momentum)
         )
         back = [
             new.astype(theta.dtype).reshape(theta.shape)
@@ -192,22 +162,9 @@ class Meeting:
         ]
         return (
             back,
-            _each(_with_rows, kept, outer, news[0]),
-            _each(_with_rows, kept, momentum, news[1]),
+            layers.with_rows(kept, outer, news[0]),
+            layers.with_rows(kept, momentum, news[1]),
         )
-
-
-def _each(function: Callable[..., Value], rows: Sequence[Rows], *arrays: Shards) -> Shards:
-    """What a function gives for each parameter."""
-    return [function(*one) for one in zip(rows, *arrays, strict=True)]
-
-
-def _rows(rows: Rows, array: Value) -> Value:
-    return array if rows is None else array[rows[0] :: rows[1]]
-
-
-def _with_rows(rows: Rows, array: Value, some: Value) -> Value:
-    return some if rows is None else array.at[rows[0] :: rows[1]].set(some)
 
 
 def _stacked_of(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh) -> NamedSharding:

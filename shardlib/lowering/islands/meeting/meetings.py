@@ -26,6 +26,19 @@ def meetings_of(
         program: of one island; an abstract one will do.
         mesh: of all islands.
     """
+    return tuple(
+        Meeting(exchange=exchange, number=number, mesh=mesh, about=about)
+        for number, about in enumerate(shared_of(exchange, program))
+    )
+
+
+def shared_of(exchange: Meets, program: Program) -> list[list[Shared]]:
+    """The parameters of each meeting.
+
+    Args:
+        exchange: how islands meet.
+        program: of one island; an abstract one will do.
+    """
     trained = program.model.partition.trained(program.state.params)
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     states = jax.tree.leaves(program.parts.params.state)
@@ -34,15 +47,10 @@ def meetings_of(
         for place, ((path, leaf), state) in enumerate(zip(leaves, states, strict=True))
     }
     plan = program.plan
-    return tuple(
-        Meeting(
-            exchange=exchange,
-            number=number,
-            mesh=mesh,
-            about=[shared[part.parameter.path].of(part.rows) for part in fragment],
-        )
-        for number, fragment in enumerate(fragments_of(plan.parameters, plan.mesh, exchange))
-    )
+    return [
+        [shared[part.parameter.path].of(part.rows) for part in fragment]
+        for fragment in fragments_of(plan.parameters, plan.mesh, exchange)
+    ]
 
 
 def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array]:

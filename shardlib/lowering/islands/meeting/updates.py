@@ -43,13 +43,28 @@ def _outer_step(
     """The outer update (arXiv:2311.08105, algorithm 1): all islands go on from its parameters."""
     apart = [theta - own for theta, own in zip(outer, mine, strict=True)]
     gradients = means(apart, exchange.wire, exchange.islands)
+    outer, momentum = outer_update(exchange, gradients, outer, momentum)
+    return outer, outer, momentum
+
+
+def outer_update(
+    exchange: DiLoCo, gradients: Shards, outer: Shards, momentum: Shards
+) -> tuple[Shards, Shards]:
+    """Outer parameters and momentum after an update, in Nesterov's form.
+
+    Args:
+        exchange: how islands meet.
+        gradients: outer gradients, means over islands.
+        outer: outer parameters.
+        momentum: of the outer update.
+    """
     decay, rate = exchange.momentum, exchange.rate
     momentum = [g + decay * v for g, v in zip(gradients, momentum, strict=True)]
     outer = [
         theta - rate * (g + decay * v)
         for theta, g, v in zip(outer, gradients, momentum, strict=True)
     ]
-    return outer, outer, momentum
+    return outer, momentum
 
 
 def _averaged(
