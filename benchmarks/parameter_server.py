@@ -35,7 +35,7 @@ from benchmarks.environment import RESULTS, write
 from shardlib import servers
 from shardlib.servers.server.listening import Listening
 from shardlib.servers.server.service import Service
-from shardlib.servers.wire.connection import Connection, address_file
+from shardlib.servers.wire.connection import Connection, address_file, listed
 from shardlib.servers.wire.messages import Ask
 
 STEPS, WIDTH, ROWS, SLOW = 200, 16, 64, 2
@@ -153,7 +153,7 @@ def transfers(rule: str, elements: int = 10_000_000) -> dict[str, float]:
         words = [sys.executable, __file__, "--serve", name, "--rule", rule]
         process = subprocess.Popen(words)
         try:
-            link = Connection(folder=Path(name), server=0, worker=0, secret="benchmark")
+            link = Connection(where=listed(Path(name), 0), server=0, worker=0, secret="benchmark")
             arrays = {"w": np.random.default_rng(0).normal(size=elements).astype(np.float32)}
             link.ask(Ask(kind="offer", worker=0), arrays)
             found: dict[str, list[float]] = {"fetch_s": [], "push_s": []}

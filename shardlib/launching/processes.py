@@ -41,13 +41,20 @@ class Processes:
     """
 
     def __init__(
-        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], lines: Lines
+        self,
+        words: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        lines: Lines,
+        *,
+        first: int = 0,
     ) -> None:
         """Args:
         words: the command of all.
         environments: of each, whole.
         lines: where to show what they write.
+        first: number of the first, where it is shown.
         """
+        self._first = first
         self.codes: dict[int, int] = {}
         self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
         self._guard = Guard()
@@ -120,8 +127,8 @@ class Processes:
         self._running.append(process)
         assert process.stdout is not None and process.stderr is not None
         self._readers += [
-            lines.follow(number, process.stdout, error=False),
-            lines.follow(number, process.stderr, error=True),
+            lines.follow(self._first + number, process.stdout, error=False),
+            lines.follow(self._first + number, process.stderr, error=True),
         ]
         threading.Thread(target=self._wait, args=(number, process), daemon=True).start()
 

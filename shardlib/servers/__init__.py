@@ -1,4 +1,4 @@
-"""Training over parameter servers, without a barrier (Downpour SGD).
+"""Processes that meet over TCP: parameter servers without a barrier (Downpour SGD), and islands.
 
     def job():
         return servers.Job(init=init, loss=loss, rows=rows, topology="cpu:2")
@@ -20,6 +20,9 @@ actors:
     worker/      a planned, sharded program that fetches and pushes
     server/      parameters, their clock, their checkpoint; free of JAX
     wire/        frames, messages, the secret
+    rounds/      the outer server of islands: rounds, outer parameters; free of JAX
+    islands/     an island that is a process of its own: `join`
+    relay.py     an emulated slow link
 
 Servers own equal runs of the elements of all parameters. A message is a frame of a JSON header and
 arrays, a question with one answer; `wire/messages.py` has the table. Of what may happen:
@@ -40,18 +43,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlib.servers.asked import Upkeep
+    from shardlib.servers.islands.island import Island
+    from shardlib.servers.islands.joining import join
+    from shardlib.servers.islands.link import Link
+    from shardlib.servers.islands.place import MeetingPlace
+    from shardlib.servers.islands.serving import OuterServer
+    from shardlib.servers.relay import Relay
     from shardlib.servers.result import Trained
+    from shardlib.servers.rounds.settings import Rounds
     from shardlib.servers.starting import train
     from shardlib.servers.worker.job import Job
 
 _HOME = {
+    "Island": "shardlib.servers.islands.island",
     "Job": "shardlib.servers.worker.job",
+    "Link": "shardlib.servers.islands.link",
+    "MeetingPlace": "shardlib.servers.islands.place",
+    "OuterServer": "shardlib.servers.islands.serving",
+    "Relay": "shardlib.servers.relay",
+    "Rounds": "shardlib.servers.rounds.settings",
     "Trained": "shardlib.servers.result",
     "Upkeep": "shardlib.servers.asked",
+    "join": "shardlib.servers.islands.joining",
     "train": "shardlib.servers.starting",
 }
 
-__all__ = ["Job", "Trained", "Upkeep", "train"]
+__all__ = [
+    "Island",
+    "Job",
+    "Link",
+    "MeetingPlace",
+    "OuterServer",
+    "Relay",
+    "Rounds",
+    "Trained",
+    "Upkeep",
+    "join",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from shardlib.servers.crew import Crew, environment
 from shardlib.servers.result import Trained
 from shardlib.servers.server import process as server_process
 from shardlib.servers.server.process import SECRET
-from shardlib.servers.wire.connection import Connection, address_file
+from shardlib.servers.wire.connection import Connection, address_file, listed
 from shardlib.servers.wire.messages import STARTER
 from shardlib.servers.worker import process as worker_process
 
@@ -40,7 +40,7 @@ def run(asked: Asked) -> Trained:
         crew.run()
         links = [
             Connection(
-                folder=asked.folder,
+                where=listed(asked.folder, server),
                 server=server,
                 worker=STARTER,
                 secret=secret,

@@ -19,7 +19,7 @@ from shardlib.errors import LaunchError
 from shardlib.servers.server.listening import Listening
 from shardlib.servers.server.service import Service
 from shardlib.servers.wire import frames, secret
-from shardlib.servers.wire.connection import Connection, address_file
+from shardlib.servers.wire.connection import Connection, address_file, listed
 from shardlib.servers.wire.messages import Ask, MessageError, read_ask
 
 SECRET = "the secret of the run"
@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[Listening]:
 
 
 def connection(folder: Path, worker: int = 0, word: str = SECRET) -> Connection:
-    return Connection(folder=folder, server=0, worker=worker, secret=word, patience_s=1.0)
+    return Connection(where=listed(folder, 0), server=0, worker=worker, secret=word, patience_s=1.0)
 
 
 def event(server: Listening, says: str) -> None:

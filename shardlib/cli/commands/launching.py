@@ -17,6 +17,7 @@ import typer
 
 from shardlib.cli.app import AsJson
 from shardlib.cli.commands.here import Here, run_here
+from shardlib.cli.commands.island_options import Islands, run_islands
 from shardlib.cli.commands.launch_words import completed, environment_of
 from shardlib.cli.commands.submitting import FOLDER, Request, chosen, submission_of
 from shardlib.cli.groups import given, spread
@@ -152,6 +153,7 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         common: Common,
         job: JobOptions,
         submission: SubmissionOptions,
+        islands: Islands,
     ) -> None:
         """Run one program in many processes: on this machine, or on many hosts with what you have
         already. Exit code on this machine: that of the first process that failed; 75: stopped, and
@@ -159,10 +161,14 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         """
         engine = chosen(engines, list(given(wanted)))
         variables = environment_of(common.env or [])
+        if given(islands):
+            others = {**given(job), **given(submission), **given(wanted)}
+            _only(others, "is for an engine, and islands are on this machine, or come by hand")
+            raise typer.Exit(run_islands(command, islands, here, common, variables))
         if engine is None and here.processes is None:
             raise LaunchError(
-                "nothing says who starts the processes\nTry: --processes N for this machine, or one"
-                f" of {names}"
+                "nothing says who starts the processes\nTry: --processes N or --islands N for this"
+                f" machine, or one of {names}"
             )
         if engine is None:
             _only({**given(job), **given(submission)}, f"is for an engine: one of {names}")

@@ -6,17 +6,52 @@ import contextlib
 import socket
 import threading
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shardlib.launching.meeting.wire import StrangerError
-from shardlib.servers.server.service import Service, name_of
+from shardlib.servers.ownership import Flat
 from shardlib.servers.wire.frames import ClosedError, FrameError, receive, send
-from shardlib.servers.wire.messages import MessageError, read_ask
+from shardlib.servers.wire.messages import Answer, Ask, MessageError, read_ask
 from shardlib.servers.wire.secret import GREETING_SECONDS, greet
 
 #: Bytes of parameters that a server takes before it knows how many there are.
 MOST_FIRST_BYTES = 1 << 36
 #: Connections beyond two for each worker: strangers, and those that break.
 SPARE = 32
+
+
+class Answers(Protocol):
+    """What answers messages, whatever carries them."""
+
+    server: int
+    refused: int
+    events: list[str]
+
+    @property
+    def askers(self) -> int:
+        """How many may ask."""
+        ...
+
+    @property
+    def most_bytes(self) -> int | None:
+        """Bytes of arrays that a message may have; None before they are known."""
+        ...
+
+    def name(self, who: int) -> str:
+        """How the number of an asker is said."""
+        ...
+
+    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Flat]:
+        """Answers a message of whom the connection knows."""
+        ...
+
+    def gone(self, who: int) -> None:
+        """The connection of an asker has closed."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Keeps what has happened."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -27,17 +62,19 @@ class Listening:
         service: what answers.
         secret: of the run.
         host: address to listen at.
+        wanted: port to listen at; 0 for a free one.
     """
 
-    service: Service
+    service: Answers
     secret: str
     host: str = "127.0.0.1"
+    wanted: int = 0
     _newest: dict[int, object] = field(default_factory=dict[int, object])
 
     def __post_init__(self) -> None:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        self._socket = socket.create_server((self.host, 0), family=family, backlog=256)
-        self._room = threading.Semaphore(2 * self.service.exchange.workers + SPARE)
+        self._socket = socket.create_server((self.host, self.wanted), family=family, backlog=256)
+        self._room = threading.Semaphore(2 * self.service.askers + SPARE)
 
     @property
     def port(self) -> int:
@@ -89,7 +126,7 @@ class Listening:
                 self._one(stream, who)
         except (FrameError, MessageError) as error:
             service.refused += 1
-            service.note(f"closed the connection of {name_of(who)}: {error}")
+            service.note(f"closed the connection of {service.name(who)}: {error}")
         except (ClosedError, OSError):
             pass
         finally:

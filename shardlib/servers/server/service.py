@@ -61,6 +61,15 @@ class Service:
             self.note(f"it goes on at its checkpoint, after {self.shard.clock} pushes")
 
     @property
+    def askers(self) -> int:
+        """How many may ask."""
+        return self.exchange.workers
+
+    def name(self, who: int) -> str:
+        """How a number of an asker is said, see `name_of`."""
+        return name_of(who)
+
+    @property
     def most_bytes(self) -> int | None:
         """Bytes of the parameters; None before they are known."""
         values = self.shard.values
@@ -138,12 +147,12 @@ class Service:
             self.save()
         return Answer(clock=found.clock, staleness=found.staleness)
 
-    def gone(self, worker: int) -> None:
+    def gone(self, who: int) -> None:
         """The connection of a worker has closed; it is not waited for."""
         with self._changed:
-            if worker in self.gate.offsets:
-                self.note(f"worker {worker} is gone at its step {self.gate.steps[worker]}")
-            self.gate.leave(worker)
+            if who in self.gate.offsets:
+                self.note(f"worker {who} is gone at its step {self.gate.steps[who]}")
+            self.gate.leave(who)
             self._changed.notify_all()
 
     def _silent(self, worker: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -33,12 +34,27 @@ def address_file(folder: Path, server: int) -> Path:
     return folder / f"server-{server}.address"
 
 
+def listed(folder: Path, server: int) -> Callable[[], tuple[str, int]]:
+    """Where a server of a folder listens, read each time.
+
+    Args:
+        folder: of the run.
+        server: its number.
+    """
+
+    def where() -> tuple[str, int]:
+        found = json.loads(address_file(folder, server).read_text())
+        return found["host"], found["port"]
+
+    return where
+
+
 @dataclass(kw_only=True)
 class Connection:
     """A connection to a server; questions are asked one after the other.
 
     Attributes:
-        folder: with the addresses of servers.
+        where: gives address and port of the server, which may be others once it was started again.
         server: number of the server.
         worker: number of who asks.
         secret: of the run.
@@ -46,13 +62,14 @@ class Connection:
         meanwhile: is called before each other try.
     """
 
-    folder: Path
+    where: Callable[[], tuple[str, int]]
     server: int
     worker: int
     secret: str
     patience_s: float = 60.0
     meanwhile: Callable[[], None] = lambda: None
     _stream: socket.socket | None = None
+    _closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
@@ -74,6 +91,8 @@ class Connection:
                 raise LaunchError(f"server {self.server} is a stranger: {error}") from error
             except (OSError, FrameError, json.JSONDecodeError) as error:
                 self._drop()
+                if self._closed:
+                    raise LaunchError("the connection was closed here") from error
                 if time.monotonic() > until:
                     raise LaunchError(
                         f"server {self.server} has not answered for {self.patience_s:g} s: {error}"
@@ -83,8 +102,7 @@ class Connection:
 
     def _connected(self) -> socket.socket:
         if self._stream is None:
-            where = json.loads(address_file(self.folder, self.server).read_text())
-            stream = socket.create_connection((where["host"], where["port"]), GREETING_SECONDS)
+            stream = socket.create_connection(self.where(), GREETING_SECONDS)
             try:
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 introduce(stream, self.secret, self.server, self.worker)
@@ -96,10 +114,14 @@ class Connection:
         return self._stream
 
     def _drop(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, also for a thread that waits for an answer."""
+        self._closed, stream = True, self._stream
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
         self._drop()

@@ -101,7 +101,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
     """
     if not arrays:
         return b""
-    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def unpack(body: bytes) -> dict[str, np.ndarray]:

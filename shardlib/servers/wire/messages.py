@@ -11,7 +11,9 @@
 | `report` |                                        | clock, histogram of staleness, events      |
 | `save`   |                                        | once the checkpoint is on disk             |
 
-The last two are asked by who has started the servers. An answer `refused` has changed nothing.
+The last two are asked by who has started the servers. An answer `refused` has changed nothing. What
+islands and the outer server say to each other has the same form; its table is in
+`shardlib.servers.rounds.service`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ class Ask:
         serial: of a push, from 1 on.
         seen: the clock at the fetch that a gradient belongs to.
         step: of the worker's own count.
+        round: that an outer gradient belongs to.
+        weight: of an outer gradient in the mean.
+        about: what an island says of itself.
     """
 
     kind: str
@@ -51,6 +56,9 @@ class Ask:
     serial: int = 0
     seen: int = 0
     step: int = 0
+    round: int = 0
+    weight: float = 0.0
+    about: str = ""
 
     def to_json(self) -> JsonObject:
         """The question as plain data."""
@@ -67,6 +75,9 @@ class Answer:
         clock: updates of the server.
         staleness: of the gradient that was pushed.
         report: what the server has to tell.
+        round: that is open.
+        islands: in the mean.
+        start: a word that islands name with what they send.
     """
 
     kind: str = "ok"
@@ -74,6 +85,9 @@ class Answer:
     clock: int = 0
     staleness: int = 0
     report: Json = None
+    round: int = 0
+    islands: tuple[int, ...] = ()
+    start: str = ""
 
     def to_json(self) -> JsonObject:
         """The answer as plain data."""

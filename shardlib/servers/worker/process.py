@@ -15,7 +15,7 @@ from shardlib.errors import LaunchError, ShardlibError
 from shardlib.exchanges.asynchronous import Asynchronous, Rule
 from shardlib.servers.server.process import SECRET
 from shardlib.servers.server.stored import write
-from shardlib.servers.wire.connection import Connection
+from shardlib.servers.wire.connection import Connection, listed
 from shardlib.servers.wire.messages import Link
 from shardlib.servers.worker.computing import Computing
 from shardlib.servers.worker.job import Reference, load_job
@@ -120,7 +120,7 @@ def main(folder: Path) -> None:
     settings = read_worker_settings(os.environ[SETTINGS])
     links = [
         Connection(
-            folder=folder,
+            where=listed(folder, server),
             server=server,
             worker=settings.worker,
             secret=os.environ[SECRET],

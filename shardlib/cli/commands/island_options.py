@@ -1,0 +1,136 @@
+"""`shardlib launch --islands N`: islands as processes, with the server that they meet over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from shardlib.cli.commands.here import Here
+from shardlib.errors import LaunchError
+from shardlib.launching.job import COMMANDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Options of islands that are processes."""
+
+    islands: Annotated[
+        int | None,
+        typer.Option(
+            "--islands",
+            min=2,
+            help="Run islands that meet over TCP, so many in all; see docs/islands.md.",
+        ),
+    ] = None
+    islands_here: Annotated[
+        int | None,
+        typer.Option(
+            "--islands-here", min=1, help="Of them on this machine; others come by hand. [all]"
+        ),
+    ] = None
+    quorum: Annotated[
+        int | None,
+        typer.Option("--quorum", min=1, help="Islands that a round needs at least. [1]"),
+    ] = None
+    round_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--round-seconds",
+            help="That a round waits after its first island for the others. [60]",
+        ),
+    ] = None
+    away_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--away-seconds",
+            help="That a round waits for an island whose connection has closed. [10]",
+        ),
+    ] = None
+    gather_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--gather-seconds", help="That the first round waits for islands to come. [600]"
+        ),
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", help="File of the token, for islands elsewhere; made if missing."
+        ),
+    ] = None
+
+
+class Kept(Protocol):
+    """What all launches are told."""
+
+    @property
+    def run(self) -> str | None:
+        """Folder of the run."""
+        ...
+
+    @property
+    def restarts(self) -> int | None:
+        """How often to start again."""
+        ...
+
+
+def run_islands(
+    words: Sequence[str],
+    options: Islands,
+    here: Here,
+    common: Kept,
+    variables: Mapping[str, str],
+) -> int:
+    """Runs islands of this machine and their server, and gives their exit code.
+
+    Args:
+        words: the program of each island.
+        options: how many, and how long rounds wait.
+        here: devices of each; address and port of the server.
+        common: folder of the server's checkpoint, and restarts of each island.
+        variables: of each island, beside those of this process.
+
+    Raises:
+        LaunchError: what cannot be launched.
+        ArgumentError: numbers out of range.
+    """
+    from shardlib.launching.addresses import LOOPBACK, address_of
+    from shardlib.servers.islands.launching import LocalIslands, launch_islands
+    from shardlib.servers.islands.serving import OuterServer
+    from shardlib.servers.rounds.settings import Rounds
+
+    if options.islands is None:
+        raise LaunchError("nothing says how many islands there are\nTry: --islands 2")
+    if here.processes is not None:
+        raise LaunchError("an island is one process\nTry: --islands N without --processes")
+    if words and words[0] in COMMANDS:
+        raise LaunchError(
+            f"{words[0]} is no island of its own: its islands are of one process\nTry: -- python"
+            " train.py, a script that calls shardlib.servers.join"
+        )
+    local = LocalIslands(
+        command=tuple(words),
+        here=options.islands_here or options.islands,
+        devices=here.devices,
+        restarts=common.restarts or 0,
+        variables=variables,
+    )
+    waits: dict[str, Any] = {
+        "quorum": options.quorum,
+        "timeout_s": options.round_seconds,
+        "away_s": options.away_seconds,
+        "gather_s": options.gather_seconds,
+    }
+    server = OuterServer(
+        islands=options.islands,
+        rounds=Rounds(**{name: value for name, value in waits.items() if value is not None}),
+        run=common.run,
+        host=address_of(here.interface) if here.interface else LOOPBACK,
+        port=here.port,
+        token_file=options.token_file,
+    )
+    return launch_islands(local, server)

@@ -1,0 +1,177 @@
+"""What an island says to the outer server, in a thread beside its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardlib.errors import LaunchError
+from shardlib.exchanges.diloco import DiLoCo
+from shardlib.servers.ownership import Flat
+from shardlib.servers.rounds.holding import about
+from shardlib.servers.rounds.outer import Outer
+from shardlib.servers.rounds.outline import Outline
+from shardlib.servers.rounds.packing import pack, unpack
+from shardlib.servers.wire.messages import Answer, Ask, Link
+
+#: Gives the runs of a fragment on the host, float32, one for each parameter in it.
+Runs = Callable[[], Sequence[np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """A meeting of this island.
+
+    Attributes:
+        round: its number.
+        fragment: that it was about.
+        islands: whose outer gradients are in the mean; none where it changed nothing.
+        seconds: from sending to the mean.
+        waited_s: for which a step waited.
+        finite: whether this island's outer gradient was.
+    """
+
+    round: int
+    fragment: int
+    islands: tuple[int, ...]
+    seconds: float
+    waited_s: float = 0.0
+    finite: bool = True
+
+
+@dataclass(kw_only=True)
+class Exchanging:
+    """An island between its steps and the outer server.
+
+    Attributes:
+        link: to the server.
+        number: of the island.
+        exchange: how islands meet.
+        outline: of the parameters.
+        weight: of this island in the mean.
+        round: the next one of this island.
+        era: a word of the server, which is named with what is sent.
+    """
+
+    link: Link
+    number: int
+    exchange: DiLoCo
+    outline: Outline
+    weight: float
+    round: int = 0
+    era: str = ""
+    _outer: Outer | None = None
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    @property
+    def outer(self) -> Outer:
+        """What is outer, as this island has it."""
+        assert self._outer is not None, "entered"
+        return self._outer
+
+    @property
+    def fragment(self) -> int:
+        """That the next round is about."""
+        return (self.round - 1) % self.exchange.fragments
+
+    def span(self) -> tuple[int, int]:
+        """Where that fragment begins and ends."""
+        return self.outline.span(self.fragment, self.exchange.fragments)
+
+    def enter(self, first: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Waits for a round to begin, and takes its outer parameters.
+
+        Args:
+            first: parameters to begin with, where nobody has offered any.
+
+        Raises:
+            LaunchError: the server refuses the island, has too few, or does not answer.
+        """
+        said = about(self.exchange, self.outline)
+        while True:
+            answer, arrays = self._ask(Ask(kind="enter", worker=self.number, about=said))
+            if answer.kind == "ok":
+                break
+            if answer.kind == "empty":
+                offered = {path: np.asarray(one, np.float32) for path, one in first().items()}
+                self._ask(Ask(kind="offer", worker=self.number, about=said), offered)
+        self.round, self.era = answer.round, answer.start
+        # Writable copies: arrays of a frame belong to its body.
+        theta, momentum = np.array(arrays["theta"]), np.array(arrays["momentum"])
+        self._outer = Outer(theta=theta, momentum=momentum)
+
+    def send(self, runs: Runs) -> Future[Met | None]:
+        """Meets in a thread: sends the outer gradient of the next round, and does its update.
+
+        Args:
+            runs: of this island's parameters; called in the thread.
+
+        Returns:
+            The meeting; None where the round was closed without this island.
+        """
+        return self._threads.submit(self._meet, runs)
+
+    def leave(self) -> None:
+        """Says that the island is done, and ends the connection."""
+        try:
+            self.link.ask(Ask(kind="leave", worker=self.number))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.link.close()
+
+    def _meet(self, runs: Runs) -> Met | None:
+        began, (start, stop) = time.monotonic(), self.span()
+        own = np.concatenate([np.zeros(0, np.float32), *(one.reshape(-1) for one in runs())])
+        gradient = self.outer.theta[start:stop] - own
+        parts = self.outline.parts(self.fragment, self.exchange.fragments)
+        sizes, finite = (
+            [part.stop - part.start for part in parts],
+            bool(np.isfinite(gradient).all()),
+        )
+        sent = pack(gradient, sizes, self.exchange.wire) if finite else Flat()
+        answer, arrays = self._mean("send" if finite else "skip", sent)
+        if answer.kind == "late":
+            return None
+        if arrays:
+            mean = unpack(arrays, sizes, self.exchange.wire)
+            self.outer.update(start, stop, mean, self.exchange)
+        met = Met(
+            round=self.round,
+            fragment=self.fragment,
+            islands=answer.islands,
+            seconds=time.monotonic() - began,
+            finite=finite,
+        )
+        self.round += 1
+        return met
+
+    def _mean(self, kind: str, sent: Flat) -> tuple[Answer, Flat]:
+        """Sends, and waits until the round is closed."""
+        how = kind
+        while True:
+            ask = Ask(
+                kind=how,
+                worker=self.number,
+                start=self.era,
+                round=self.round,
+                weight=self.weight,
+            )
+            answer, arrays = self._ask(ask, sent if how == "send" else None)
+            if answer.kind in ("ok", "late"):
+                return answer, arrays
+            how = kind if answer.kind == "again" else "collect"
+
+    def _ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+        answer, found = self.link.ask(ask, arrays)
+        if answer.kind in ("refused", "failed"):
+            said = "refuses" if answer.kind == "refused" else "ends"
+            raise LaunchError(f"the outer server {said} island {self.number}: {answer.why}")
+        return answer, found

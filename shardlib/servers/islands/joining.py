@@ -1,0 +1,145 @@
+"""`join`: this process as one of the islands; what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import jax
+import numpy as np
+
+from shardlib.errors import ArgumentError, PinError, raise_all
+from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges.reading import read_exchange
+from shardlib.exchanges.values import Exchange
+from shardlib.lowering.islands.halves import trained
+from shardlib.lowering.program.program import Program
+from shardlib.servers.islands.exchanging import Exchanging
+from shardlib.servers.islands.island import Island
+from shardlib.servers.islands.link import Link, meeting_finding, read_link
+from shardlib.servers.islands.place import MeetingPlace, read_place
+from shardlib.servers.rounds.outline import Outline
+from shardlib.servers.wire.connection import Connection
+from shardlib.tracing.batch import describe_batch
+from shardlib.untrusted.shown import shown
+
+
+def join(
+    program: Program,
+    *,
+    exchange: DiLoCo | str,
+    place: MeetingPlace | None = None,
+    weight: float | None = None,
+    link: Link | str | None = None,
+    patience_s: float = 60.0,
+) -> Island:
+    """Makes this process one of the islands of a run. Nothing is sent before `Island.start`.
+
+    Args:
+        program: of this island, as `shardlib.compile` gives it without an exchange.
+        exchange: how islands meet, alike on all: `shardlib.DiLoCo`, or "diloco:2:100".
+        place: where they meet; by default as the environment says it, see
+            `shardlib.servers.islands.place`.
+        weight: of this island in the mean of outer gradients; by default the rows of a step.
+        link: between this island and the server, "50mbit-20ms", for what `Island.findings` say of
+            meetings.
+        patience_s: how long a server may be gone.
+
+    Raises:
+        PinError: the exchange, or the program, cannot be that of an island; all reasons are listed.
+        ArgumentError: arguments out of range; all of them are listed.
+        LaunchError: nothing says where islands meet.
+    """
+    meets = read_exchange("exchange", exchange)
+    _require_numbers(weight, patience_s)
+    outline = _require_island(program, meets)
+    assert isinstance(meets, DiLoCo)
+    place = read_place(os.environ) if place is None else place
+    if place.island >= meets.islands:
+        raise ArgumentError(
+            f"island {place.island} is none of {meets.islands}, which are numbered from 0 on\nTry:"
+            f" exchange={meets.kind}:{place.island + 1}:{meets.every}"
+        )
+    connection = Connection(
+        where=lambda: (place.host, place.port),
+        server=0,
+        worker=place.island,
+        secret=place.token,
+        patience_s=patience_s,
+    )
+    known = read_link(link) if isinstance(link, str) else link
+    return Island(
+        program=program,
+        exchanging=Exchanging(
+            link=connection,
+            number=place.island,
+            exchange=meets,
+            outline=outline,
+            weight=float(rows_of(program) if weight is None else weight),
+        ),
+        findings=(meeting_finding(meets, outline, known),),
+    )
+
+
+def rows_of(program: Program) -> int:
+    """Rows of a step, by the convention of batch axes; 1 where nothing has rows.
+
+    Args:
+        program: of an island.
+    """
+    described = describe_batch(program.batch, None)
+    return max(
+        (s[axes.index("batch")] for _, s, _, axes in described if "batch" in axes), default=1
+    )
+
+
+def _require_numbers(weight: object, patience_s: object) -> None:
+    failures = [
+        f"{name} is {shown(value)}; it is a number of more than 0"
+        for name, value in (("weight", weight), ("patience_s", patience_s))
+        if not (name == "weight" and value is None) and not _is_positive(value)
+    ]
+    if failures:
+        raise_all(ArgumentError, "shardlib.servers.join cannot use its arguments", failures)
+
+
+def _is_positive(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value > 0
+
+
+def _require_island(program: Program, exchange: Exchange) -> Outline:
+    """The outline of the parameters that meet.
+
+    Raises:
+        PinError: there are none, or a program or an exchange that cannot meet so; all is listed.
+    """
+    if not isinstance(program, Program):
+        raise PinError(
+            "the program has an exchange of its own, whose islands are in this process\nTry:"
+            " shardlib.compile without pin={'exchange': ...}, and servers.join(program,"
+            " exchange=...)"
+        )
+    failures: list[str] = []
+    if not isinstance(exchange, DiLoCo):
+        failures.append(f"exchange is {exchange}; islands that are processes meet as DiLoCo")
+    if jax.process_count() > 1:
+        failures.append("this island has several processes, and one has to have all its devices")
+    if program.disk is not None:
+        failures.append("its optimizer state is on disk (offload=['disk'])")
+    updated = [one.path for one in program.plan.parameters if one.role == "updated"]
+    if updated:
+        failures.append(f"steps update {', '.join(updated[:4])}, which are no parameters")
+    found = trained(program)
+    failures += [
+        f"{path} is {leaf.dtype}, and what is outer is float32"
+        for path, leaf in found.items()
+        if not jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype.itemsize > 4
+    ]
+    outline = Outline.of({path: tuple(leaf.shape) for path, leaf in found.items()})
+    if isinstance(exchange, DiLoCo) and exchange.fragments > outline.total:
+        failures.append(f"there are {exchange.fragments} fragments of {outline.total} elements")
+    if failures:
+        raise_all(PinError, "this program cannot be that of an island", failures)
+    return outline

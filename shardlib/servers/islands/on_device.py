@@ -1,0 +1,92 @@
+"""Runs of parameters to the host, and outer parameters back into them.
+
+A run may begin and end anywhere in a parameter; what lies outside of it stays as it is. Copies are
+made on the devices, so that a step may donate the parameters while they are on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.jax_types import Value
+from shardlib.servers.ownership import Part
+
+
+def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies in float32, which nothing donates.
+
+    Args:
+        arrays: parameters.
+    """
+    return [_copy(one) for one in arrays]
+
+
+def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]:
+    """The runs of parameters, on the host.
+
+    Args:
+        arrays: float32.
+        parts: of each, what is wanted.
+    """
+    return [
+        np.asarray(array).reshape(-1)[part.start : part.stop]
+        for array, part in zip(arrays, parts, strict=True)
+    ]
+
+
+def mixed(own: jax.Array, outer: np.ndarray, part: Part, mixing: float) -> jax.Array:
+    """A parameter whose run has become `mixing` times itself and the rest of the outer one; `own`
+    is donated.
+
+    Args:
+        own: the island's.
+        outer: all of the outer parameter, float32.
+        part: the run.
+        mixing: 0 where the island goes on from the outer parameter.
+    """
+    # A buffer of its own: on CPU devices a placed array may share the host's, which changes.
+    placed = jax.device_put(np.array(outer), own.sharding)
+    bounds = None if part.stop - part.start == math.prod(own.shape) else (part.start, part.stop)
+    return _mixer(own.sharding)(own, placed, bounds, mixing)
+
+
+@cache
+def _mixer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
+    return jax.jit(_mixed, static_argnums=(2, 3), donate_argnums=0, out_shardings=sharding)
+
+
+def _mixed(own: Value, outer: Value, bounds: tuple[int, int] | None, mixing: float) -> Value:
+    target = outer
+    if mixing:
+        target = mixing * own.astype(jnp.float32) + (1 - mixing) * outer
+    new = target.astype(own.dtype)
+    return new if bounds is None else jnp.where(_within(own.shape, *bounds), new, own)
+
+
+def _within(shape: tuple[int, ...], start: int, stop: int) -> Value:
+    """Where elements have a place from `start` to before `stop`; rows and places in a row are told
+    apart, so that no number is larger than an int32.
+    """
+    each = math.prod(shape[1:])
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    place = jnp.zeros(shape, jnp.int32)
+    for dim in range(1, len(shape)):
+        stride = math.prod(shape[dim + 1 :])
+        place = place + jax.lax.broadcasted_iota(jnp.int32, shape, dim) * stride
+
+    def before(limit: int) -> Value:
+        rows, rest = divmod(limit, each)
+        return (row < rows) | ((row == rows) & (place < rest))
+
+    return before(stop) & ~before(start)
+
+
+@jax.jit
+def _copy(array: Value) -> Value:
+    return jnp.copy(array.astype(jnp.float32))

@@ -1,0 +1,40 @@
+"""A script as users write it: one island of the tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+import shardlib
+from shardlib import servers
+from tests.servers.jobs import AXES, loss, rows, weights
+
+
+def main() -> None:
+    program = shardlib.compile(
+        shardlib.tree(weights, AXES), loss, optax.adamw(1e-2, eps=1e-3), rows(0, 0)
+    )
+    exchange = os.environ.get("TEST_EXCHANGE", "diloco:2:2:rate=0.5:momentum=0.8")
+    folder, steps = Path(os.environ["TEST_FOLDER"]), int(os.environ.get("TEST_STEPS", "8"))
+    with servers.join(program, exchange=exchange) as island:
+        log = folder / f"island-{island.number}"
+        log.with_suffix(".pid").write_text(str(os.getpid()))
+        state = island.start(seed=0)
+        while island.steps < steps and not (folder / "stop").exists():
+            batch = rows(island.number, island.steps)
+            state, metrics = island.step(state, batch)
+            with log.open("a") as lines:
+                lines.write(f"{island.steps} {float(metrics['loss'])} {time.time()}\n")
+            time.sleep(float(os.environ.get("TEST_SLEEP", "0")))
+        state = island.finish(state)
+        found = jax.tree.map(np.asarray, island.module(state))
+        np.savez(log.with_suffix(".npz"), **found)
+
+
+if __name__ == "__main__":
+    main()
