@@ -34,6 +34,7 @@ is no JAX below floor 5:
        doctor                                    what keeps hosts from training together
        launching                                 processes that join, jobs on engines
        servers                                   workers and parameter servers, with no barrier
+       federated                                 clients that keep their rows, with Flower
        training                                  the training loop, and what it survives
     10 cli                                       the command line
 

@@ -23,7 +23,17 @@ FLOORS = {
     6: ["calibration", "lowering"],
     7: ["verification", "explanation"],
     8: ["compiler", "frontend"],
-    9: ["models", "data", "checkpointing", "doctor", "training", "launching", "servers", "serving"],
+    9: [
+        "models",
+        "data",
+        "checkpointing",
+        "doctor",
+        "training",
+        "launching",
+        "servers",
+        "federated",
+        "serving",
+    ],
     10: ["cli", "__init__", "__main__"],
 }
 #: Rooms within rooms, from the lowest to the highest; what is not listed may stand anywhere, as

@@ -21,6 +21,8 @@ TESTS = {
     "data": "processes",
     "decisions": "unit",
     "explanation": "compile",
+    "federated": "compile",
+    "federated/test_simulation.py": "processes",
     "functions": "compile",
     "graph": "unit",
     "hardware": "unit",

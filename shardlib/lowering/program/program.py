@@ -10,7 +10,9 @@ program compiles functions of its own, so changing rules or meshes around it cha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -225,18 +227,8 @@ class Program(LoweredProgram):
                 those of another program.
         """
         self._require_model("anew", state)
-
-        def init(params: Tree) -> Tree:
-            return self.parts.optimizer.init(
-                self.model.partition.trained(like(params, self.model.params))
-            )
-
         try:
-            opt_state = (
-                jax.jit(init, out_shardings=shardings_of(self.state.opt_state))(state.params)
-                if self.disk is None
-                else self._on_disk.fresh(init, state.params)
-            )
+            opt_state = self._first_opt_state(state.params)
         except FOREIGN as error:
             require_own("anew", state.inference, self.state.inference, error=error)
             raise
@@ -251,6 +243,19 @@ class Program(LoweredProgram):
             else jax.jit(lambda: nothing_kept(kept), out_shardings=shardings_of(kept))()
         )
         return replace(state, opt_state=opt_state, guard=guard, exchange=exchange)
+
+    @cached_property
+    def _first_opt_state(self) -> Callable[[Tree], Tree]:
+        """Parameters -> the optimizer's state before the first step; compiled once."""
+
+        def init(params: Tree) -> Tree:
+            return self.parts.optimizer.init(
+                self.model.partition.trained(like(params, self.model.params))
+            )
+
+        if self.disk is not None:
+            return lambda params: self._on_disk.fresh(init, params)
+        return jax.jit(init, out_shardings=shardings_of(self.state.opt_state))
 
     def module(self, state: TrainState) -> UserModule:
         """The user's own model around the arrays of a state: an nnx module, or a params tree.

@@ -1,0 +1,122 @@
+"""Parameters as they are sent: trained arrays by path, in the order of the tree.
+
+What NumPy has no dtype for (bfloat16, float8) is sent as float32, which holds it exactly. Scalars
+are sent with one dim: engines clip and scale arrays in place, which a NumPy scalar ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import ArgumentError, TrainingError, raise_all
+from shardlib.lowering.islands.halves import by_path, trained, with_trained
+from shardlib.untrusted.shown import bounded
+
+if TYPE_CHECKING:
+    from shardlib.lowering.program.program import Program
+    from shardlib.lowering.runtime.state import TrainState
+
+#: Arrays by path, in order.
+Arrays = Mapping[str, np.ndarray]
+
+
+def arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
+    """The trained parameters of a state as they are sent.
+
+    Args:
+        program: of the state.
+        state: from `program.init`, a step, or `federated.state`.
+    """
+    return sent(by_path(program.model.partition.trained(state.params)))
+
+
+def sent(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays on the host, in dtypes that NumPy writes.
+
+    Args:
+        leaves: arrays by path.
+    """
+    return {path: np.atleast_1d(_plain(np.asarray(leaf))) for path, leaf in leaves.items()}
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.kind in "biufc" else array.astype(np.float32)
+
+
+def received(program: Program, found: Arrays | Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """What was sent, as the arrays of a program.
+
+    Args:
+        program: of the same model.
+        found: arrays by path; or without names, in the order of the paths.
+
+    Raises:
+        ArgumentError: they are those of another model; everything that differs is listed.
+        TrainingError: some are not finite.
+    """
+    asked = trained(program)
+    if not isinstance(found, Mapping):
+        if len(found) != len(asked):
+            raise ArgumentError(
+                f"the parameters are those of another model: {len(found)} arrays, and"
+                f" {program.plan.model} trains {len(asked)}"
+            )
+        found = dict(zip(asked, found, strict=True))
+    failures = [
+        *_differing(asked, found),
+        *(f"{path} is not known" for path in found.keys() - asked.keys()),
+    ]
+    if failures:
+        raise_all(
+            ArgumentError,
+            f"the parameters are those of another model than {program.plan.model}",
+            bounded(failures),
+        )
+    require_finite(found, "parameters that were received")
+    return {path: found[path].reshape(leaf.shape) for path, leaf in asked.items()}
+
+
+def _differing(asked: Mapping[str, jax.ShapeDtypeStruct], found: Arrays) -> list[str]:
+    failures: list[str] = []
+    for path, leaf in asked.items():
+        if path not in found:
+            failures.append(f"{path} is missing")
+        elif np.shape(found[path]) not in (leaf.shape, leaf.shape or (1,)):
+            failures.append(f"{path} is {list(np.shape(found[path]))}, not {list(leaf.shape)}")
+        elif found[path].dtype.kind not in "fc":
+            failures.append(f"{path} is {found[path].dtype}, not {leaf.dtype}")
+    return failures
+
+
+def require_finite(found: Arrays, what: str) -> None:
+    """Refuses arrays that are not finite.
+
+    Args:
+        found: arrays by path.
+        what: they are, in words.
+
+    Raises:
+        TrainingError: all of them are listed.
+    """
+    wrong = [path for path, array in found.items() if not np.isfinite(array).all()]
+    if wrong:
+        raise TrainingError(f"{what} are not finite: {', '.join(bounded(wrong))}")
+
+
+def placed(program: Program, params: Tree, found: Arrays | Sequence[np.ndarray]) -> Tree:
+    """Parameters of which the trained ones are those that were sent.
+
+    Args:
+        program: of the same model.
+        params: of a state of it.
+        found: see `received`.
+
+    Raises:
+        ArgumentError, TrainingError: see `received`.
+    """
+    return with_trained(program, params, received(program, found))

@@ -1,0 +1,197 @@
+"""A client's program, and the rounds that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.compiler import compile
+from shardlib.errors import LaunchError, PinError, StateError, TrainingError
+from shardlib.federated.job import Job, Place
+from shardlib.federated.parameters import Arrays, arrays, placed, require_finite, sent
+from shardlib.federated.proximal import inner_of, proximal, with_inner, with_mu
+from shardlib.federated.request import Answer, Request
+from shardlib.federated.rows import batches, count
+from shardlib.lowering.islands.halves import by_path
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.state import TrainState
+
+
+def program(job: Job, topology: Place = None, *, term: bool = False) -> Program:
+    """Compiles the program of a job: that of a client, or one to evaluate and export with.
+
+    Args:
+        job: what is trained.
+        topology: what to plan for; by default all devices of this process.
+        term: whether the optimizer has the proximal term of FedProx.
+
+    Raises:
+        ShardlibError: see `shardlib.compile`.
+        PinError: a client cannot train so.
+    """
+    if jax.process_count() > 1:
+        raise LaunchError(f"a client is one process, and here are {jax.process_count()}")
+    found = compile(
+        job.init,
+        job.loss,
+        proximal(job.optimizer) if term else job.optimizer,
+        job.batch,
+        topology=topology,
+        pin=job.pin,
+        batch_axes=job.batch_axes,
+        wrt=job.wrt,
+        evaluation=job.local.evaluation,
+    )
+    if not isinstance(found, Program):
+        raise PinError(
+            f"pin of the job has exchange={found.plan.exchange}, and is of one client: how clients"
+            " exchange is for the strategy to say"
+        )
+    updated = [one.path for one in found.plan.parameters if one.role == "updated"]
+    if term and (rounded := _rounded(found)):
+        raise PinError(
+            f"the proximal term of FedProx would be of {rounded} copies of the server's parameters"
+            "\nTry: moment_dtype=None"
+        )
+    if updated:
+        raise PinError(
+            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
+            " which are no parameters: each client would have its own"
+        )
+    return found
+
+
+def _rounded(found: Program) -> str:
+    """The dtype that the anchor of a proximal term is kept in, where that is not the parameters'
+    own.
+    """
+    anchor = by_path(found.state.opt_state.anchor)
+    own = by_path(found.model.partition.trained(found.state.params))
+    return next(
+        (str(leaf.dtype) for path, leaf in anchor.items() if leaf.dtype != own[path].dtype), ""
+    )
+
+
+class Trainer:
+    """A program, and what is left of its last round: parameters that no round changes."""
+
+    def __init__(self, job: Job, place: Place, term: bool) -> None:
+        """Plans.
+
+        Args:
+            job: what is trained.
+            place: what to plan for.
+            term: whether there is a proximal term.
+        """
+        self.job, self.program = job, program(job, place, term=term)
+        #: Of its trained parameters nothing is used.
+        self._last: TrainState | None = None
+
+    def train(self, request: Request, rows: Tree) -> Answer:
+        """See `shardlib.federated.train`.
+
+        Args:
+            request: what the client is asked.
+            rows: all of the client.
+        """
+        state, found, local = self._first(request), list[Mapping[str, jax.Array]](), self.job.local
+        self._last = None  # its arrays are donated to the first step
+        key = (local.seed, request.partition, request.round)
+        for batch in batches(rows, self.job.size, local.epochs, key):
+            state, metrics = self.program.step(state, batch)
+            found.append(metrics)
+        self._last = replace(state, opt_state=None)
+        means = _means(found, request)
+        trained = arrays(self.program, state)
+        who = f"partition {request.partition} of round {request.round}"
+        require_finite(trained, f"parameters that {who} has trained")
+        kept = sent(by_path(inner_of(state.opt_state))) if local.keep == "optimizer" else {}
+        return Answer(
+            weight=self._weight(rows),
+            metrics={**means, "rows": float(count(rows)), "steps": float(len(found))},
+            arrays=trained,
+            kept=kept,
+        )
+
+    def evaluate(self, request: Request, rows: Tree) -> Answer:
+        """See `shardlib.federated.evaluate`.
+
+        Args:
+            request: what the client is asked.
+            rows: all of the client.
+        """
+        state = self._with_parameters(request)
+        self._last = state
+        many, size = count(rows), self.job.size
+        totals = dict[str, float]()
+        for first in range(0, many, size):
+            part = jax.tree.map(lambda array, first=first: array[first : first + size], rows)
+            for name, value in self.program.evaluate(state, part).items():
+                totals[name] = totals.get(name, 0.0) + float(value) * count(part)
+        means = {name: total / many for name, total in totals.items()}
+        return Answer(weight=self._weight(rows), metrics={**means, "rows": float(many)})
+
+    def _weight(self, rows: Tree) -> float:
+        return float(count(rows)) if self.job.local.weight == "rows" else 1.0
+
+    def _with_parameters(self, request: Request) -> TrainState:
+        """A state with the parameters of the server, and what is frozen from the round before."""
+        local = self.job.local
+        state = self._last
+        if state is None:
+            make = local.start or (lambda program: program.init(local.seed))
+            state = make(self.program)
+        return replace(state, params=placed(self.program, state.params, request.arrays))
+
+    def _first(self, request: Request) -> TrainState:
+        """The state before the first step of a round."""
+        state = self.program.anew(self._with_parameters(request))
+        opt_state = with_mu(state.opt_state, request.mu)
+        if request.kept:
+            inner = _restored(inner_of(self.program.state.opt_state), request.kept)
+            opt_state = with_inner(opt_state, inner)
+        state = replace(state, opt_state=opt_state)
+        if not jax.tree.leaves(state.model_state):
+            return state
+        key = (self.job.local.seed, request.partition, request.round, 1)
+        streams = self.program.init(int(np.random.default_rng(key).integers(2**31)))
+        return replace(state, model_state=streams.model_state)
+
+
+def _means(found: Sequence[Mapping[str, jax.Array]], request: Request) -> dict[str, float]:
+    """Means of metrics over the steps of a round.
+
+    Raises:
+        TrainingError: a loss is not finite.
+    """
+    losses = np.asarray([metrics["loss"] for metrics in found], np.float64)
+    if not np.isfinite(losses).all():
+        step = int(np.argmin(np.isfinite(losses)))
+        raise TrainingError(
+            f"the loss of partition {request.partition} is {losses[step]} in step {step + 1} of"
+            f" {len(losses)} of round {request.round}\nTry: a smaller learning rate"
+        )
+    return {
+        name: float(np.mean([np.asarray(metrics[name], np.float64) for metrics in found]))
+        for name in found[0]
+    }
+
+
+def _restored(asked: Tree, kept: Arrays) -> Tree:
+    """Optimizer state of an earlier round, on the devices.
+
+    Raises:
+        StateError: it is that of another optimizer.
+    """
+    leaves = by_path(asked)
+    if leaves.keys() != kept.keys():
+        raise StateError("the optimizer state that a client has kept is that of another optimizer")
+    made = [
+        jax.device_put(kept[path].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+        for path, leaf in leaves.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(asked), made)

@@ -1,0 +1,123 @@
+"""What goes wrong at a client says who and what."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardlib
+from shardlib import federated
+from tests.federated.jobs import CLIENTS, first, job, rows
+from tests.federated.test_local import ask
+
+
+def test_parameters_of_another_model() -> None:
+    given = {
+        "up": np.zeros((4, 9), np.float32),
+        "down": np.zeros((8, 1), np.int32),
+        "more": np.zeros(3),
+    }
+    with pytest.raises(shardlib.ArgumentError) as error:
+        federated.train(job(), ask(arrays=given))
+    assert str(error.value) == (
+        "the parameters are those of another model than weights:\n"
+        "  - bias is missing\n"
+        "  - down is int32, not float32\n"
+        "  - up is [4, 9], not [4, 8]\n"
+        "  - more is not known"
+    )
+    with pytest.raises(shardlib.ArgumentError, match="2 arrays, and weights trains 3"):
+        federated.train(job(), ask(arrays=[np.zeros(1), np.zeros(1)]))
+
+
+def test_parameters_that_are_not_finite() -> None:
+    given = first() | {"up": np.full((4, 8), np.nan, np.float32)}
+    with pytest.raises(shardlib.TrainingError, match="that were received are not finite: up"):
+        federated.train(job(), ask(arrays=given))
+
+
+def test_a_loss_that_is_not_finite_and_the_round_after() -> None:
+    def spoilt(partition: int, partitions: int) -> Any:
+        found = rows(0, CLIENTS)
+        return {**found, "x": found["x"] * np.float32("nan" if partition == 1 else 1)}
+
+    what = job(rows=spoilt)
+    with pytest.raises(
+        shardlib.TrainingError, match="partition 1 is nan in step 1 of 6 of round 3"
+    ):
+        federated.train(what, ask(partition=1, round=3))
+    found = federated.train(what, ask()).arrays
+    np.testing.assert_array_equal(
+        found["up"], federated.train(job(rows=spoilt), ask()).arrays["up"]
+    )
+
+
+def test_rows_that_are_none() -> None:
+    def none(partition: int, partitions: int) -> Any:
+        return {name: array[:0] for name, array in rows(partition, partitions).items()}
+
+    with pytest.raises(shardlib.DataError, match="partition 2 of 3 has no rows"):
+        federated.train(job(rows=none), ask(partition=2))
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"x": np.zeros((9, 4), np.float32)}, "partition 0 of 3 are PyTreeDef"),
+        (
+            {"x": np.zeros((9, 3), np.float32), "y": np.zeros((9,), np.int32)},
+            r"x is float32\[9, 3\], and in a batch float32\[rows, 4\]\n  - y is int32",
+        ),
+        ({"x": np.zeros((9, 4), np.float32), "y": np.zeros((8,), np.float32)}, "y has 8 rows"),
+    ],
+)
+def test_rows_that_are_no_rows_of_the_batch(found: Any, says: str) -> None:
+    with pytest.raises(shardlib.BatchError, match=says):
+        federated.train(job(rows=lambda partition, partitions: found), ask())
+
+
+def test_partitions_are_counted_from_zero() -> None:
+    with pytest.raises(shardlib.ArgumentError, match="partition 3 of 3: partitions are counted"):
+        ask(partition=3)
+    with pytest.raises(shardlib.ArgumentError, match="mu is -1"):
+        ask(mu=-1)
+
+
+def test_jobs_that_are_none() -> None:
+    with pytest.raises(shardlib.ArgumentError, match=r"keep is 'all'.*\n.*epochs is 0"):
+        federated.Local(keep="all", epochs=0)
+    with pytest.raises(shardlib.ArgumentError, match=r"x has \[8\]\n  - y has \[7\]"):
+        job(batch={"x": np.zeros((8, 4)), "y": np.zeros(7)})
+
+
+def test_optimizer_state_of_another_optimizer() -> None:
+    with pytest.raises(shardlib.StateError, match="that of another optimizer"):
+        federated.train(job(), ask(kept={"0.mu": np.zeros(1)}))
+
+
+def test_islands_and_statistics_are_no_client() -> None:
+    from flax import nnx
+
+    with pytest.raises(shardlib.PinError, match="exchange=diloco:2:10, and is of one client"):
+        federated.train(job(topology="cpu:4", pin={"exchange": "diloco:2:10"}), ask())
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    what = job(
+        init=lambda rngs: Net(rngs),
+        loss=lambda model, batch: jnp.mean((model.norm(batch["x"])[:, 0] - batch["y"]) ** 2),
+    )
+    with pytest.raises(shardlib.PinError, match="each client would have its own"):
+        federated.train(what, ask())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is not None, reason="flwr is installed")
+def test_without_flower_it_says_what_to_install() -> None:
+    with pytest.raises(shardlib.MissingPackageError, match=r"pip install 'shardlib\[federated\]'"):
+        federated.client(job())
