@@ -16,12 +16,13 @@ the transport. Of this house are a client's local training and the parameters on
     request.py     what a client is asked, and what it answers
     trainer.py     a client's program, and the rounds that it runs
     local.py       local training and evaluation: arrays in, arrays out, no Flower
+    flower.py      what of Flower is used
     records.py     Flower's messages as plain values, and back
     app.py         the ClientApp
     server.py      the first record, a state of the last one, metrics of a round
     privacy.py     what rounds of noise cost
 
-Flower is imported where a ClientApp or a record is made, and nowhere else.
+Flower is imported where a ClientApp or a record is made, and not before.
 """
 
 from __future__ import annotations

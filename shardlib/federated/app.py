@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardlib.errors import ArgumentError
+from shardlib.federated.flower import ClientApp, Context, Message, Mod, flower
 from shardlib.federated.job import Job
 from shardlib.federated.local import evaluate, train
-from shardlib.federated.records import answer_to, flower, request_of
+from shardlib.federated.records import answer_to, request_of
 from shardlib.federated.request import Answer, Request
 from shardlib.untrusted.shown import shown
-
-if TYPE_CHECKING:
-    from flwr.app import Context, Message
-    from flwr.clientapp import ClientApp
-    from flwr.clientapp.typing import Mod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ are sent with one dim: engines clip and scale arrays in place, which a NumPy sca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import ArgumentError, TrainingError, raise_all
+from shardlib.jax_types import Leaf
 from shardlib.lowering.islands.halves import by_path, trained, with_trained
 from shardlib.untrusted.shown import bounded
 
@@ -35,7 +36,7 @@ def arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
     return sent(by_path(program.model.partition.trained(state.params)))
 
 
-def sent(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def sent(leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
     """Arrays on the host, in dtypes that NumPy writes.
 
     Args:

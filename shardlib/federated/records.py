@@ -8,44 +8,23 @@ asked.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardlib.errors import ArgumentError, MissingPackageError
+from shardlib.errors import ArgumentError
+from shardlib.federated.flower import ArrayRecord, Context, Message, RecordDict, flower
 from shardlib.federated.parameters import Arrays
 from shardlib.federated.request import Answer, Request
 from shardlib.untrusted.shown import shown
-
-if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 #: What weighs an answer: Flower's own word.
 WEIGHT = "num-examples"
 #: Records of an answer beside the arrays, and of a client's context.
 METRICS, CLIENT, KEPT = "metrics", "client", "shardlib.optimizer"
-#: Records of the earlier interface: what asks, and what answers.
+#: Of the earlier interface: the array of no parameters; records that ask, and that answer.
+EMPTY = "_empty"
 EARLIER = {"fitins": "fitres", "evaluateins": "evaluateres"}
-
-
-def flower(module: str = "flwr.app") -> ModuleType:
-    """A module of Flower.
-
-    Args:
-        module: its name.
-
-    Raises:
-        MissingPackageError: Flower is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackageError(
-            "federated learning needs the package flwr\nTry: pip install 'shardlib[federated]'"
-        ) from error
 
 
 def record_of(arrays: Arrays) -> ArrayRecord:
@@ -85,6 +64,11 @@ def request_of(message: Message, context: Context) -> Request:
             f" {shown(list(content.array_records))}"
         )
     name, record = next(iter(content.array_records.items()))
+    if EMPTY in record:
+        raise ArgumentError(
+            "the server has no parameters to begin with\nTry: initial_parameters="
+            "ndarrays_to_parameters(list(federated.arrays(program, program.init()).values()))"
+        )
     config = {key: value for one in content.config_records.values() for key, value in one.items()}
     found, earlier = arrays_of(record), name.split(".")[0] in EARLIER
     kept = context.state.array_records.get(KEPT)
@@ -93,7 +77,7 @@ def request_of(message: Message, context: Context) -> Request:
         partition=_number(context, "partition-id"),
         partitions=_number(context, "num-partitions"),
         round=_round(config, message),
-        mu=float(config.get("proximal-mu", config.get("proximal_mu", 0.0))),
+        mu=float(str(config.get("proximal-mu", config.get("proximal_mu", 0.0)))),
         kept={} if kept is None else arrays_of(kept),
     )
 
@@ -111,7 +95,7 @@ def _number(context: Context, name: str) -> int:
 def _round(config: Mapping[str, object], message: Message) -> int:
     """The number of the round, wherever it is said."""
     said = config.get("server-round", config.get("server_round", message.metadata.group_id))
-    return int(said) if isinstance(said, int) or str(said).isdigit() else 0
+    return int(str(said)) if str(said).isdigit() else 0
 
 
 def answer_to(message: Message, context: Context, answer: Answer) -> Message:
@@ -131,7 +115,7 @@ def answer_to(message: Message, context: Context, answer: Answer) -> Message:
         return app.Message(_earlier(EARLIER[asked], answer), reply_to=message)
     content = app.RecordDict(
         {
-            METRICS: app.MetricRecord({**answer.metrics, WEIGHT: answer.weight}),
+            METRICS: app.MetricRecord({**answer.metrics, WEIGHT: int(answer.weight)}),
             CLIENT: app.ConfigRecord({"partition": _number(context, "partition-id")}),
         }
     )

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardlib.errors import LaunchError
+from shardlib.federated.flower import ArrayRecord, MetricRecord, RecordDict, flower
 from shardlib.federated.parameters import Arrays, arrays, placed
-from shardlib.federated.records import CLIENT, WEIGHT, arrays_of, flower, record_of
+from shardlib.federated.records import CLIENT, WEIGHT, arrays_of, record_of
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, MetricRecord, RecordDict
-
     from shardlib.lowering.program.program import Program
     from shardlib.lowering.runtime.state import TrainState
 
@@ -59,9 +58,9 @@ def state(
 
 
 def _by_path(found: ArrayRecord | Arrays) -> Arrays:
-    if all(isinstance(array, np.ndarray) for array in found.values()):
-        return dict(found)  # type: ignore[arg-type]
-    return arrays_of(found)  # type: ignore[arg-type]
+    plain = {path: one for path, one in found.items() if isinstance(one, np.ndarray)}
+    others = {path: one for path, one in found.items() if not isinstance(one, np.ndarray)}
+    return plain | arrays_of(others)
 
 
 def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricRecord:
@@ -75,11 +74,12 @@ def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricR
     Raises:
         LaunchError: two clients have the same partition.
     """
-    taken = Counter(int(one[CLIENT]["partition"]) for one in replies if CLIENT in one)
-    twice = sorted(partition for partition, many in taken.items() if many > 1)
+    said = [one.config_records.get(CLIENT, {}).get("partition") for one in replies]
+    taken = Counter(partition for partition in said if partition is not None)
+    twice = sorted(str(partition) for partition, many in taken.items() if many > 1)
     if twice:
         raise LaunchError(
-            f"several clients have partition {', '.join(map(str, twice))}: its rows would count"
+            f"several clients have partition {', '.join(twice)}: its rows would count"
             " more than once\nTry: another partition-id in the --node-config of each SuperNode"
         )
     strategies = flower("flwr.serverapp.strategy.strategy_utils")
