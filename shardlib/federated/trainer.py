@@ -10,6 +10,7 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.compiler import compile
+from shardlib.decisions.pins import PinMapping
 from shardlib.errors import LaunchError, PinError, StateError, TrainingError
 from shardlib.federated.job import Job, Place
 from shardlib.federated.parameters import Arrays, arrays, placed, require_finite, sent
@@ -21,18 +22,23 @@ from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 
 
-def program(job: Job, topology: Place = None, *, term: bool = False) -> Program:
-    """Compiles the program of a job: that of a client, or one to evaluate and export with.
+def program(job: Job, topology: Place = None, pin: PinMapping | None = None) -> Program:
+    """Compiles a program of a job's model: to begin with at the server, to evaluate and to export.
 
     Args:
         job: what is trained.
         topology: what to plan for; by default all devices of this process.
-        term: whether the optimizer has the proximal term of FedProx.
+        pin: decisions fixed by hand; those of the job are about clients.
 
     Raises:
         ShardlibError: see `shardlib.compile`.
-        PinError: a client cannot train so.
+        PinError: no client could train so.
     """
+    return _compiled(job, topology, pin, term=False)
+
+
+def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) -> Program:
+    """A program whose optimizer has the proximal term of FedProx, or not."""
     if jax.process_count() > 1:
         raise LaunchError(f"a client is one process, and here are {jax.process_count()}")
     found = compile(
@@ -41,7 +47,7 @@ def program(job: Job, topology: Place = None, *, term: bool = False) -> Program:
         proximal(job.optimizer) if term else job.optimizer,
         job.batch,
         topology=topology,
-        pin=job.pin,
+        pin=pin,
         batch_axes=job.batch_axes,
         wrt=job.wrt,
         evaluation=job.local.evaluation,
@@ -87,7 +93,7 @@ class Trainer:
             place: what to plan for.
             term: whether there is a proximal term.
         """
-        self.job, self.program = job, program(job, place, term=term)
+        self.job, self.program = job, _compiled(job, place, job.pin, term=term)
         #: Of its trained parameters nothing is used.
         self._last: TrainState | None = None
 

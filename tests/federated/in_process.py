@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+pytest.importorskip("flwr", reason="the package flwr is not installed")
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp

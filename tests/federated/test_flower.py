@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
 
@@ -15,7 +14,6 @@ import shardlib
 from shardlib import federated
 from tests.federated.jobs import CLIENTS, ROWS, averaged, first, job, rows
 
-os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 pytest.importorskip("flwr", reason="the package flwr is not installed")
 
 from flwr.app import ArrayRecord, Context, RecordDict
@@ -191,6 +189,7 @@ def test_clipped_updates_are_no_longer_than_the_norm() -> None:
     same(found.arrays, averaged(1, what.optimizer, mean=clipped))
 
 
+@pytest.mark.processes  # Ray looks for accelerators
 def test_a_client_is_copied_into_other_processes() -> None:
     """What engines send is the app itself; the job it has is the same job."""
     cloudpickle = pytest.importorskip("ray.cloudpickle", reason="Ray is not installed")

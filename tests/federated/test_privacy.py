@@ -18,21 +18,23 @@ needs = pytest.mark.skipif(not installed, reason="the package dp-accounting is n
 
 
 def of_gaussians(z: float, rounds: int, delta: float, q: float = 1.0) -> float:
-    """Renyi divergences of (Poisson sampled) Gaussians at integer orders, and Proposition 12 of
+    """Renyi divergences of Gaussians, of Poisson samples at integer orders, and Proposition 12 of
     arXiv:2004.00010.
     """
     best = math.inf
-    for a in range(2, 400):
-        if q == 1:
-            renyi = a / (2 * z**2)
-        else:
-            k = np.arange(a + 1)
-            logs = [math.lgamma(a + 1) - math.lgamma(i + 1) - math.lgamma(a - i + 1) for i in k]
-            terms = logs + k * math.log(q) + (a - k) * math.log1p(-q) + (k**2 - k) / (2 * z**2)
-            renyi = np.logaddexp.reduce(terms) / (a - 1)
+    for a in 1 + np.arange(1, 2000) / 100 if q == 1 else range(2, 400):
+        renyi = a / (2 * z**2) if q == 1 else sampled_gaussian(z, q, int(a))
         said = rounds * renyi + math.log1p(-1 / a) - math.log(delta * a) / (a - 1)
         best = min(best, said)
     return best
+
+
+def sampled_gaussian(z: float, q: float, order: int) -> float:
+    """Equation 3 of arXiv:1908.10530."""
+    k = np.arange(order + 1)
+    logs = [math.lgamma(order + 1) - math.lgamma(i + 1) - math.lgamma(order - i + 1) for i in k]
+    terms = logs + k * math.log(q) + (order - k) * math.log1p(-q) + (k**2 - k) / (2 * z**2)
+    return float(np.logaddexp.reduce(terms)) / (order - 1)
 
 
 @needs
