@@ -78,9 +78,8 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, BEFORE:]).mean()
 
 
-@functools.cache
 def text_of(package: str) -> np.ndarray:
-    """The rows of a package: [rows, LENGTH]."""
+    """The rows of a package: [rows, LENGTH]. Not cached: what Ray copies are plain functions."""
     files = sorted(Path(sysconfig.get_path("stdlib"), package).rglob("*.py"))
     text = b"\n".join(file.read_bytes() for file in files)[:TEXT]
     return np.frombuffer(text[: len(text) // LENGTH * LENGTH], np.uint8).reshape(-1, LENGTH)
@@ -149,7 +148,7 @@ def train(
         client_app=federated.client(job),
         num_supernodes=len(PACKAGES),
         backend_config={
-            "init_args": {"num_cpus": 2},
+            "init_args": {"num_cpus": 2, "log_to_driver": False},
             "client_resources": {"num_cpus": 2 if not gpus else 1, "num_gpus": gpus},
         },
     )

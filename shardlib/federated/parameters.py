@@ -61,6 +61,11 @@ def received(program: Program, found: Arrays | Sequence[np.ndarray]) -> dict[str
         TrainingError: some are not finite.
     """
     asked = trained(program)
+    if not found:
+        raise ArgumentError(
+            "there are no parameters: no client has answered with any\nTry: Flower's log, which has"
+            " what each client says"
+        )
     if not isinstance(found, Mapping):
         if len(found) != len(asked):
             raise ArgumentError(

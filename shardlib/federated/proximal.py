@@ -50,15 +50,20 @@ def proximal(optimizer: optax.GradientTransformation) -> optax.GradientTransform
         )
 
     def update(
-        gradients: Tree, state: ProximalState, params: Tree = None, **more: object
-    ) -> tuple[Tree, ProximalState]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **more: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        assert isinstance(state, ProximalState)
+
         def pulled(gradient: jax.Array, now: jax.Array, anchor: jax.Array) -> jax.Array:
             term = state.mu.astype(now.dtype) * (now - anchor.astype(now.dtype))
             return gradient + term.astype(gradient.dtype)
 
-        gradients = jax.tree.map(pulled, gradients, params, state.anchor)
-        updates, after = inner.update(gradients, state.inner, params, **more)
-        return updates, state._replace(inner=after)
+        gradients = jax.tree.map(pulled, updates, params, state.anchor)
+        found, after = inner.update(gradients, state.inner, params, **more)
+        return found, state._replace(inner=after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -34,6 +34,11 @@ def test_parameters_of_another_model() -> None:
         federated.train(job(), ask(arrays=[np.zeros(1), np.zeros(1)]))
 
 
+def test_no_parameters() -> None:
+    with pytest.raises(shardlib.ArgumentError, match="no client has answered"):
+        federated.state(federated.program(job(), "cpu:1"), {})
+
+
 def test_parameters_that_are_not_finite() -> None:
     given = first() | {"up": np.full((4, 8), np.nan, np.float32)}
     with pytest.raises(shardlib.TrainingError, match="that were received are not finite: up"):

@@ -43,7 +43,8 @@ def test_epsilon_is_that_of_gaussians(z: float, rounds: int) -> None:
     found = federated.epsilon(z, rounds, delta=1e-5)
     assert found == pytest.approx(of_gaussians(z, rounds, 1e-5), rel=0.02)
     sampled = federated.epsilon(z, rounds, delta=1e-5, sampled=10, clients=1000, sampling="poisson")
-    assert sampled == pytest.approx(of_gaussians(z, rounds, 1e-5, 0.01), rel=0.02)
+    exact = of_gaussians(z, rounds, 1e-5, 0.01)
+    assert 0.99 * exact < sampled < 1.06 * exact  # of fewer orders
     fixed = federated.epsilon(z, rounds, delta=1e-5, sampled=10, clients=1000, sampling="fixed")
     assert fixed > sampled  # of replaced clients, whose sums are twice as far apart
 
