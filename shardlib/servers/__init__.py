@@ -22,7 +22,8 @@ actors:
     wire/        frames, messages, the secret
     rounds/      the outer server of islands: rounds, outer parameters; free of JAX
     islands/     an island that is a process of its own: `join`
-    relay.py     an emulated slow link
+    link.py, relay.py
+                 rates of links, seconds of a meeting; an emulated slow link
 
 Servers own equal runs of the elements of all parameters. A message is a frame of a JSON header and
 arrays, a question with one answer; `wire/messages.py` has the table. Of what may happen:
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from shardlib.servers.asked import Upkeep
     from shardlib.servers.islands.island import Island
     from shardlib.servers.islands.joining import join
-    from shardlib.servers.islands.link import Link
     from shardlib.servers.islands.place import MeetingPlace
     from shardlib.servers.islands.serving import OuterServer
+    from shardlib.servers.link import Link
     from shardlib.servers.relay import Relay
     from shardlib.servers.result import Trained
     from shardlib.servers.rounds.settings import Rounds
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Island": "shardlib.servers.islands.island",
     "Job": "shardlib.servers.worker.job",
-    "Link": "shardlib.servers.islands.link",
+    "Link": "shardlib.servers.link",
     "MeetingPlace": "shardlib.servers.islands.place",
     "OuterServer": "shardlib.servers.islands.serving",
     "Relay": "shardlib.servers.relay",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from shardlib.launching.addresses import LOOPBACK
-from shardlib.servers.islands.link import Link
+from shardlib.servers.link import Link
 
 #: Bytes that leave together.
 CHUNK = 1 << 14

@@ -99,9 +99,10 @@ def close(found: Tree, wanted: Tree, within: float = 1e-6) -> None:
     )
 
 
-def test_two_islands_are_the_program_of_both() -> None:
-    exchange = shardlib.DiLoCo(islands=2, every=2, rate=0.5, momentum=0.8)
-    islands, states, losses = trained(exchange)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_two_islands_are_the_program_of_both(delay: int) -> None:
+    exchange = shardlib.DiLoCo(islands=2, every=2, rate=0.5, momentum=0.8, delay=delay)
+    islands, states, losses = trained(exchange, STEPS + delay)
     both: Any = shardlib.compile(
         shardlib.tree(weights, AXES),
         loss,
@@ -111,13 +112,13 @@ def test_two_islands_are_the_program_of_both() -> None:
         pin={"exchange": exchange, "mesh": {"fsdp": 2}, "zero": 3},
     )
     state = both.init(0)
-    for step in range(STEPS):
+    for step in range(STEPS + delay):
         state, metrics = both.step(state, batch(step))
         each = [float(one["loss"]) for one in metrics.islands]
         np.testing.assert_allclose([one[step] for one in losses], each, rtol=2e-6)
-    for island, mine in zip(islands, states, strict=True):
+    for island, mine, theirs in zip(islands, states, state.islands, strict=True):
         close(island.module(mine), both.module(state))
-        close(mine.params, both.module(state))
+        close(mine.params, theirs.params)
     assert [met.islands for met in islands[0].meetings] == [(0, 1)] * 4
 
 

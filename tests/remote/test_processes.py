@@ -75,6 +75,31 @@ def test_islands_that_are_processes_are_a_loop_over_replicas(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_islands_may_have_several_processes(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "shardlib", "launch", "-n", "2", "--devices-per-process", "1"]
+    exchange = "diloco:2:2:rate=0.5:momentum=0.8:delay=1"
+    with OuterServer(islands=2, run=tmp_path / "server", say=lambda text: None) as server:
+        islands = [
+            subprocess.Popen(
+                [*words, "--", *SCRIPT],
+                env=variables(
+                    tmp_path, TEST_EXCHANGE=exchange, **server.place(number).environment()
+                ),
+            )
+            for number in range(2)
+        ]
+        assert [one.wait(120) for one in islands] == [0, 0]
+        assert server.report()["round"] == 5 and not server.report()["events"]
+        with pytest.raises(shardlib.LaunchError, match="cannot listen at"):
+            OuterServer(islands=2, port=server.port).__enter__()
+    outer, *_ = replicas(2, 1, 1, 0.5, 1.0)
+    for number in range(2):
+        with np.load(tmp_path / f"island-{number}.npz") as found:
+            for path, array in found.items():
+                np.testing.assert_allclose(array, outer[path], rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.long
 def test_islands_come_late_stall_and_die_and_the_others_go_on(tmp_path: Path) -> None:
     token = tmp_path / "token"
     options = ["--islands", "3", "--islands-here", "2", "--gather-seconds", "1"]

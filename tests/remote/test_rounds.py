@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,10 @@ import pytest
 
 import shardlib
 from shardlib.servers import Rounds
-from shardlib.servers.islands.exchanging import Exchanging, Met
+from shardlib.servers.islands.exchanging import Crossed, Exchanging, Met
 from shardlib.servers.ownership import Flat
 from shardlib.servers.rounds.attendance import Attendance
+from shardlib.servers.rounds.outer import checksum
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.rounds.service import RoundService
 from shardlib.servers.wire.messages import Answer, Ask
@@ -61,21 +61,21 @@ def entered_all(first: Callable[[], Flat], *islands: Exchanging) -> None:
         thread.join()
 
 
-def sent(one: Exchanging, value: float) -> Future[Met | None]:
+def sent(one: Exchanging, value: float) -> Crossed:
     """An island whose parameters are all `value` meets."""
     start, stop = one.span()
     return one.send(lambda: [np.full(stop - start, value, np.float32)])
 
 
-def taken(future: Future[Met | None]) -> Met:
+def taken(future: Crossed) -> Met:
     """What came of a meeting that was in time."""
-    found = future.result(20)
+    found = future.result()
     assert found is not None
     return found
 
 
 def met(one: Exchanging, value: float) -> Met | None:
-    return sent(one, value).result(20)
+    return sent(one, value).result()
 
 
 def test_the_mean_is_weighted_and_all_have_the_same() -> None:
@@ -87,7 +87,7 @@ def test_the_mean_is_weighted_and_all_have_the_same() -> None:
     for number in range(1, 5):
         span = slice(*one.span())
         future = sent(one, 0.5 * number)
-        assert met(two, -1.0) and future.result(20)
+        assert met(two, -1.0) and future.result()
         d = theta[span] - (3 * 0.5 * number - 1.0) / 4
         v[span] = d + 0.8 * v[span]
         theta[span] -= 0.5 * (d + 0.8 * v[span])
@@ -106,7 +106,7 @@ def test_narrow_dtypes_leave_all_alike(wire: str) -> None:
     entered(one, two)
     mine = np.random.default_rng(0).normal(size=(2, 11)).astype(np.float32)
     future = one.send(lambda: [mine[0]])
-    assert two.send(lambda: [mine[1]]).result(20) and future.result(20)
+    assert two.send(lambda: [mine[1]]).result() and future.result()
     assert service.held is not None
     assert np.array_equal(one.outer.theta, service.held.outer.theta)
     step = {"bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}[wire]
@@ -126,7 +126,7 @@ def test_an_island_that_sends_nothing_is_left_out_and_enters_again() -> None:
     assert met(two, 5.0) is None, "its round is over"
     future = sent(one, 0.0)
     two.enter(first)  # waits for the open round
-    assert future.result(20) and two.round == one.round == 3
+    assert future.result() and two.round == one.round == 3
     assert np.array_equal(one.outer.theta, two.outer.theta)
 
 
@@ -156,7 +156,8 @@ def test_what_is_not_finite_is_in_no_mean(value: float) -> None:
     assert not taken(future).finite
     assert service.events == ["the outer gradient of island 0, round 1, is not finite"]
     assert np.array_equal(one.outer.theta, two.outer.theta) and np.isfinite(one.outer.theta).all()
-    stranger = Ask(kind="send", worker=0, start=one.era, round=2, weight=1.0)
+    base = checksum(one.outer.theta, 0, 11)
+    stranger = Ask(kind="send", worker=0, start=one.entry, round=2, weight=1.0, base=base)
     future = sent(two, 0.0)
     service.answer(stranger, {"numbers": np.full(11, value, np.float32)}, 0)
     assert taken(future).islands == (1,)
@@ -169,7 +170,7 @@ def test_without_any_finite_outer_gradient_nothing_changes() -> None:
     entered(one, two)
     future = sent(one, np.nan)
     found = met(two, 1e38)
-    assert found is not None and future.result(20)
+    assert found is not None and future.result()
     assert found.islands == (1,)
     future = sent(one, np.nan)
     found = met(two, np.nan)
@@ -183,7 +184,7 @@ def test_a_server_that_is_started_again_has_lost_nothing(tmp_path: Path) -> None
     one, two = island(service, 0), island(service, 1)
     entered(one, two)
     future = sent(one, 0.5)
-    assert met(two, 0.0) and future.result(20)
+    assert met(two, 0.0) and future.result()
     # Island 0 has sent in round 2, island 1 has not heard of the first.
     before = two.outer.theta.copy()
     again = RoundService(islands=2, checkpoint=path)
@@ -192,14 +193,16 @@ def test_a_server_that_is_started_again_has_lost_nothing(tmp_path: Path) -> None
     assert again.table.number == 2 and again.events == [
         "it goes on at its checkpoint, before round 2"
     ]
-    answer, arrays = again.answer(Ask(kind="collect", worker=1, start=two.era, round=1), Flat(), 1)
+    answer, arrays = again.answer(
+        Ask(kind="collect", worker=1, start=two.entry, round=1), Flat(), 1
+    )
     assert answer.kind == "ok" and arrays, "the mean of the last round is kept"
     assert (
-        again.answer(Ask(kind="collect", worker=0, start=one.era, round=2), Flat(), 0)[0].kind
+        again.answer(Ask(kind="collect", worker=0, start=one.entry, round=2), Flat(), 0)[0].kind
         == "again"
     ), "what it had sent is sent again"
     future = sent(one, 0.25)
-    assert met(two, 0.25) and future.result(20)
+    assert met(two, 0.25) and future.result()
     assert again.held is not None and np.array_equal(one.outer.theta, again.held.outer.theta)
     assert not np.array_equal(before, one.outer.theta)
 
@@ -211,7 +214,7 @@ def test_rounds_that_a_server_has_lost_are_begun_anew(tmp_path: Path) -> None:
     entered(one, two)
     for _ in range(3):
         future = sent(one, 0.5)
-        assert met(two, 0.0) and future.result(20)
+        assert met(two, 0.0) and future.result()
     again = RoundService(islands=2, checkpoint=path, rounds=rounds)
     for each in (one, two):
         each.link = Direct(again)
@@ -229,7 +232,7 @@ def test_a_round_that_is_short_waits_for_who_comes() -> None:
     service.gone(1)
     late = island(service, 1)
     late.enter(first)
-    assert late.round == 1 and not future.done()
+    assert late.round == service.table.number == 1
     assert met(late, 0.0) and taken(future).islands == (0, 1)
 
 
@@ -272,6 +275,33 @@ def test_islands_of_another_run_are_refused() -> None:
     more = RoundService(islands=3)
     with pytest.raises(shardlib.LaunchError, match=r"its exchange is of 2 islands.*of 3"):
         island(more, 0).enter(first)
+
+
+def test_the_newest_process_of_an_island_counts(tmp_path: Path) -> None:
+    path = tmp_path / "outer.safetensors"
+    service = RoundService(islands=2, checkpoint=path)
+    one, two, again = island(service, 0), island(service, 1), island(service, 1)
+    entered(one, two)
+    future = sent(one, 0.0)
+    thread = threading.Thread(target=again.enter, args=(first,))
+    thread.start()  # and `two` still runs, somewhere
+    assert taken(future).islands == (0,)
+    thread.join(20)
+    with pytest.raises(shardlib.LaunchError, match="another process has entered as this island"):
+        met(two, 0.0)
+    future = sent(one, 0.0)
+    assert met(again, 0.0) and taken(future).islands == (0, 1)
+
+
+def test_an_island_with_other_outer_parameters_enters_again() -> None:
+    service = RoundService(islands=2)
+    one, two = island(service, 0), island(service, 1)
+    entered(one, two)
+    two.outer.theta[3] += 1e-6
+    assert met(two, 0.0) is None
+    assert service.events == ["island 1 has other outer parameters; it enters again"]
+    threading.Thread(target=two.enter, args=(first,)).start()
+    assert taken(sent(one, 0.0)).islands == (0,)
 
 
 def test_settings_out_of_range() -> None:

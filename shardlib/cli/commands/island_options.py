@@ -56,6 +56,14 @@ class Islands:
             "--gather-seconds", help="That the first round waits for islands to come. [600]"
         ),
     ] = None
+    emulate_link: Annotated[
+        str | None,
+        typer.Option(
+            "--emulate-link",
+            metavar="50mbit-20ms",
+            help="A slow link between each island of this machine and the server, for trials.",
+        ),
+    ] = None
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -101,6 +109,7 @@ def run_islands(
     from shardlib.launching.addresses import LOOPBACK, address_of
     from shardlib.servers.islands.launching import LocalIslands, launch_islands
     from shardlib.servers.islands.serving import OuterServer
+    from shardlib.servers.link import read_link
     from shardlib.servers.rounds.settings import Rounds
 
     if options.islands is None:
@@ -118,6 +127,7 @@ def run_islands(
         devices=here.devices,
         restarts=common.restarts or 0,
         variables=variables,
+        link=None if options.emulate_link is None else read_link(options.emulate_link),
     )
     waits: dict[str, Any] = {
         "quorum": options.quorum,

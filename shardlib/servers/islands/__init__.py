@@ -10,8 +10,8 @@ place.py      where the outer server is, and which island this is: variables of 
 joining.py    `join`: what is refused before anything starts
 island.py     `Island`: start, step, finish
 exchanging.py what an island says to the server, in a thread beside its steps
+several.py    the same for an island of several processes
 on_device.py  runs of parameters to the host, and outer parameters back
-link.py       rates of links; seconds that a meeting takes
 serving.py    `OuterServer`: its process, started again where it ends
 launching.py  islands as processes of this machine
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -13,13 +14,21 @@ from shardlib.errors import LaunchError
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.servers.ownership import Flat
 from shardlib.servers.rounds.holding import about
-from shardlib.servers.rounds.outer import Outer
+from shardlib.servers.rounds.outer import Outer, checksum
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.rounds.packing import pack, unpack
 from shardlib.servers.wire.messages import Answer, Ask, Link
 
 #: Gives the runs of a fragment on the host, float32, one for each parameter in it.
 Runs = Callable[[], Sequence[np.ndarray]]
+
+
+class Crossed(Protocol):
+    """A meeting that may not be done."""
+
+    def result(self) -> Met | None:
+        """The meeting, once it is done; None where the round was closed without this island."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +63,7 @@ class Exchanging:
         outline: of the parameters.
         weight: of this island in the mean.
         round: the next one of this island.
-        era: a word of the server, which is named with what is sent.
+        entry: a word of the server for this island, which is named with what is sent.
     """
 
     link: Link
@@ -63,7 +72,7 @@ class Exchanging:
     outline: Outline
     weight: float
     round: int = 0
-    era: str = ""
+    entry: str = ""
     _outer: Outer | None = None
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
@@ -91,20 +100,22 @@ class Exchanging:
         Raises:
             LaunchError: the server refuses the island, has too few, or does not answer.
         """
-        said = about(self.exchange, self.outline)
+        said, self.entry = about(self.exchange, self.outline), ""
         while True:
-            answer, arrays = self._ask(Ask(kind="enter", worker=self.number, about=said))
+            ask = Ask(kind="enter", worker=self.number, about=said, start=self.entry)
+            answer, arrays = self._ask(ask)
+            self.entry = answer.start
             if answer.kind == "ok":
                 break
             if answer.kind == "empty":
                 offered = {path: np.asarray(one, np.float32) for path, one in first().items()}
                 self._ask(Ask(kind="offer", worker=self.number, about=said), offered)
-        self.round, self.era = answer.round, answer.start
+        self.round = answer.round
         # Writable copies: arrays of a frame belong to its body.
         theta, momentum = np.array(arrays["theta"]), np.array(arrays["momentum"])
         self._outer = Outer(theta=theta, momentum=momentum)
 
-    def send(self, runs: Runs) -> Future[Met | None]:
+    def send(self, runs: Runs) -> Crossed:
         """Meets in a thread: sends the outer gradient of the next round, and does its update.
 
         Args:
@@ -128,8 +139,10 @@ class Exchanging:
         self.link.close()
 
     def _meet(self, runs: Runs) -> Met | None:
-        began, (start, stop) = time.monotonic(), self.span()
-        own = np.concatenate([np.zeros(0, np.float32), *(one.reshape(-1) for one in runs())])
+        start, stop = self.span()
+        mine = runs()  # waits for the step
+        began = time.monotonic()
+        own = np.concatenate([np.zeros(0, np.float32), *(one.reshape(-1) for one in mine)])
         gradient = self.outer.theta[start:stop] - own
         parts = self.outline.parts(self.fragment, self.exchange.fragments)
         sizes, finite = (
@@ -137,7 +150,8 @@ class Exchanging:
             bool(np.isfinite(gradient).all()),
         )
         sent = pack(gradient, sizes, self.exchange.wire) if finite else Flat()
-        answer, arrays = self._mean("send" if finite else "skip", sent)
+        base = checksum(self.outer.theta, start, stop)
+        answer, arrays = self._mean("send" if finite else "skip", base, sent)
         if answer.kind == "late":
             return None
         if arrays:
@@ -153,16 +167,17 @@ class Exchanging:
         self.round += 1
         return met
 
-    def _mean(self, kind: str, sent: Flat) -> tuple[Answer, Flat]:
+    def _mean(self, kind: str, base: int, sent: Flat) -> tuple[Answer, Flat]:
         """Sends, and waits until the round is closed."""
         how = kind
         while True:
             ask = Ask(
                 kind=how,
                 worker=self.number,
-                start=self.era,
+                start=self.entry,
                 round=self.round,
                 weight=self.weight,
+                base=base,
             )
             answer, arrays = self._ask(ask, sent if how == "send" else None)
             if answer.kind in ("ok", "late"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -21,8 +20,9 @@ from shardlib.lowering.islands.halves import name_of, with_trained
 from shardlib.lowering.islands.start import streams_of
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
+from shardlib.processes.ranks import is_first, whole
 from shardlib.report import Finding
-from shardlib.servers.islands.exchanging import Exchanging, Met
+from shardlib.servers.islands.exchanging import Crossed, Exchanging, Met
 from shardlib.servers.islands.on_device import copies, mixed, runs
 from shardlib.servers.ownership import Part
 
@@ -39,7 +39,7 @@ class Crossing:
 
     due: int
     parts: tuple[Part, ...]
-    met: Future[Met | None]
+    met: Crossed
 
 
 @dataclass(kw_only=True, eq=False)
@@ -225,8 +225,9 @@ class Island:
         return replace(state, params=params)
 
     def _on_host(self, state: TrainState) -> dict[str, np.ndarray]:
-        return {path: np.asarray(leaf, np.float32) for path, leaf in self._leaves(state).items()}
+        return {path: whole(leaf).astype(np.float32) for path, leaf in self._leaves(state).items()}
 
     def _note(self, text: str) -> None:
         self.events.append(text)
-        self.say(text)
+        if is_first():
+            self.say(text)

@@ -16,8 +16,9 @@ from shardlib.lowering.islands.halves import trained
 from shardlib.lowering.program.program import Program
 from shardlib.servers.islands.exchanging import Exchanging
 from shardlib.servers.islands.island import Island
-from shardlib.servers.islands.link import Link, meeting_finding, read_link
 from shardlib.servers.islands.place import MeetingPlace, read_place
+from shardlib.servers.islands.several import SeveralProcesses
+from shardlib.servers.link import Link, meeting_finding, read_link
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.wire.connection import Connection
 from shardlib.tracing.batch import describe_batch
@@ -70,7 +71,7 @@ def join(
     known = read_link(link) if isinstance(link, str) else link
     return Island(
         program=program,
-        exchanging=Exchanging(
+        exchanging=(Exchanging if jax.process_count() == 1 else SeveralProcesses)(
             link=connection,
             number=place.island,
             exchange=meets,
@@ -124,8 +125,6 @@ def _require_island(program: Program, exchange: Exchange) -> Outline:
     failures: list[str] = []
     if not isinstance(exchange, DiLoCo):
         failures.append(f"exchange is {exchange}; islands that are processes meet as DiLoCo")
-    if jax.process_count() > 1:
-        failures.append("this island has several processes, and one has to have all its devices")
     if program.disk is not None:
         failures.append("its optimizer state is on disk (offload=['disk'])")
     updated = [one.path for one in program.plan.parameters if one.role == "updated"]

@@ -6,10 +6,11 @@ by hand, with the variables of `shardlib.servers.islands.place`.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.console import Lines
@@ -18,6 +19,8 @@ from shardlib.processes.signals import StopRequest, stop_requests
 from shardlib.servers.crew import ended, environment
 from shardlib.servers.islands.place import ISLAND
 from shardlib.servers.islands.serving import OuterServer
+from shardlib.servers.link import Link
+from shardlib.servers.relay import Relay
 
 #: Exit code of who was asked to stop (EX_TEMPFAIL).
 STOPPED = 75
@@ -35,6 +38,7 @@ class LocalIslands:
         devices: CPU devices that each simulates; None for the devices that there are.
         restarts: how often each may be started again.
         variables: of each process, beside those of this one.
+        link: that is emulated between each island and the server; None for none.
 
     Raises:
         LaunchError: what cannot be launched, all of it listed.
@@ -45,6 +49,7 @@ class LocalIslands:
     devices: int | None = None
     restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         failures: list[str] = []
@@ -83,17 +88,24 @@ def launch_islands(local: LocalIslands, server: OuterServer, lines: Lines | None
         raise LaunchError(f"{local.here} islands are to be here, and there are {server.islands}")
     shown = lines or Lines(local.here)
     server.say = shown.say
-    with stop_requests() as stop, server:
+    with contextlib.ExitStack() as stack, stop_requests() as stop, server:
         if server.islands > local.here or server.token_file is not None:
             shown.say(_by_hand(local, server))
-        return _Running(local, server, shown).run(stop)
+        ports: list[int] = []
+        for _ in range(local.here):
+            assert server.port is not None
+            relay = None if local.link is None else Relay(port=server.port, link=local.link)
+            ports.append(server.port if relay is None else stack.enter_context(relay).at)
+        return _Running(local, server, shown, ports).run(stop)
 
 
 class _Running:
     """Processes of islands, until the last has ended."""
 
-    def __init__(self, local: LocalIslands, server: OuterServer, lines: Lines) -> None:
-        self.local, self.server, self.lines = local, server, lines
+    def __init__(
+        self, local: LocalIslands, server: OuterServer, lines: Lines, ports: Sequence[int]
+    ) -> None:
+        self.local, self.server, self.lines, self.ports = local, server, lines, ports
         self.left = [local.restarts] * local.here
         self.code = 0
 
@@ -134,7 +146,7 @@ class _Running:
         self.code = self.code or (end.code if end.code > 0 else 128 - end.code)
 
     def _started(self, number: int) -> Processes:
-        place = self.server.place(number).environment()
+        place = replace(self.server.place(number), port=self.ports[number]).environment()
         variables = environment(self.local.devices, {**self.local.variables, **place})
         return Processes(self.local.command, [variables], self.lines, first=number)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.jax_types import Value
+from shardlib.processes.ranks import whole
 from shardlib.servers.ownership import Part
 
 
@@ -35,7 +36,7 @@ def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]
         parts: of each, what is wanted.
     """
     return [
-        np.asarray(array).reshape(-1)[part.start : part.stop]
+        whole(array).reshape(-1)[part.start : part.stop]
         for array, part in zip(arrays, parts, strict=True)
     ]
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from shardlib.errors import ArgumentError, raise_all
+from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.exchanges.checks import whole
 from shardlib.launching.addresses import LOOPBACK, free_port
 from shardlib.processes.lifetime.kin import Guard, finish, start
@@ -83,6 +84,7 @@ class OuterServer:
 
     def __enter__(self) -> OuterServer:
         self.port = self.port or free_port(self.host)
+        _require_free(self.host, self.port)
         self._token = self._read_token()
         if self.run is None:
             temporary = tempfile.TemporaryDirectory(prefix="shardlib-islands-")
@@ -173,8 +175,9 @@ class OuterServer:
         if self._ending.is_set():
             process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
-        for line in process.stdout:
-            self.say(f"outer server: {printable(line.decode(errors='replace').rstrip())}")
+        with process.stdout as lines:
+            for line in lines:
+                self.say(f"outer server: {printable(line.decode(errors='replace').rstrip())}")
         code = process.wait()
         finish(process, guard)
         return code
@@ -191,3 +194,18 @@ class OuterServer:
         if len(token) < LEAST_TOKEN:
             raise ArgumentError(f"token_file {path} has no token of at least {LEAST_TOKEN} letters")
         return token
+
+
+def _require_free(host: str, port: int) -> None:
+    """Refuses an address at which the server cannot listen.
+
+    Raises:
+        LaunchError: it is taken, or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise LaunchError(
+            f"the outer server cannot listen at {host}:{port}: {error.strerror or error}"
+        ) from error

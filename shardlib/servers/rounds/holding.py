@@ -13,7 +13,7 @@ from shardlib.errors import PinError
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.reading import read_exchange
 from shardlib.servers.ownership import Flat
-from shardlib.servers.rounds.outer import Outer, mean
+from shardlib.servers.rounds.outer import Outer, checksum, mean
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.rounds.packing import pack, unpack
 from shardlib.servers.server.shard import RefusedError
@@ -72,7 +72,8 @@ class Held:
         exchange: how islands meet.
         outline: of the parameters.
         outer: parameters and momentum.
-        era: a word that islands name with what they send; another one where rounds were lost.
+        era: a word of these rounds; another one where some were lost.
+        entries: of each island, the number of its newest entry.
         gradients: of the open round, with their weights.
         last: the round that has closed last.
     """
@@ -81,10 +82,12 @@ class Held:
     outline: Outline
     outer: Outer
     era: str = field(default_factory=lambda: secrets.token_hex(8))
+    entries: dict[int, int] = field(default_factory=dict[int, int])
     gradients: dict[int, tuple[float, np.ndarray]] = field(
         default_factory=dict[int, "tuple[float, np.ndarray]"]
     )
     last: Last | None = None
+    _base: tuple[int, int] = (0, 0)
 
     @staticmethod
     def offered(text: str, arrays: Mapping[str, np.ndarray], islands: int) -> Held:
@@ -132,6 +135,33 @@ class Held:
                 f" {len(self.outline.paths)} of {self.outline.total:,} elements"
             )
 
+    def entry(self, island: int, said: str) -> str:
+        """The word of an island's entry, which it names with what it sends.
+
+        Args:
+            island: its number.
+            said: the word that it has; a new entry where that is not its newest.
+        """
+        if island not in self.entries or said != f"{self.era}.{self.entries[island]}":
+            self.entries[island] = max(self.entries.values(), default=0) + 1
+        return f"{self.era}.{self.entries[island]}"
+
+    def knows(self, island: int, said: str) -> bool:
+        """Whether a word is that of an island's newest entry.
+
+        Args:
+            island: its number.
+            said: the word that came.
+
+        Raises:
+            RefusedError: another process has entered as this island since.
+        """
+        era, _, number = said.partition(".")
+        newest = self.entries.get(island, 0)
+        if era == self.era and number.isdigit() and int(number) < newest:
+            raise RefusedError("another process has entered as this island since")
+        return said == f"{self.era}.{newest}"
+
     def sizes(self, number: int) -> list[int]:
         """Elements of each parameter in the fragment of a round.
 
@@ -141,6 +171,18 @@ class Held:
         fragments = self.exchange.fragments
         parts = self.outline.parts((number - 1) % fragments, fragments)
         return [part.stop - part.start for part in parts]
+
+    def base(self, number: int) -> int:
+        """The checksum of the outer parameters that a round begins with, those of its fragment.
+
+        Args:
+            number: of the open round.
+        """
+        if self._base[0] != number:
+            fragments = self.exchange.fragments
+            span = self.outline.span((number - 1) % fragments, fragments)
+            self._base = number, checksum(self.outer.theta, *span)
+        return self._base[1]
 
     def unpacked(self, number: int, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """An outer gradient as it came.

@@ -12,6 +12,7 @@ Islands and the server each have a copy, and do the same sums in the same order.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,6 +62,18 @@ class Outer:
         """Does the outer update of a run; arguments as those of `after`."""
         theta, momentum = self.after(start, stop, gradient, exchange)
         self.theta[start:stop], self.momentum[start:stop] = theta, momentum
+
+
+def checksum(theta: np.ndarray, start: int, stop: int) -> int:
+    """A number that a run of other parameters does not have: both ends compare theirs, so that no
+    mean is taken of gradients that belong to others.
+
+    Args:
+        theta: one vector.
+        start: where the run begins.
+        stop: where it ends.
+    """
+    return zlib.crc32(theta[start:stop].view(np.uint8).data)
 
 
 def mean(vectors: Mapping[int, tuple[float, np.ndarray]]) -> np.ndarray:

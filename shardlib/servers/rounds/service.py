@@ -30,7 +30,7 @@ from shardlib.servers.rounds.attendance import Attendance
 from shardlib.servers.rounds.holding import Held, Last
 from shardlib.servers.rounds.packing import PackingError
 from shardlib.servers.rounds.settings import Rounds
-from shardlib.servers.rounds.stored import restored, save
+from shardlib.servers.rounds.stored import Checkpoint, restored
 from shardlib.servers.server.shard import RefusedError
 from shardlib.servers.wire.messages import STARTER, Answer, Ask
 from shardlib.untrusted.json_types import JsonObject
@@ -49,8 +49,8 @@ class RoundService:
 
     Attributes:
         islands: how many there may be.
-        rounds: how long rounds wait, and for how many.
-        checkpoint: its file; None for none.
+        rounds: for how long they wait, and for how many.
+        checkpoint: its file, or none.
         say: is told what happens.
         closed: is told of each round that has closed.
         server: number of this server.
@@ -71,6 +71,7 @@ class RoundService:
         self.table = Attendance(islands=self.islands, rounds=self.rounds)
         self.held: Held | None = None
         self._changed = threading.Condition()
+        self._file = None if self.checkpoint is None else Checkpoint(path=self.checkpoint)
         found = None if self.checkpoint is None else restored(self.checkpoint)
         if found is not None:
             self.held, self.table.number, active = found
@@ -91,11 +92,7 @@ class RoundService:
         return None if self.held is None else self.held.outer.theta.nbytes
 
     def name(self, who: int) -> str:
-        """How a number of an asker is said.
-
-        Args:
-            who: number of an island, or `STARTER`.
-        """
+        """How a number of an asker is said."""
         return "the starter" if who == STARTER else f"island {who}"
 
     def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Flat]:
@@ -148,7 +145,7 @@ class RoundService:
     def save(self) -> None:
         """Writes the checkpoint, where there are parameters and a place for it."""
         with self._changed:
-            self._save()
+            self._save(synced=True)
 
     def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
         if ask.kind == "enter":
@@ -172,6 +169,7 @@ class RoundService:
         if self.held is None:
             return Answer(kind="empty"), {}
         self.held.require_same(ask.about)
+        word = self.held.entry(ask.worker, ask.start)
         self.table.come(ask.worker)
         self._tick()
         until = time.monotonic() + HOLD_SECONDS
@@ -179,23 +177,22 @@ class RoundService:
             if why := self._short():
                 return Answer(kind="failed", why=why), {}
             if time.monotonic() > until:
-                return Answer(kind="wait", round=self.table.number), {}
+                return Answer(kind="wait", round=self.table.number, start=word), {}
             self._changed.wait(LOOK_SECONDS)
             self._tick()
-        return self._outer()
-
-    def _outer(self) -> tuple[Answer, Flat]:
-        assert self.held is not None
         outer = self.held.outer
         # Copies: they are sent outside of the lock.
         arrays = {"theta": outer.theta.copy(), "momentum": outer.momentum.copy()}
-        return Answer(round=self.table.number, start=self.held.era), arrays
+        return Answer(round=self.table.number, start=word), arrays
 
     def _met(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
-        held = self.held
-        if held is None or ask.start != held.era:
-            return Answer(kind="late", round=self.table.number), {}
+        held, late = self.held, Answer(kind="late")
+        if held is None or not held.knows(ask.worker, ask.start):
+            return late, {}
         if ask.round == self.table.number and ask.kind != "collect":
+            if ask.base != held.base(ask.round):
+                self.note(f"island {ask.worker} has other outer parameters; it enters again")
+                return late, {}
             self._take(held, ask, arrays)
         until = time.monotonic() + HOLD_SECONDS
         while ask.round == self.table.number:
@@ -209,7 +206,7 @@ class RoundService:
             self._tick()
         last = held.last
         if last is None or last.number != ask.round or ask.worker not in last.sent:
-            return Answer(kind="late", round=self.table.number), {}
+            return late, {}
         return Answer(round=self.table.number, islands=last.islands), last.arrays
 
     def _take(self, held: Held, ask: Ask, arrays: Flat) -> None:
@@ -282,11 +279,12 @@ class RoundService:
             " others go on without it"
         )
 
-    def _save(self) -> None:
-        if self.checkpoint is None or self.held is None:
+    def _save(self, *, synced: bool = False) -> None:
+        if self._file is None or self.held is None:
             return
+        active = sorted(self.table.active)
         try:
-            save(self.checkpoint, self.held, self.table.number, sorted(self.table.active))
+            self._file.save(self.held, self.table.number, active, synced=synced)
         except OSError as error:
             self.note(f"the checkpoint before round {self.table.number} is not written: {error}")
 

@@ -5,9 +5,12 @@ not heard its mean hear it from a server that was started again.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,7 @@ class About:
         version: of the form of the file.
         exchange: as plain data, in one text.
         era: see `Held`.
+        entries: pairs of an island and its newest entry.
         round: that is open.
         active: islands that have begun it.
         islands: in the mean of the round before.
@@ -44,17 +48,53 @@ class About:
     version: int
     exchange: str
     era: str
+    entries: tuple[tuple[int, int], ...]
     round: int
     active: tuple[int, ...]
     islands: tuple[int, ...]
     sent: tuple[int, ...]
 
 
-def save(path: Path, held: Held, number: int, active: Sequence[int]) -> None:
-    """Writes the checkpoint.
+@dataclass(kw_only=True)
+class Checkpoint:
+    """The file of a checkpoint. What is written outlives the server at once, and the machine a
+    little later: islands do not wait for the disk.
+
+    Attributes:
+        path: of the file.
+    """
+
+    path: Path
+    _syncing: threading.Lock = field(default_factory=threading.Lock)
+
+    def save(self, held: Held, number: int, active: Sequence[int], *, synced: bool = False) -> None:
+        """Writes it.
+
+        Args:
+            held: by the server.
+            number: of the open round.
+            active: islands that have begun it.
+            synced: whether to wait for the disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write(self.path, packed_state(held, number, active), synced=synced)
+        if not synced and self._syncing.acquire(blocking=False):
+            threading.Thread(target=self._synced, daemon=True).start()
+
+    def _synced(self) -> None:
+        try:
+            with contextlib.suppress(OSError), self.path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        finally:
+            self._syncing.release()
+
+
+def packed_state(held: Held, number: int, active: Sequence[int]) -> bytes:
+    """The checkpoint of a server, all of it.
 
     Args:
-        path: of the file.
         held: by the server.
         number: of the open round.
         active: islands that have begun it.
@@ -64,6 +104,7 @@ def save(path: Path, held: Held, number: int, active: Sequence[int]) -> None:
         "version": VERSION,
         "exchange": json.dumps(held.exchange.to_json()),
         "era": held.era,
+        "entries": [list(pair) for pair in held.entries.items()],
         "round": number,
         "active": list(active),
         "islands": [] if last is None else list(last.islands),
@@ -73,7 +114,7 @@ def save(path: Path, held: Held, number: int, active: Sequence[int]) -> None:
     arrays |= {f"momentum:{p}": a for p, a in held.outline.arrays(held.outer.momentum).items()}
     if last is not None:
         arrays |= {f"mean:{name}": array for name, array in last.arrays.items()}
-    write(path, packed(arrays, {"about": json.dumps(about)}))
+    return packed(arrays, {"about": json.dumps(about)})
 
 
 def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
@@ -109,6 +150,7 @@ def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
         outline=outline,
         outer=Outer(theta=outline.vector(theta), momentum=outline.vector(momentum)),
         era=found.era,
+        entries=dict(found.entries),
     )
     if found.sent:
         held.last = Last(

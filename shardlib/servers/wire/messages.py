@@ -48,6 +48,7 @@ class Ask:
         round: that an outer gradient belongs to.
         weight: of an outer gradient in the mean.
         about: what an island says of itself.
+        base: checksum of the outer parameters that an outer gradient belongs to.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Ask:
     round: int = 0
     weight: float = 0.0
     about: str = ""
+    base: int = 0
 
     def to_json(self) -> JsonObject:
         """The question as plain data."""

@@ -1,0 +1,233 @@
+"""Islands as processes over emulated links: is a meeting as long as was said, and does a delay hide
+it?
+
+    python benchmarks/island_links.py
+
+Two islands, each a process with a program of one CPU device (one thread), meet over an outer server;
+each has a relay of its own on the loopback address, with the same rate and latency. Predicted is
+what `Island.findings` say, `meeting_seconds`: (bytes sent + bytes received) / rate + 2 latency.
+
+- meetings: `delay=0`; seconds from sending to the mean, of the island that sent last in a round,
+  which waits for nobody; the median over rounds. The server writes no checkpoint in between, but
+  in the last case, where it writes and syncs one in each round before it answers.
+- hidden: `delay` steps longer than a meeting. Of each round the steps from sending to taking in, as
+  against as many steps right after it, in which nothing crosses; the ratio of the mean step times is
+  that round's, so that both are measured within seconds of each other. The median over rounds and
+  islands; and what that makes of all steps of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.environment import RESULTS, write
+
+WIDTH, HIDDEN, ROWS = 512, 1024, 256
+LINKS = ("10mbit-20ms", "50mbit-20ms", "200mbit-20ms")
+#: Rounds of each case after the first, which is left out.
+MEETINGS, HIDDEN_ROUNDS = 6, 8
+#: Of the cases with a delay: the link, and steps that hide a meeting of int8 with room.
+DELAYS = {"10mbit-20ms": 96, "50mbit-20ms": 32, "200mbit-20ms": 16}
+
+
+def island(place: dict[str, Any], exchange: str, steps: int, link: str, out: Path) -> None:
+    """One island: trains, and writes times of its steps and meetings."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import shardlib
+    from shardlib import servers
+    from shardlib.servers.link import meeting_seconds, read_link
+
+    def weights(key: jax.Array) -> Any:
+        first, second = jax.random.split(key)
+        return {
+            "up": jax.random.normal(first, (WIDTH, HIDDEN)) * WIDTH**-0.5,
+            "down": jax.random.normal(second, (HIDDEN, WIDTH)) * HIDDEN**-0.5,
+        }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for _ in range(4):
+            x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    axes = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    x = np.random.default_rng(place["island"]).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    batch = {"x": x, "y": np.roll(x, 1, axis=1)}
+    program = shardlib.compile(
+        shardlib.tree(weights, axes), loss, optax.sgd(1e-3), batch, topology="cpu:1"
+    )
+    where = servers.MeetingPlace(**place)
+    times: list[float] = []
+    with servers.join(program, exchange=exchange, place=where, link=link) as found:
+        state = program.init(0)
+        for _ in range(5):
+            state, metrics = program.step(state, batch)
+        jax.block_until_ready(metrics)
+        state = found.start(0)
+        while found.steps < steps:
+            began = time.perf_counter()
+            state, metrics = found.step(state, batch)
+            float(metrics["loss"])
+            times.append(time.perf_counter() - began)
+        found.finish(state)
+        exchanging = found.exchanging
+        said = meeting_seconds(exchanging.exchange, exchanging.outline, read_link(link))
+        out.write_text(
+            json.dumps(
+                {
+                    "predicted_s": said,
+                    "finding": str(found.findings[0]),
+                    "steps_s": times,
+                    "meetings_s": [met.seconds for met in found.meetings],
+                    "waited_s": [met.waited_s for met in found.meetings],
+                    "both": [len(met.islands) == 2 for met in found.meetings],
+                    "events": found.events,
+                }
+            )
+        )
+
+
+def run(exchange: str, steps: int, link: str, save_every: int = 1) -> list[dict[str, Any]]:
+    """What both islands have written."""
+    from shardlib.servers import OuterServer, Relay, Rounds
+    from shardlib.servers.link import read_link
+
+    emulated = read_link(link)
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
+    server = OuterServer(islands=2, rounds=Rounds(save_every=save_every))
+    with tempfile.TemporaryDirectory() as name, server:
+        assert server.port is not None
+        relays = [Relay(port=server.port, link=emulated) for _ in range(2)]
+        outs = [Path(name) / f"{number}.json" for number in range(2)]
+        processes: list[subprocess.Popen[bytes]] = []
+        for number, relay in enumerate(relays):
+            place = server.place(number)
+            told = {"host": "127.0.0.1", "port": relay.at, "island": number}
+            words = [exchange, str(steps), link, str(outs[number]), json.dumps(told)]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--island", *words],
+                    env={**variables, "SHARDLIB_MEETING_TOKEN": place.token},
+                )
+            )
+        codes = [process.wait() for process in processes]
+        for relay in relays:
+            relay.close()
+        assert codes == [0, 0], codes
+        return [json.loads(out.read_text()) for out in outs]
+
+
+def meetings(link: str, save_every: int) -> dict[str, Any]:
+    """Meetings that steps wait for."""
+    found = run("diloco:2:4:momentum=0", 4 * (MEETINGS + 1), link, save_every)
+    pairs = list(zip(*(one["meetings_s"] for one in found), strict=True))[1:]
+    took = median(min(pair) for pair in pairs)
+    said = found[0]["predicted_s"]
+    return {
+        "link": link,
+        "wire": "float32",
+        "save_every": save_every,
+        "predicted_s": said,
+        "measured_s": took,
+        "measured_over_predicted": took / said,
+        "rounds_s": pairs,
+        "finding": found[0]["finding"],
+    }
+
+
+def hidden(link: str) -> dict[str, Any]:
+    """Meetings beside steps."""
+    delay = DELAYS[link]
+    every = 2 * (delay + 1) + 6
+    exchange = f"diloco:2:{every}:momentum=0:wire=int8:delay={delay}"
+    found = run(exchange, every * (HIDDEN_ROUNDS + 2), link)
+    ratios, crossing, alone = list[float](), list[float](), list[float]()
+    for one in found:
+        times = one["steps_s"]
+        for number in range(2, HIDDEN_ROUNDS + 2):
+            sent = number * every - 1  # the step after which it is sent
+            a = times[sent : sent + delay + 1]
+            b = times[sent + delay + 3 : sent + 2 * delay + 4]
+            if len(b) == len(a):
+                crossing.append(sum(a) / len(a))
+                alone.append(sum(b) / len(b))
+                ratios.append(crossing[-1] / alone[-1])
+    ratio, share = median(ratios), (delay + 1) / every
+    return {
+        "link": link,
+        "wire": "int8",
+        "delay": delay,
+        "every": every,
+        "predicted_s": found[0]["predicted_s"],
+        "meeting_s": median(found[0]["meetings_s"] + found[1]["meetings_s"]),
+        "waited_s": median(found[0]["waited_s"] + found[1]["waited_s"]),
+        "most_waited_s": max(found[0]["waited_s"] + found[1]["waited_s"]),
+        "step_s_alone": median(alone),
+        "step_s_crossing": median(crossing),
+        "crossing_over_alone": ratio,
+        "all_steps_over_alone": 1 + (ratio - 1) * share,
+        "ratios": ratios,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--island", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "island_links.json")
+    options = parser.parse_args()
+    if options.island is not None:
+        exchange, steps, link, out, told = options.island
+        place = {**json.loads(told), "token": os.environ["SHARDLIB_MEETING_TOKEN"]}
+        island(place, exchange, int(steps), link, Path(out))
+        return
+    load = [os.getloadavg()[0]]
+    waited, beside = list[dict[str, Any]](), list[dict[str, Any]]()
+    for link, save_every in [*((link, 1000) for link in LINKS), (LINKS[-1], 1)]:
+        waited.append(case := meetings(link, save_every))
+        disk = ", with a checkpoint in every round" if save_every == 1 else ""
+        print(
+            f"{link}{disk}: a meeting takes {case['measured_s']:.3f} s, {case['predicted_s']:.3f} s were"
+            f" predicted ({100 * (case['measured_over_predicted'] - 1):+.1f}%)",
+            flush=True,
+        )
+    for link in LINKS:
+        beside.append(case := hidden(link))
+        print(
+            f"{link}, delay {case['delay']}: steps of {1e3 * case['step_s_alone']:.1f} ms are"
+            f" {100 * (case['crossing_over_alone'] - 1):+.2f}% while a meeting of"
+            f" {case['meeting_s']:.2f} s crosses, all steps"
+            f" {100 * (case['all_steps_over_alone'] - 1):+.2f}%; a step waited"
+            f" {1e3 * case['waited_s']:.1f} ms for it",
+            flush=True,
+        )
+    load.append(os.getloadavg()[0])
+    write(
+        options.out,
+        {
+            "command": "python benchmarks/island_links.py",
+            "load_before_and_after": load,
+            "parameters": 2 * WIDTH * HIDDEN,
+            "meetings": waited,
+            "hidden": beside,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
