@@ -61,9 +61,9 @@ def compiled_memory(compiled: jax.stages.Compiled, *, offloaded: bool = False) -
     """Bytes per device of a compiled program: arguments, outputs, aliased, temporaries, peak.
 
     The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak
-    is the sum of the parts. That of programs with arguments in host memory counts those; here it
-    does not, where `offloaded` says that there are some, or the shardings of the arguments do,
-    which those of GPUs ahead of time do not.
+    is the sum of the parts. That of programs with arguments or temporaries in host memory counts
+    those; here it does not, where `offloaded` says that there are some, or the analysis does, or
+    the shardings of the arguments do, which those of GPUs ahead of time do not.
     """
     import jax
 
@@ -82,7 +82,8 @@ def compiled_memory(compiled: jax.stages.Compiled, *, offloaded: bool = False) -
         or not reported
     ):
         return {**sizes, "peak": max(reported, whole)}
-    if offloaded or any(sharding.memory_kind == "pinned_host" for sharding in shardings):
+    spilled = bool(getattr(analysis, "host_temp_size_in_bytes", 0))
+    if offloaded or spilled or any(sharding.memory_kind == "pinned_host" for sharding in shardings):
         host = (
             analysis.host_argument_size_in_bytes
             + analysis.host_output_size_in_bytes

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError, PlanError
 from shardlib.exchanges.values import Exact
-from shardlib.frontend.islands import require_carried
+from shardlib.frontend.islands import problem_on_islands, require_carried
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.topology import Topology
+from shardlib.planning.islands.instead import islands_instead
 from shardlib.planning.plan import Plan
-from shardlib.planning.planner import prepared_for, search
+from shardlib.planning.planner import Prepared, prepared_for, search
 
 
 def with_allowed(
@@ -113,7 +115,18 @@ def searched(
         found = search(problem, machine, pin)
     if not isinstance(found.exchange, Exact):
         require_carried(model, found, found.exchange)
-    return model, found.with_findings(*model.model.findings)
+    found = _asked_of_islands(found, model)
+    return model, found.with_findings(*islands_instead(found, machine), *model.model.findings)
+
+
+def _asked_of_islands(plan: Plan, model: TracedModel) -> Plan:
+    """The plan, which also answers what other numbers of islands would take."""
+    if not isinstance(plan.source, Prepared):
+        return plan
+    source = replace(
+        plan.source, on_islands=partial(problem_on_islands, model, plan.exchange.islands)
+    )
+    return replace(plan, source=source)
 
 
 def runnable(plan: Plan) -> Plan:

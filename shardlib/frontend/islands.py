@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import jax
@@ -12,8 +13,9 @@ from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
 from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.diloco import DiLoCo
-from shardlib.exchanges.values import Exact, Exchange, Several
+from shardlib.exchanges.values import EXACT, Exact, Exchange, Several
 from shardlib.frontend.traced_model import TracedModel, traced_again
+from shardlib.graph.problem import Problem
 from shardlib.planning.islands.spread import of_one_island
 from shardlib.planning.plan import Plan
 from shardlib.tracing.batch import describe_batch
@@ -76,6 +78,30 @@ def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
         for leaf, (_, _, _, axes) in zip(leaves, described, strict=True)
     ]
     return jax.tree.unflatten(structure, parts)
+
+
+def problem_on_islands(model: TracedModel, now: int, islands: int) -> Problem:
+    """What the planner takes of one of so many islands.
+
+    Args:
+        model: traced for the rows of one of `now` islands.
+        now: their number.
+        islands: the number that is asked about.
+
+    Raises:
+        BatchError: the rows do not divide among the islands.
+    """
+    described = model.traced.problem.batch
+    leaves, structure = jax.tree.flatten(abstract(model.batch))
+    whole = [
+        _scaled(leaf, axes.index("batch"), now) if "batch" in axes else leaf
+        for leaf, (_, _, _, axes) in zip(leaves, described, strict=True)
+    ]
+    axes = structure.unflatten([axes for *_, axes in described])
+    wanted = DiLoCo(islands=islands) if islands > 1 else EXACT
+    one = rows_of_one(structure.unflatten(whole), axes, wanted)
+    found = traced_again(model, one, axes).problem
+    return replace(found, rows=model.traced.problem.rows)
 
 
 def _part(leaf: jax.ShapeDtypeStruct, dim: int, islands: int) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -41,11 +41,14 @@ class Prepared:
         load: the prepared problem.
         topology: the machine of the plan.
         pins: the pins it was made under.
+        on_islands: the problem of one of so many islands, each with its part of the rows; None
+            where the model is not at hand.
     """
 
     load: Workload
     topology: Topology
     pins: Pins
+    on_islands: Callable[[int], Problem] | None = field(default=None, repr=False, compare=False)
     _answered: dict[tuple[Topology, Pins], Plan] = field(
         default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
     )
@@ -96,18 +99,21 @@ class Prepared:
 
         Raises:
             PinError: the pins make no sense, or allow no plan; or they ask for another number of
-                islands, whose rows are others than those of the problem.
+                islands, and the model is not at hand.
+            BatchError: the rows do not divide among the islands.
             InfeasibleError: nothing fits under them.
         """
         pins = self.pins.changed(Pins.parse(pin))
         before, after = self.pins.exchange, pins.exchange
-        if before.islands != after.islands:
+        if before.islands == after.islands:
+            return self.search(self.topology, pins)
+        if self.on_islands is None:
             raise PinError(
                 f"the plan is for {before.islands} island{'s'[: before.islands != 1]} and {after}"
                 f" has {after.islands}: the model is traced for the rows of one island\nTry:"
                 f" plan.diff(shardlib.plan(..., pin={{'exchange': '{after}'}}))"
             )
-        return self.search(self.topology, pins)
+        return search(self.on_islands(after.islands), self.topology, pins)
 
     def alternatives(self, plan: Plan, count: int) -> tuple[Alternative, ...]:
         """See `shardlib.planning.questions.alternatives`."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import optax
+import pytest
 
 import shardlib
+from shardlib import models
+from shardlib.models.config import TransformerConfig
+from shardlib.planning.units.quantity import bytes_text, seconds_text
 from tests.islands.test_diloco import AXES, loss, rows, weights
 
 MODEL = shardlib.tree(weights, AXES)
@@ -41,3 +47,57 @@ def test_what_moves_of_islands_is_what_is_outer_as_well() -> None:
     assert by_kind["parameter"] == 4 * elements and by_kind["outer state"] == 8 * elements
     assert "what a lost island has learned since is lost" in " ".join(str(change).split())
     assert np.all(np.asarray(change.moved_bytes_per_device) >= 0)
+
+
+def test_a_plan_says_what_any_number_of_islands_would_take() -> None:
+    def planned(exchange: str) -> shardlib.Plan:
+        return shardlib.plan(
+            MODEL, loss, optax.adam(0.1), rows(0), topology="cpu:8", pin={"exchange": exchange}
+        )
+
+    exact, two = planned("exact"), planned("diloco:2:10")
+    for asked, exchange in ((exact, "diloco:2:10"), (two, "exact"), (two, "diloco:4:10")):
+        found = asked.source.why_not({"exchange": exchange}) if asked.source else None
+        wanted = planned(exchange)
+        assert found is not None and found.mesh == wanted.mesh
+        assert found.estimate.step_seconds == wanted.estimate.step_seconds
+        assert found.estimate.tokens == wanted.estimate.tokens
+        assert str(found.mesh) in str(asked.why_not(exchange=exchange))
+    with pytest.raises(shardlib.BatchError, match="do not divide among 3 islands"):
+        exact.why_not(exchange="diloco:3:10")
+
+
+def test_where_steps_wait_for_the_network_islands_are_spoken_of() -> None:
+    """Predictions of the finding are those of the plan with the exchange pinned."""
+    config = models.load("gpt2-small")
+    assert isinstance(config, TransformerConfig)
+    init, model_loss = models.build(config)
+    batch = models.example_batch(config, 64, 1024)
+
+    def planned(machine: str, **pin: object) -> shardlib.Plan:
+        return shardlib.plan(init, model_loss, optax.adamw(1e-3), batch, topology=machine, pin=pin)
+
+    def spoken(plan: shardlib.Plan) -> list[str]:
+        return [one.message for one in plan.findings if one.code == "exact-exchange-exposed"]
+
+    machine = "2*v5e:4x4"
+    plan = planned(machine)
+    (message,) = spoken(plan)
+    seconds = plan.estimate.seconds
+    assert seconds.exposed > 0.05 * plan.estimate.step_seconds and "2 islands" in message
+    found = re.findall(r"exchange=(\S+) waits for (\S+ .?s) and moves (\S+ .?i?B)", message)
+    assert [exchange.split(":")[0] for exchange, *_ in found] == ["diloco", *["compressed"] * 2]
+    for exchange, waits, moves in found:
+        pinned = planned(machine, exchange=exchange)
+        crossing = [c for c in pinned.estimate.collectives if "island" in c.axes]
+        size = sum(c.total_bytes for c in crossing) // pinned.exchange.period
+        if "powersgd" not in exchange:  # whose factors depend on the layouts of another plan
+            assert waits == seconds_text(pinned.estimate.seconds.exchange)
+            assert moves == bytes_text(size)
+        if exchange.startswith("diloco"):  # it hides, and no more often would
+            step = pinned.estimate.step_seconds - pinned.estimate.seconds.exchange
+            assert sum(c.seconds for c in crossing) < pinned.exchange.every * step
+    (apart,) = spoken(planned("2@10gbit-50ms*h100:8"))
+    assert "1 of 2 parts of the machine are left out" in apart
+    assert not spoken(planned("2*h100:8")) and not spoken(planned("v5e:4x4"))
+    assert not spoken(planned(machine, exchange="diloco:2:10"))

@@ -294,7 +294,7 @@ def test_dimensions_that_the_search_leaves_out_are_said_in_the_words_of_users() 
     plan = planner.search(load.problem, where, load=load)
     (finding,) = [
         one
-        for one in notes(load, where, plan, ("mlp.up:1", "vocab"))
+        for one in notes(load, where, plan, ("mlp.up:1", "vocab"), 2)
         if one.code == "dimensions-left-out"
     ]
     assert finding.message.endswith(

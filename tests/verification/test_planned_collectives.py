@@ -460,3 +460,17 @@ def test_a_table_that_is_used_both_ways_moves_once(pin, axis, kind):
     planned, compiled = moved(of_tokens(Tied, pin), axis)
     assert planned == pytest.approx(compiled, rel=0.02)
     assert compiled[kind] == pytest.approx(4 * (4096 * 256 + 256 * 256), rel=0.02)
+
+
+@GPU
+def test_what_rests_in_host_memory_is_not_of_the_device() -> None:
+    """A GPU's compiler reports a peak that has temporaries of the host in it."""
+    pin = {"mesh": {"fsdp": 8}, "remat": "none", "microbatches": 1}
+    plain, spilled = (
+        verified("h100:8", {**pin, "offload": offload}, batch=128)
+        for offload in ([], ["activations"])
+    )
+    assert plain.compiled is not None and spilled.compiled is not None
+    held = spilled.compiled.device_bytes
+    parts = held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
+    assert held["peak"] <= parts < plain.compiled.device_bytes["peak"]

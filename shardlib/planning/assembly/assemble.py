@@ -34,6 +34,7 @@ def assemble(
     *,
     rules: Rules | None = None,
     left_out: tuple[str, ...] = (),
+    most: int = 0,
 ) -> Plan:
     """Builds the plan of a candidate.
 
@@ -44,6 +45,7 @@ def assemble(
         certificate: of the search that found it.
         rules: pinned ones.
         left_out: colours that the search did not try to shard.
+        most: devices of the largest mesh that it looked at.
     """
     one = OnMachine.of(load, topology, candidate)
     given, load, how, saved = load, one.load, candidate.decisions, one.saving()
@@ -97,7 +99,7 @@ def assemble(
         one.pricer,
     )
     return plan.with_findings(
-        *findings.notes(load, topology, plan, left_out),
+        *findings.notes(load, topology, plan, left_out, most),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *faster_as_programs(given, topology, candidate, plan),

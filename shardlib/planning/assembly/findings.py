@@ -21,7 +21,7 @@ from shardlib.schedules.table import named
 
 
 def notes(
-    load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...]
+    load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...], most: int
 ) -> tuple[Finding, ...]:
     """Findings about a finished plan.
 
@@ -30,13 +30,14 @@ def notes(
         topology: the machine.
         plan: the plan.
         left_out: what the search did not look at, in words.
+        most: devices of the largest mesh that it looked at.
     """
     found = [
         *load.problem.forward.findings,
         *load.colouring.findings,
         *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
-    found += idle_devices(plan, topology)
+    found += _idle_devices(plan, topology, most)
     found += _doubled(load, plan)
     found += coupled(load.problem.rows, plan.microbatches)
     found += _kept(load, plan) + _dropping(load, topology, plan)
@@ -80,13 +81,9 @@ def notes(
     return tuple(found)
 
 
-def idle_devices(plan: PlanData, topology: Topology) -> list[Finding]:
+def _idle_devices(plan: PlanData, topology: Topology, most: int) -> list[Finding]:
     """Devices that the plan leaves idle: because no mesh could use them, or because it is faster
     so.
-
-    Args:
-        plan: the plan.
-        topology: the machine that it was made for.
     """
     used = plan.mesh.devices
     if used >= topology.devices:
@@ -103,6 +100,15 @@ def idle_devices(plan: PlanData, topology: Topology) -> list[Finding]:
                     f"{said}with {best.mesh.devices} a step would take"
                     f" {best.step_seconds / plan.estimate.step_seconds:.2f} times as long"
                 ),
+                hint="a larger batch, or a smaller machine",
+            )
+        ]
+    if most > used:
+        return [
+            Finding(
+                code="idle-devices",
+                severity="info",
+                message=f"{said}no plan on more that fits is faster",
                 hint="a larger batch, or a smaller machine",
             )
         ]

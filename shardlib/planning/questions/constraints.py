@@ -15,7 +15,6 @@ from shardlib.axes import BATCH_AXES
 from shardlib.cost.machine.corrections import margin
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.answers.constraint import Binding, Constraints, OutOfReach
-from shardlib.planning.assembly.findings import idle_devices
 from shardlib.planning.plan import Plan, source_of
 from shardlib.planning.questions.counterfactual import faster_without_limit
 from shardlib.planning.space import limits
@@ -104,7 +103,7 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
     batch, ways = limits.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
-    for idle in idle_devices(plan, source.topology):
+    for idle in (one for one in plan.findings if one.code == "idle-devices"):
         yield Binding(
             kind="size",
             what="devices",

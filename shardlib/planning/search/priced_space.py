@@ -34,6 +34,10 @@ from shardlib.planning.space.why_empty import explain_empty
 from shardlib.planning.space.workload import Workload
 from shardlib.rules import Rules
 
+#: Rate of links inside of a part over that of links between parts from which on the parts are
+#: searched first.
+FAR_SLOWER = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class PricedSpace:
@@ -44,12 +48,14 @@ class PricedSpace:
         best: what was seen.
         rules: pinned rules, in the colours of the model.
         rows: the places of candidates that a ranking speaks of.
+        devices: the most that a mesh of the space has.
     """
 
     room: Space
     best: Best
     rules: Rules | None
     rows: list[Place]
+    devices: int
 
     def candidate(self, entry: Entry[Candidate]) -> Candidate:
         """The candidate of an entry of the ranking."""
@@ -94,14 +100,17 @@ def priced_space(
     rules = _require_possible(load, topology, pins)
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     rooms, runs = _explorers(load, topology, pins, rules, wanted, any_plan=any_plan)
+    apart = within_slow_links(topology)
     if ranking is None and not any_plan:
+        explore([explorer for devices, explorer in runs if devices == apart], apart)
         most = max(devices for devices, _ in runs)
         together = [explorer for devices, explorer in runs if 0 < devices == most]
         if together and together[0].is_small(most):  # its plan may exclude all others at once
             explore(together[:1], most)
             together = together[1:]
         explore(together, most)
-    for devices, explorer in sorted(runs, key=lambda run: -run[0]):  # with all, plans are fastest
+    # with all, plans are fastest, unless a slow link joins them
+    for devices, explorer in sorted(runs, key=lambda run: (run[0] != apart, -run[0])):
         if devices:
             explorer.run(devices, ranking, slack)
     explorer = runs[0][1]
@@ -113,7 +122,25 @@ def priced_space(
         if lacking:
             raise PinError(lacking)
         raise explain_empty(load.problem, load.colouring, pins, wanted)
-    return PricedSpace(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
+    return PricedSpace(
+        room=rooms[-1],
+        best=explorer.best,
+        rules=rules,
+        rows=explorer.rows,
+        devices=max(devices for devices, _ in runs),
+    )
+
+
+def within_slow_links(topology: Topology) -> int:
+    """Devices of each part of a machine whose parts hang on far slower links than are inside of
+    them; 0 where there is none. A plan within one part is soon found, and others are hardly faster.
+
+    Args:
+        topology: the machine.
+    """
+    first, *others = topology.tiers
+    slow = others and first.bytes_per_s * FAR_SLOWER < min(one.bytes_per_s for one in others)
+    return topology.devices // first.devices if slow else 0
 
 
 def _layer_groups(load: Workload) -> LayerGroups:

@@ -221,6 +221,7 @@ def _plan(
         certificate,
         rules=space.rules,
         left_out=space.room.left_out,
+        most=space.devices,
     )
     require_obeyed(pins, made)
     return made.with_findings(*without_effect(space.room.pins, made))
