@@ -106,7 +106,7 @@ def devices_of(partition: int) -> str | None:
     return "cpu:2" if partition == 0 else "cpu:1"
 
 
-def job_of(alike: bool) -> federated.Job:
+def job_of(alike: bool, epochs: int) -> federated.Job:
     """What clients train."""
     return federated.Job(
         init=shardlib.tree(weights, AXES),
@@ -116,14 +116,15 @@ def job_of(alike: bool) -> federated.Job:
         rows=functools.partial(rows_of, alike=alike, held_out=False),
         validation=functools.partial(rows_of, alike=alike, held_out=True),
         topology=devices_of,
+        local=federated.Local(epochs=epochs),
     )
 
 
 def train(
-    rounds: int, mu: float, alike: bool, gpus: float
+    rounds: int, *, epochs: int = 1, mu: float = 0.0, alike: bool = False, gpus: float = 0.0
 ) -> tuple[list[float], shardlib.TrainState]:
     """Held-out losses by round, from before the first on, and the state at the end."""
-    job, server, results = job_of(alike), ServerApp(), list[Result]()
+    job, server, results = job_of(alike, epochs), ServerApp(), list[Result]()
     program = federated.program(job, devices_of(1))
     held_out = [rows_of(k, len(PACKAGES), alike=alike, held_out=True) for k in range(len(PACKAGES))]
     every = {"text": np.concatenate([rows["text"] for rows in held_out])}
@@ -161,19 +162,20 @@ def main() -> None:
     """Trains as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=1, help="of each client in a round")
     parser.add_argument("--mu", type=float, default=0.0, help="weight of FedProx's term")
     parser.add_argument("--alike", action="store_true", help="text of all packages for everyone")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs of a process of clients")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     asked = parser.parse_args()
     began = time.monotonic()
-    losses, _ = train(asked.rounds, asked.mu, asked.alike, asked.gpus)
+    words = {name: getattr(asked, name) for name in ("epochs", "mu", "alike", "gpus")}
+    losses, _ = train(asked.rounds, **words)
     for number, value in enumerate(losses):
         print(f"round {number:2}: {value:.3f} nats a byte held out")
     print(f"{time.monotonic() - began:.0f} s")
     if asked.out:
-        figures = {"mu": asked.mu, "alike": asked.alike, "losses": losses}
-        asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+        asked.out.write_text(json.dumps({**words, "losses": losses}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

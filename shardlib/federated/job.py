@@ -47,7 +47,7 @@ class Local:
             as bounds of differential privacy ask for.
         seed: of the parameters, of the order of rows and of random streams.
         start: program -> the state whose frozen parameters a client uses; by default
-            `program.init(seed)`. What is trained always comes from the server.
+            `program.init(seed)`. It is called once by each program, which donates what it gives.
         evaluation: loss of evaluations, see `shardlib.compile`.
 
     Raises:

@@ -105,6 +105,21 @@ def test_evaluation_is_the_loss_of_all_rows() -> None:
         assert (found.weight, found.metrics["rows"], found.arrays) == (many, many, {})
 
 
+def test_evaluations_have_rows_and_a_loss_of_their_own() -> None:
+    def told(params: Tree, batch: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return loss(params, batch), {"square": jnp.mean(batch["x"] ** 2)}
+
+    what = job(
+        loss=told,
+        validation=lambda partition, partitions: rows(2, partitions),
+        local=federated.Local(evaluation=lambda params, batch: 3 * loss(params, batch)),
+    )
+    found = federated.evaluate(what, ask()).metrics
+    wanted = 3 * float(loss(first(), rows(2, CLIENTS)))
+    assert found == pytest.approx({"loss": wanted, "rows": ROWS[2]}, rel=1e-5)
+    assert federated.train(what, ask()).metrics["square"] == pytest.approx(2.0, rel=0.3)
+
+
 def test_a_process_compiles_once() -> None:
     compiled: list[str] = []
 
