@@ -251,7 +251,10 @@ def test_rows_weigh_and_programs_are_refused() -> None:
         joined(service, 0, "gossip:4:ring")
     with pytest.raises(shardlib.PinError, match="there are 1000 fragments of 145 elements"):
         joined(service, 0, "diloco:2:1000:fragments=1000")
-    with pytest.raises(shardlib.ArgumentError, match=r"weight is 0.*\n.*patience_s is -1"):
+    with pytest.raises(
+        shardlib.ArgumentError,
+        match=r"weight is 0.*\n.*patience_s is -1; it is a number of at least 20",
+    ):
         joined(service, 0, exchange, weight=0, patience_s=-1)
     with pytest.raises(shardlib.ArgumentError, match="link is 'fast'"):
         joined(service, 0, exchange, link="fast")

@@ -61,7 +61,7 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @pytest.mark.long
 def test_islands_that_are_processes_are_a_loop_over_replicas(tmp_path: Path) -> None:
-    with launched(tmp_path, "--islands", "2") as process:
+    with launched(tmp_path, "--islands", "2", "--emulate-link", "500mbit-1ms") as process:
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     outer, *_ = replicas(2, 1, 0, 0.5, 1.0)
@@ -103,6 +103,7 @@ def test_islands_may_have_several_processes(tmp_path: Path) -> None:
 def test_islands_come_late_stall_and_die_and_the_others_go_on(tmp_path: Path) -> None:
     token = tmp_path / "token"
     options = ["--islands", "3", "--islands-here", "2", "--gather-seconds", "1"]
+    options += ["--restarts", "1"]
     more = ["--round-seconds", "0.5", "--away-seconds", "0.2", "--token-file", str(token)]
     wanted = {"TEST_EXCHANGE": "diloco:3:2", "TEST_STEPS": "100000", "TEST_SLEEP": "0.01"}
 
@@ -146,6 +147,9 @@ def test_islands_come_late_stall_and_die_and_the_others_go_on(tmp_path: Path) ->
         os.kill(killed, signal.SIGKILL)
         until(lambda: server() != killed)
         met(0, 1)
+        os.kill(pid("island-1"), signal.SIGKILL)
+        met(0)
+        met(0, 1)
         (tmp_path / "stop").touch()
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
@@ -156,6 +160,7 @@ def test_islands_come_late_stall_and_die_and_the_others_go_on(tmp_path: Path) ->
         r"it goes on at its checkpoint, before round \d+",
     ):
         assert any(re.fullmatch(says, one) for one in events), events
+    assert "island 1 was killed by SIGKILL; it is started again" in said
     assert "the outer server was killed by SIGKILL; it is started again" in said
     assert re.search(r"round \d+ was closed without island 1", said)
     numbers = [one["round"] for one in lines(tmp_path, "rounds.jsonl")]

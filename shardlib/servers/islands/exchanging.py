@@ -74,6 +74,7 @@ class Exchanging:
     round: int = 0
     entry: str = ""
     _outer: Outer | None = None
+    _last: tuple[int, Flat] = field(default_factory=lambda: (0, Flat()))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     @property
@@ -154,6 +155,7 @@ class Exchanging:
         answer, arrays = self._mean("send" if finite else "skip", base, sent)
         if answer.kind == "late":
             return None
+        self._last = base, arrays
         if arrays:
             mean = unpack(arrays, sizes, self.exchange.wire)
             self.outer.update(start, stop, mean, self.exchange)
@@ -182,7 +184,19 @@ class Exchanging:
             answer, arrays = self._ask(ask, sent if how == "send" else None)
             if answer.kind in ("ok", "late"):
                 return answer, arrays
-            how = kind if answer.kind == "again" else "collect"
+            if answer.kind == "behind":
+                answer = self._repeat()
+                if answer.kind == "late":
+                    return answer, Flat()
+            how = "collect" if answer.kind == "wait" else kind
+
+    def _repeat(self) -> Answer:
+        """Tells a server that was started again of the round before."""
+        base, arrays = self._last
+        ask = Ask(
+            kind="repeat", worker=self.number, start=self.entry, round=self.round - 1, base=base
+        )
+        return self._ask(ask, arrays)[0]
 
     def _ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
         answer, found = self.link.ask(ask, arrays)

@@ -20,9 +20,14 @@ from shardlib.servers.islands.place import MeetingPlace, read_place
 from shardlib.servers.islands.several import SeveralProcesses
 from shardlib.servers.link import Link, meeting_finding, read_link
 from shardlib.servers.rounds.outline import Outline
+from shardlib.servers.rounds.service import HOLD_SECONDS
 from shardlib.servers.wire.connection import Connection
 from shardlib.tracing.batch import describe_batch
 from shardlib.untrusted.shown import shown
+
+#: Seconds that a server may be gone, at least: it holds questions of islands that wait for half of
+#: that.
+LEAST_PATIENCE = 2 * HOLD_SECONDS
 
 
 def join(
@@ -44,7 +49,7 @@ def join(
         weight: of this island in the mean of outer gradients; by default the rows of a step.
         link: between this island and the server, "50mbit-20ms", for what `Island.findings` say of
             meetings.
-        patience_s: how long a server may be gone.
+        patience_s: how long a server may be gone, at least 20.
 
     Raises:
         PinError: the exchange, or the program, cannot be that of an island; all reasons are listed.
@@ -96,12 +101,19 @@ def rows_of(program: Program) -> int:
 
 def _require_numbers(weight: object, patience_s: object) -> None:
     failures = [
-        f"{name} is {shown(value)}; it is a number of more than 0"
-        for name, value in (("weight", weight), ("patience_s", patience_s))
-        if not (name == "weight" and value is None) and not _is_positive(value)
+        f"{name} is {shown(value)}; it is a number of {least}"
+        for name, value, least, fits in (
+            ("weight", weight, "more than 0", weight is None or _is_positive(weight)),
+            ("patience_s", patience_s, f"at least {LEAST_PATIENCE}", _is_patient(patience_s)),
+        )
+        if not fits
     ]
     if failures:
         raise_all(ArgumentError, "shardlib.servers.join cannot use its arguments", failures)
+
+
+def _is_patient(value: object) -> bool:
+    return isinstance(value, int | float) and _is_positive(value) and value >= LEAST_PATIENCE
 
 
 def _is_positive(value: object) -> bool:

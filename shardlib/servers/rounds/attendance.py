@@ -115,6 +115,19 @@ class Attendance:
         """Whether the round has its quorum."""
         return len(self.sent) >= self.rounds.quorum
 
+    def fails(self) -> str:
+        """Why islands that wait are to end; nothing where they are not."""
+        rounds, least = self.rounds, f"of at least {self.rounds.quorum}"
+        if rounds.short != "fail":
+            return ""
+        if self.late() and not self.enough():
+            said = f"round {self.number} has {len(self.sent)} {least} islands"
+            return f"{said} {rounds.timeout_s:g} s after the first"
+        begun = self.active or self.sent
+        if not begun and self.gathered() and len(self.waiting) < rounds.quorum:
+            return f"{len(self.waiting)} {least} islands have come in {rounds.gather_s:g} s"
+        return ""
+
     def closes(self) -> bool:
         """Whether nothing is to be waited for any more."""
         return self.enough() and (self.active <= self.sent or self.late())
@@ -128,6 +141,14 @@ class Attendance:
         out = sorted(self.active - self.sent)
         self.active &= self.sent
         return out
+
+    def reopen(self) -> None:
+        """Opens the next round for the same islands."""
+        self.active |= self.waiting.keys()
+        self.waiting.clear()
+        self.sent.clear()
+        self.first = None
+        self.number += 1
 
     def close(self) -> list[int]:
         """Opens the next round, and gives the islands that were in this one and have sent nothing;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -179,9 +179,7 @@ class Held:
             number: of the open round.
         """
         if self._base[0] != number:
-            fragments = self.exchange.fragments
-            span = self.outline.span((number - 1) % fragments, fragments)
-            self._base = number, checksum(self.outer.theta, *span)
+            self._base = number, checksum(self.outer.theta, *self.span(number))
         return self._base[1]
 
     def unpacked(self, number: int, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -196,6 +194,37 @@ class Held:
         """
         return unpack(arrays, self.sizes(number), self.exchange.wire)
 
+    def repeat(self, number: int, arrays: Mapping[str, np.ndarray], islands: Iterable[int]) -> None:
+        """Does the outer update of a round whose mean is known; nothing where it changed nothing.
+
+        Args:
+            number: of the open round.
+            arrays: the mean as it crossed.
+            islands: who may hear of it.
+
+        Raises:
+            PackingError: it is of another form.
+            RefusedError: outer parameters would not be finite.
+        """
+        span, self.gradients = self.span(number), {}
+        if arrays:
+            theta, momentum = self.outer.after(*span, self.unpacked(number, arrays), self.exchange)
+            if not np.isfinite(theta).all() or not np.isfinite(momentum).all():
+                raise RefusedError("with it, outer parameters would not be finite")
+            start, stop = span
+            self.outer.theta[start:stop], self.outer.momentum[start:stop] = theta, momentum
+        everyone = tuple(islands)
+        self.last = Last(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Where the fragment of a round begins and ends.
+
+        Args:
+            number: of the round.
+        """
+        fragments = self.exchange.fragments
+        return self.outline.span((number - 1) % fragments, fragments)
+
     def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
         """Does the outer update by what has come.
 
@@ -207,8 +236,7 @@ class Held:
             The round, and why it changes nothing, where it does not.
         """
         gradients, self.gradients = self.gradients, {}
-        fragments, wire = self.exchange.fragments, self.exchange.wire
-        span = self.outline.span((number - 1) % fragments, fragments)
+        span, wire = self.span(number), self.exchange.wire
         arrays, why = Flat(), "" if gradients else "no outer gradient was finite"
         if gradients:
             arrays = pack(mean(gradients), self.sizes(number), wire)

@@ -7,11 +7,12 @@
 | `send`    | an outer gradient, its round and weight | the mean; `wait`; `late`; `again`     |
 | `skip`    | that its outer gradient is not finite   | the same                              |
 | `collect` | whether the round is closed             | the same                              |
+| `repeat`  | the mean of the round before, `behind`  |                                       |
 | `leave`   | that it is done                         |                                       |
 
 `late`: the round was closed without it, and it enters again. `again`: the server was started
-again, and does not have what it had sent. `failed`: there are too few islands. What is `refused`
-has changed nothing. Threads ask at the same time, and are held for up to `HOLD_SECONDS`.
+again, and does not have what it had sent; `behind`: nor the round before. `failed`: there are too
+few islands. What is `refused` has changed nothing. Questions are held for up to `HOLD_SECONDS`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class RoundService:
         self.table = Attendance(islands=self.islands, rounds=self.rounds)
         self.held: Held | None = None
         self._changed = threading.Condition()
-        self._file = None if self.checkpoint is None else Checkpoint(path=self.checkpoint)
+        path = self.checkpoint
+        self._file = None if path is None else Checkpoint(path=path, failed=self.note)
         found = None if self.checkpoint is None else restored(self.checkpoint)
         if found is not None:
             self.held, self.table.number, active = found
@@ -133,11 +135,7 @@ class RoundService:
             self._tick()
 
     def note(self, text: str) -> None:
-        """Keeps an event.
-
-        Args:
-            text: what has happened.
-        """
+        """Keeps an event."""
         if len(self.events) < MOST_EVENTS:
             self.events.append(text)
         self.say(text)
@@ -145,7 +143,9 @@ class RoundService:
     def save(self) -> None:
         """Writes the checkpoint, where there are parameters and a place for it."""
         with self._changed:
-            self._save(synced=True)
+            self._save()
+            if self._file is not None:
+                self._file.wait()
 
     def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
         if ask.kind == "enter":
@@ -157,6 +157,8 @@ class RoundService:
             return Answer(), {}
         if ask.kind in ("send", "skip", "collect"):
             return self._met(ask, arrays)
+        if ask.kind == "repeat":
+            return self._repeated(ask, arrays), {}
         if ask.kind == "leave":
             self.table.gone(ask.worker)
             self._tick()
@@ -174,7 +176,7 @@ class RoundService:
         self._tick()
         until = time.monotonic() + HOLD_SECONDS
         while ask.worker not in self.table.active:
-            if why := self._short():
+            if why := self.table.fails():
                 return Answer(kind="failed", why=why), {}
             if time.monotonic() > until:
                 return Answer(kind="wait", round=self.table.number, start=word), {}
@@ -189,6 +191,8 @@ class RoundService:
         held, late = self.held, Answer(kind="late")
         if held is None or not held.knows(ask.worker, ask.start):
             return late, {}
+        if ask.round == self.table.number + 1:
+            return Answer(kind="behind"), {}
         if ask.round == self.table.number and ask.kind != "collect":
             if ask.base != held.base(ask.round):
                 self.note(f"island {ask.worker} has other outer parameters; it enters again")
@@ -198,7 +202,7 @@ class RoundService:
         while ask.round == self.table.number:
             if ask.worker not in self.table.sent:
                 return Answer(kind="again", round=self.table.number), {}
-            if why := self._short():
+            if why := self.table.fails():
                 return Answer(kind="failed", why=why), {}
             if time.monotonic() > until:
                 return Answer(kind="wait", round=self.table.number), {}
@@ -208,6 +212,21 @@ class RoundService:
         if last is None or last.number != ask.round or ask.worker not in last.sent:
             return late, {}
         return Answer(round=self.table.number, islands=last.islands), last.arrays
+
+    def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
+        """Does a round once more that was closed before the server was started again."""
+        held, number = self.held, self.table.number
+        if held is None or not held.knows(ask.worker, ask.start):
+            return Answer(kind="late")
+        if ask.round == number - 1:
+            return Answer()  # another island has said so
+        if ask.round != number or ask.base != held.base(number):
+            return Answer(kind="late")
+        held.repeat(number, arrays, range(self.islands))
+        self.table.reopen()
+        self.note(f"it has heard of round {number} from island {ask.worker}")
+        self._tick()
+        return Answer()
 
     def _take(self, held: Held, ask: Ask, arrays: Flat) -> None:
         """Takes an outer gradient, once.
@@ -235,20 +254,6 @@ class RoundService:
         self.table.send(ask.worker)
         self.table.active.add(ask.worker)
         self._tick()
-
-    def _short(self) -> str:
-        """Why islands that wait are to end; nothing where they are not."""
-        table, rounds = self.table, self.rounds
-        if rounds.short != "fail":
-            return ""
-        least = f"of at least {rounds.quorum}"
-        if table.late() and not table.enough():
-            said = f"round {table.number} has {len(table.sent)} {least} islands"
-            return f"{said} {rounds.timeout_s:g} s after the first"
-        begun = table.active or table.sent
-        if not begun and table.gathered() and len(table.waiting) < rounds.quorum:
-            return f"{len(table.waiting)} {least} islands have come in {rounds.gather_s:g} s"
-        return ""
 
     def _tick(self) -> None:
         """What time brings: rounds close, islands that wait are taken in."""
@@ -279,14 +284,9 @@ class RoundService:
             " others go on without it"
         )
 
-    def _save(self, *, synced: bool = False) -> None:
-        if self._file is None or self.held is None:
-            return
-        active = sorted(self.table.active)
-        try:
-            self._file.save(self.held, self.table.number, active, synced=synced)
-        except OSError as error:
-            self.note(f"the checkpoint before round {self.table.number} is not written: {error}")
+    def _save(self) -> None:
+        if self._file is not None and self.held is not None:
+            self._file.save(self.held, self.table.number, sorted(self.table.active))
 
     def report(self) -> JsonObject:
         """What the server has to tell, as plain data."""

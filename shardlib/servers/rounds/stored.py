@@ -5,12 +5,10 @@ not heard its mean hear it from a server that was started again.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,38 +55,43 @@ class About:
 
 @dataclass(kw_only=True)
 class Checkpoint:
-    """The file of a checkpoint. What is written outlives the server at once, and the machine a
-    little later: islands do not wait for the disk.
+    """The file of a checkpoint, written in a thread: islands do not wait for the disk. A server
+    that ends before is one round behind, and hears that round from an island.
 
     Attributes:
         path: of the file.
+        failed: is told why it is not written.
     """
 
     path: Path
-    _syncing: threading.Lock = field(default_factory=threading.Lock)
+    failed: Callable[[str], None]
+    _writing: threading.Thread | None = None
 
-    def save(self, held: Held, number: int, active: Sequence[int], *, synced: bool = False) -> None:
-        """Writes it.
+    def save(self, held: Held, number: int, active: Sequence[int]) -> None:
+        """Begins to write what there is now, once the one before is written.
 
         Args:
             held: by the server.
             number: of the open round.
             active: islands that have begun it.
-            synced: whether to wait for the disk.
-
-        Raises:
-            OSError: it cannot be written.
         """
-        write(self.path, packed_state(held, number, active), synced=synced)
-        if not synced and self._syncing.acquire(blocking=False):
-            threading.Thread(target=self._synced, daemon=True).start()
+        self.wait()
+        outer = Outer(theta=held.outer.theta.copy(), momentum=held.outer.momentum.copy())
+        frozen = replace(held, outer=outer, entries=dict(held.entries), gradients={})
+        arguments = (frozen, number, tuple(active))
+        self._writing = threading.Thread(target=self._write, args=arguments)
+        self._writing.start()
 
-    def _synced(self) -> None:
+    def wait(self) -> None:
+        """Waits until it is on disk."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write(self, held: Held, number: int, active: Sequence[int]) -> None:
         try:
-            with contextlib.suppress(OSError), self.path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        finally:
-            self._syncing.release()
+            write(self.path, packed_state(held, number, active))
+        except OSError as error:
+            self.failed(f"the checkpoint before round {number} is not written: {error}")
 
 
 def packed_state(held: Held, number: int, active: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from shardlib.launching.meeting.wire import StrangerError
 from shardlib.servers.ownership import Flat
+from shardlib.servers.wire.connection import keep_alive
 from shardlib.servers.wire.frames import ClosedError, FrameError, receive, send
 from shardlib.servers.wire.messages import Answer, Ask, MessageError, read_ask
 from shardlib.servers.wire.secret import GREETING_SECONDS, greet
@@ -111,7 +112,7 @@ class Listening:
         service, this = self.service, object()
         try:
             stream.settimeout(GREETING_SECONDS)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(stream)
             who = greet(stream, self.secret, service.server)
         except (StrangerError, FrameError) as error:
             service.refused += 1

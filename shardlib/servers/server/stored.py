@@ -82,23 +82,19 @@ def packed(shard: Shard, gate: Gate, server: int) -> bytes:
     return save(arrays, {"about": json.dumps(about)})
 
 
-def write(path: Path, data: bytes, *, synced: bool = True) -> None:
+def write(path: Path, data: bytes) -> None:
     """Puts a file in its place, as a whole, on disk.
 
     Args:
         path: of the file.
         data: all of it.
-        synced: whether it is to outlive the machine; or else the process alone.
     """
     draft = path.with_name(f"{path.name}.draft")
     with draft.open("wb") as stream:
         stream.write(data)
-        if synced:
-            stream.flush()
-            os.fsync(stream.fileno())
+        stream.flush()
+        os.fsync(stream.fileno())
     draft.replace(path)
-    if not synced:
-        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -49,6 +49,20 @@ def listed(folder: Path, server: int) -> Callable[[], tuple[str, int]]:
     return where
 
 
+def keep_alive(stream: socket.socket) -> None:
+    """Has an end of a connection send at once, and notice where the other is gone without a word,
+    or where something in between forgets a connection that is silent.
+
+    Args:
+        stream: a connected socket.
+    """
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # Linux
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 @dataclass(kw_only=True)
 class Connection:
     """A connection to a server; questions are asked one after the other.
@@ -104,7 +118,7 @@ class Connection:
         if self._stream is None:
             stream = socket.create_connection(self.where(), GREETING_SECONDS)
             try:
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(stream)
                 introduce(stream, self.secret, self.server, self.worker)
             except BaseException:
                 stream.close()
