@@ -197,6 +197,38 @@ def test_clipped_updates_are_no_longer_than_the_norm() -> None:
     same(found.arrays, averaged(1, what.optimizer, mean=clipped))
 
 
+@pytest.mark.parametrize("weight", ["equal", "rows"])
+def test_flowers_accountant_has_the_same_epsilon(weight: str) -> None:
+    """It takes clients that count alike, and no others."""
+    pytest.importorskip("dp_accounting", reason="the package dp-accounting is not installed")
+    from flwr.supercore import privacy_accounting as flower
+    from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+
+    config = flower.PrivacyConfig(
+        target_delta=1e-3,
+        population_size=CLIENTS,
+        neighboring_relation=flower.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        sampling_method=flower.SamplingMethod.NO_AMPLIFICATION,
+    )
+    what = job(local=federated.Local(weight=weight))
+    inner = strategies.FedAvg(fraction_evaluate=0.0, min_available_nodes=3)
+    made = strategies.DifferentialPrivacyServerSideFixedClipping(
+        inner, 1.5, 0.5, CLIENTS, accountant=RdpAccountant(config)
+    )
+
+    def start() -> None:
+        made.start(grid=grid_of(what), initial_arrays=begin(what), num_rounds=2)
+
+    if weight == "rows":
+        with pytest.raises(ValueError, match="equal client weights"):
+            start()
+        return
+    start()
+    spent = made.privacy_spent()
+    assert spent is not None and spent.num_releases == 2
+    assert spent.epsilon == pytest.approx(federated.epsilon(1.5, 2, delta=1e-3), rel=1e-9)
+
+
 @pytest.mark.processes  # Ray looks for accelerators
 def test_a_client_is_copied_into_other_processes() -> None:
     """What engines send is the app itself; the job it has is the same job."""
