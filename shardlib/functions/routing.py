@@ -113,7 +113,7 @@ def balance_loss(shares: jax.Array, chosen: jax.Array) -> jax.Array:
 
 def _balance(_: Balance, shares: jax.Array, chosen: jax.Array) -> jax.Array:
     count, leading = shares.shape[-1], tuple(range(shares.ndim - 1))
-    return count * jnp.sum(loads(chosen, count) / chosen.size * shares.mean(leading))
+    return count * jnp.sum(loads(chosen, count) / float(chosen.size) * shares.mean(leading))
 
 
 def z_loss(logits: jax.Array) -> jax.Array:

@@ -58,6 +58,13 @@ def test_a_bias_chooses_and_has_no_gradient():
     assert (route(logits, 2, scores="sigmoid", bias=favour).chosen[..., 0] == 3).all()
 
 
+def test_more_assignments_than_an_int32_counts_are_balanced():
+    tokens = (1 << 16, 1 << 12)
+    shares = jax.ShapeDtypeStruct((*tokens, COUNT), jnp.float32)
+    chosen = jax.ShapeDtypeStruct((*tokens, 8), jnp.int32)
+    assert jax.eval_shape(balance_loss, shares, chosen).shape == ()
+
+
 def test_balance_is_one_where_uniform_and_the_number_of_experts_where_one_takes_all():
     chosen = jnp.arange(3 * 16).reshape(3, 16, 1) % COUNT
     assert float(balance_loss(jnp.full((3, 16, COUNT), 1 / COUNT), chosen)) == pytest.approx(1.0)
