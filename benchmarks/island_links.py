@@ -10,10 +10,14 @@ what `Island.findings` say, `meeting_seconds`: (bytes sent + bytes received) / r
 - meetings: `delay=0`; seconds from sending to the mean, of the island that sent last in a round,
   which waits for nobody; the median over rounds. The server writes no checkpoint in between, but
   in the last case, where it writes and syncs one in each round before it answers.
-- hidden: `delay` steps longer than a meeting. Of each round the steps from sending to taking in, as
-  against as many steps right after it, in which nothing crosses; the ratio of the mean step times is
-  that round's, so that both are measured within seconds of each other. The median over rounds and
-  islands; and what that makes of all steps of a round.
+- resting, busy: `delay` steps longer than a meeting. Of each round the mean time of the steps from sending
+  to taking in, both among them, as against as many steps before it and after it, in which nothing
+  crosses, so that all are measured within seconds of each other. The median of that ratio over
+  rounds and islands; and what that makes of all steps of a round. Steps are *resting*: a small
+  batch, and a wait of 50 ms, as for an accelerator that leaves the host free; or *busy*: the
+  processor computes for about as long, and meetings want their part of it.
+
+Parts are written one by one into the same file, with the load at their beginning and end.
 """
 
 from __future__ import annotations
@@ -26,23 +30,29 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
 
-WIDTH, HIDDEN, ROWS = 512, 1024, 256
+WIDTH, HIDDEN = 512, 1024
+#: Rows of a step, and seconds that it waits.
+KINDS = {"busy": (256, 0.0), "resting": (4, 0.05)}
+PARTS = ("meetings", *KINDS)
 LINKS = ("10mbit-20ms", "50mbit-20ms", "200mbit-20ms")
 #: Rounds of each case after the first, which is left out.
-MEETINGS, HIDDEN_ROUNDS = 6, 8
-#: Of the cases with a delay: the link, and steps that hide a meeting of int8 with room.
-DELAYS = {"10mbit-20ms": 96, "50mbit-20ms": 32, "200mbit-20ms": 16}
+MEETINGS = 6
+#: Of the cases with a delay: the link, steps that hide a meeting of int8 with room, and rounds.
+DELAYS = {"10mbit-20ms": (48, 12), "50mbit-20ms": (16, 24), "200mbit-20ms": (8, 36)}
 
 
-def island(place: dict[str, Any], exchange: str, steps: int, link: str, out: Path) -> None:
+def island(
+    place: dict[str, Any], exchange: str, steps: int, link: str, kind: str, out: Path
+) -> None:
     """One island: trains, and writes times of its steps and meetings."""
+    rows, rest = KINDS[kind]
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -66,7 +76,7 @@ def island(place: dict[str, Any], exchange: str, steps: int, link: str, out: Pat
         return jnp.mean((x - batch["y"]) ** 2)
 
     axes = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    x = np.random.default_rng(place["island"]).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    x = np.random.default_rng(place["island"]).normal(size=(rows, WIDTH)).astype(np.float32)
     batch = {"x": x, "y": np.roll(x, 1, axis=1)}
     program = shardlib.compile(
         shardlib.tree(weights, axes), loss, optax.sgd(1e-3), batch, topology="cpu:1"
@@ -83,6 +93,7 @@ def island(place: dict[str, Any], exchange: str, steps: int, link: str, out: Pat
             began = time.perf_counter()
             state, metrics = found.step(state, batch)
             float(metrics["loss"])
+            time.sleep(rest)
             times.append(time.perf_counter() - began)
         found.finish(state)
         exchanging = found.exchanging
@@ -102,7 +113,9 @@ def island(place: dict[str, Any], exchange: str, steps: int, link: str, out: Pat
         )
 
 
-def run(exchange: str, steps: int, link: str, save_every: int = 1) -> list[dict[str, Any]]:
+def run(
+    exchange: str, steps: int, link: str, *, kind: str = "busy", save_every: int = 1
+) -> list[dict[str, Any]]:
     """What both islands have written."""
     from shardlib.servers import OuterServer, Relay, Rounds
     from shardlib.servers.link import read_link
@@ -119,7 +132,7 @@ def run(exchange: str, steps: int, link: str, save_every: int = 1) -> list[dict[
         for number, relay in enumerate(relays):
             place = server.place(number)
             told = {"host": "127.0.0.1", "port": relay.at, "island": number}
-            words = [exchange, str(steps), link, str(outs[number]), json.dumps(told)]
+            words = [exchange, str(steps), link, kind, str(outs[number]), json.dumps(told)]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__, "--island", *words],
@@ -135,7 +148,7 @@ def run(exchange: str, steps: int, link: str, save_every: int = 1) -> list[dict[
 
 def meetings(link: str, save_every: int) -> dict[str, Any]:
     """Meetings that steps wait for."""
-    found = run("diloco:2:4:momentum=0", 4 * (MEETINGS + 1), link, save_every)
+    found = run("diloco:2:4:momentum=0", 4 * (MEETINGS + 1), link, save_every=save_every)
     pairs = list(zip(*(one["meetings_s"] for one in found), strict=True))[1:]
     took = median(min(pair) for pair in pairs)
     said = found[0]["predicted_s"]
@@ -151,23 +164,23 @@ def meetings(link: str, save_every: int) -> dict[str, Any]:
     }
 
 
-def hidden(link: str) -> dict[str, Any]:
+def hidden(link: str, kind: str) -> dict[str, Any]:
     """Meetings beside steps."""
-    delay = DELAYS[link]
-    every = 2 * (delay + 1) + 6
+    delay, rounds = DELAYS[link]
+    every = 2 * (delay + 1) + 4
     exchange = f"diloco:2:{every}:momentum=0:wire=int8:delay={delay}"
-    found = run(exchange, every * (HIDDEN_ROUNDS + 2), link)
+    found = run(exchange, every * (rounds + 2) + 2, link, kind=kind)
     ratios, crossing, alone = list[float](), list[float](), list[float]()
     for one in found:
-        times = one["steps_s"]
-        for number in range(2, HIDDEN_ROUNDS + 2):
+        for number in range(2, rounds + 2):
             sent = number * every - 1  # the step after which it is sent
-            a = times[sent : sent + delay + 1]
-            b = times[sent + delay + 3 : sent + 2 * delay + 4]
-            if len(b) == len(a):
-                crossing.append(sum(a) / len(a))
-                alone.append(sum(b) / len(b))
-                ratios.append(crossing[-1] / alone[-1])
+            before, during, after = (
+                mean(one["steps_s"][first : first + delay + 1])
+                for first in (sent - every + delay + 4, sent, sent + delay + 4)
+            )
+            crossing.append(during)
+            alone.append((before + after) / 2)
+            ratios.append(crossing[-1] / alone[-1])
     ratio, share = median(ratios), (delay + 1) / every
     return {
         "link": link,
@@ -186,47 +199,61 @@ def hidden(link: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--island", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "island_links.json")
-    options = parser.parse_args()
-    if options.island is not None:
-        exchange, steps, link, out, told = options.island
-        place = {**json.loads(told), "token": os.environ["SHARDLIB_MEETING_TOKEN"]}
-        island(place, exchange, int(steps), link, Path(out))
-        return
-    load = [os.getloadavg()[0]]
-    waited, beside = list[dict[str, Any]](), list[dict[str, Any]]()
+def meeting_part() -> list[dict[str, Any]]:
+    """Meetings that steps wait for, over all links."""
+    found = list[dict[str, Any]]()
     for link, save_every in [*((link, 1000) for link in LINKS), (LINKS[-1], 1)]:
-        waited.append(case := meetings(link, save_every))
+        found.append(case := meetings(link, save_every))
         disk = ", with a checkpoint in every round" if save_every == 1 else ""
         print(
-            f"{link}{disk}: a meeting takes {case['measured_s']:.3f} s, {case['predicted_s']:.3f} s were"
-            f" predicted ({100 * (case['measured_over_predicted'] - 1):+.1f}%)",
+            f"{link}{disk}: a meeting takes {case['measured_s']:.3f} s, {case['predicted_s']:.3f} s"
+            f" were predicted ({100 * (case['measured_over_predicted'] - 1):+.1f}%)",
             flush=True,
         )
+    return found
+
+
+def hidden_part(kind: str) -> list[dict[str, Any]]:
+    """Meetings beside steps, over all links."""
+    found = list[dict[str, Any]]()
     for link in LINKS:
-        beside.append(case := hidden(link))
+        found.append(case := hidden(link, kind))
         print(
-            f"{link}, delay {case['delay']}: steps of {1e3 * case['step_s_alone']:.1f} ms are"
-            f" {100 * (case['crossing_over_alone'] - 1):+.2f}% while a meeting of"
+            f"{link}, delay {case['delay']}: {kind} steps of {1e3 * case['step_s_alone']:.1f} ms"
+            f" are {100 * (case['crossing_over_alone'] - 1):+.2f}% while a meeting of"
             f" {case['meeting_s']:.2f} s crosses, all steps"
             f" {100 * (case['all_steps_over_alone'] - 1):+.2f}%; a step waited"
             f" {1e3 * case['waited_s']:.1f} ms for it",
             flush=True,
         )
-    load.append(os.getloadavg()[0])
-    write(
-        options.out,
-        {
-            "command": "python benchmarks/island_links.py",
-            "load_before_and_after": load,
-            "parameters": 2 * WIDTH * HIDDEN,
-            "meetings": waited,
-            "hidden": beside,
-        },
-    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--island", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "island_links.json")
+    options = parser.parse_args()
+    if options.island is not None:
+        exchange, steps, link, kind, out, told = options.island
+        place = {**json.loads(told), "token": os.environ["SHARDLIB_MEETING_TOKEN"]}
+        island(place, exchange, int(steps), link, kind, Path(out))
+        return
+    for part in options.parts:
+        before = os.getloadavg()[0]
+        cases = meeting_part() if part == "meetings" else hidden_part(part)
+        known = json.loads(options.out.read_text()) if options.out.exists() else {}
+        load = [before, os.getloadavg()[0]]
+        write(
+            options.out,
+            {
+                "command": "python benchmarks/island_links.py",
+                "parameters": 2 * WIDTH * HIDDEN,
+                **{name: known[name] for name in PARTS if name in known},
+                part: {"load_before_and_after": load, "cases": cases},
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -262,6 +262,12 @@ def test_the_first_round_waits_for_all_and_then_for_nobody() -> None:
     assert not table.closes() and 1 in table.waiting, "who comes late waits for the next round"
     table.send(2)
     assert table.closes() and table.close() == [] and table.active == {0, 1, 2}
+    table.gone(2)
+    table.come(2)
+    assert table.active == {0, 1}, "it waits while others are in the round"
+    now[0] = 18.0
+    table.admit()
+    assert table.active == {0, 1, 2}, "but not for ever: they may never send"
 
 
 def test_islands_of_another_run_are_refused() -> None:

@@ -1,8 +1,9 @@
 """Who is in a round, who has sent, and when it closes.
 
 Islands begin a round together. Who comes while one is open waits for the next, so that nobody waits
-for somebody who has just begun; where too few are in a round for its quorum, it takes them in. An
-island that sends nothing until the timeout is left out, and enters again once it is back.
+for somebody who has just begun; where too few are in a round for its quorum, or they have waited
+for `gather_s`, it takes them in. An island that sends nothing until the timeout is left out, and
+enters again once it is back.
 
 >>> from shardlib.servers.rounds.settings import Rounds
 >>> now = [0.0]
@@ -64,7 +65,8 @@ class Attendance:
     def admit(self) -> None:
         """Takes in who waits, where it is time to."""
         if self.active or self.sent:
-            ready = len(self.active | self.sent) < self.rounds.quorum
+            short = len(self.active | self.sent) < self.rounds.quorum
+            ready = short or self.gathered()  # those who are in it may never send
         else:
             all_there = len(self.waiting) >= self.islands
             ready = all_there or (self.gathered() and len(self.waiting) >= self.rounds.quorum)
@@ -73,7 +75,9 @@ class Attendance:
             self.waiting.clear()
 
     def gathered(self) -> bool:
-        """Whether islands that have come have waited long enough for the others."""
+        """Whether islands that have come have waited long enough for the others, or for the open
+        round to close.
+        """
         oldest = min(self.waiting.values(), default=self.now())
         return self.now() - oldest >= self.rounds.gather_s
 
