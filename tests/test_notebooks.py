@@ -58,4 +58,5 @@ def test_notebook_is_clean(path: Path):
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
     used = {name for cell in cells for name in re.findall(r"\bshardlib\.(\w+)", cell.source)}
     assert used and used <= set(shardlib.__all__)
-    assert not any(re.search(r"from shardlib|import shardlib\.", cell.source) for cell in cells)
+    hidden = r"from shardlib(?! import servers\b)|import shardlib\."  # docs/islands.md
+    assert not any(re.search(hidden, cell.source) for cell in cells)
