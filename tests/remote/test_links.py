@@ -64,7 +64,7 @@ def test_a_meeting_over_a_relay_takes_what_was_said(server: Listening) -> None:
         said = meeting_seconds(one.exchange, OUTLINE, link)
         assert meeting_bytes(one.exchange, OUTLINE) == 100_000 + 512
         assert said == pytest.approx(2 * 100_512 / 1e6 + 0.06)
-        assert 0.97 * said < took < 1.5 * said, "a busy machine takes longer"
+        assert 0.97 * said < took < 3 * said, "a busy machine takes longer"
         relay.stall(0.5)
         began = time.monotonic()
         both(one, two)
@@ -107,3 +107,16 @@ def test_strangers_are_refused_and_the_others_go_on(server: Listening) -> None:
     one.leave()
     both(two)
     two.leave()
+    with pytest.raises(shardlib.LaunchError, match="was closed here"):
+        two.enter(first)
+
+
+def test_who_waits_for_others_can_leave(server: Listening) -> None:
+    one, two = island(server.port, 0), island(server.port, 1)
+    entered_all(first, one, two)
+    waiting = one.send(lambda: [np.zeros(25_000, np.float32)])
+    time.sleep(0.2)
+    one.close()
+    with pytest.raises(shardlib.LaunchError, match="was closed here"):
+        waiting.result()
+    two.close()

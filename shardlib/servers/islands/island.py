@@ -13,7 +13,7 @@ import numpy as np
 
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import StateError
+from shardlib.errors import LaunchError, StateError
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.jax_types import Metrics
 from shardlib.lowering.islands.halves import name_of, with_trained
@@ -144,7 +144,10 @@ class Island:
         """
         if self._crossing is not None:
             state, _ = self._taken(state, again=False)
-        self.exchanging.leave()
+        try:
+            self.exchanging.leave()
+        except LaunchError as error:  # the state is worth more
+            self._note(f"island {self.number} cannot say that it leaves: {error}")
         return state
 
     def outer(self, state: TrainState) -> TrainState:

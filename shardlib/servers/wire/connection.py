@@ -96,6 +96,8 @@ class Connection:
     def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
         until = time.monotonic() + self.patience_s
         while True:
+            if self._closed:
+                raise LaunchError(f"the connection to server {self.server} was closed here")
             try:
                 stream = self._connected()
                 send(stream, ask.to_json(), arrays)
@@ -105,8 +107,6 @@ class Connection:
                 raise LaunchError(f"server {self.server} is a stranger: {error}") from error
             except (OSError, FrameError, json.JSONDecodeError) as error:
                 self._drop()
-                if self._closed:
-                    raise LaunchError("the connection was closed here") from error
                 if time.monotonic() > until:
                     raise LaunchError(
                         f"server {self.server} has not answered for {self.patience_s:g} s: {error}"
