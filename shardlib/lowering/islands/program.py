@@ -19,13 +19,14 @@ from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.values import Meets, Several
-from shardlib.lowering.islands.checks import require_islands, require_rows
+from shardlib.lowering.islands.checks import require_islands
 from shardlib.lowering.islands.meeting.meeting import Meeting
 from shardlib.lowering.islands.meeting.meetings import mean_parameters, meetings_of, replaced
 from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
 from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
 from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of
+from shardlib.lowering.program.checks.other_batch import require
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.donated import require_present
@@ -278,13 +279,10 @@ class IslandsProgram:
         return mean_parameters(self.meetings[0], [stacked(one, self.mesh) for one in trained])
 
     def _parts(self, batch: Tree) -> tuple[Tree, ...]:
-        wanted = self.programs[0].batch
-        if jax.tree.structure(batch) == jax.tree.structure(wanted):
-            require_rows(batch, self.dims, len(self.programs))
-            folded = any(isinstance(dim, Fold) for dim in self.dims.values())
-            placed = () if folded else placed_parts(batch, self.rows, self.batch)
-            return placed or parts(batch, self.dims, len(self.programs))
-        return (batch,) * len(self.programs)  # whose first program says what is wrong
+        require(batch, self.rows)
+        folded = any(isinstance(dim, Fold) for dim in self.dims.values())
+        placed = () if folded else placed_parts(batch, self.rows, self.batch)
+        return placed or parts(batch, self.dims, len(self.programs))
 
     def _partition(self, params: Tree) -> Tree:
         return self.programs[0].model.partition.trained(params)

@@ -13,20 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
 
 from shardlib.annotation.model import UserLoss, UserModule
 from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import BatchError, PlanError, raise_all
+from shardlib.errors import PlanError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leaves
-from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
-from shardlib.lowering.program.checks.other_batch import refuse
+from shardlib.lowering.program.checks.other_batch import require
 from shardlib.lowering.program.evaluation import Evaluation
 from shardlib.lowering.program.lowered import LoweredProgram, shardings_of
 from shardlib.lowering.program.step import nothing_kept
@@ -34,7 +32,6 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import given as given_batch
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
-from shardlib.lowering.runtime.random_keys import dtype_of
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.untrusted.arguments import read_seed
 
@@ -95,7 +92,7 @@ class Program(LoweredProgram):
                 # its arrays are taken over one by one: half of them would be gone before one does
                 # not fit
             )
-        self._require_batch(batch)
+        require(batch, self.batch)
         several = self._several
         try:
             if several is None:
@@ -165,28 +162,8 @@ class Program(LoweredProgram):
             BatchError: tree, shapes or dtypes differ from the batch that was traced; all arrays
                 concerned are listed.
         """
-        self._require_batch(batch)
+        require(batch, self.batch)
         return placed_batch(batch, self.batch)
-
-    def _require_batch(self, batch: Tree) -> None:
-        """Refuses a batch that is not the one that was traced; see `put`."""
-        expected, structure = jax.tree_util.tree_flatten_with_path(self.batch)
-        if jax.tree.structure(batch) != structure:
-            refuse(batch, self.batch)
-        leaves = jax.tree.leaves(batch)
-        failures = [
-            f"{shardings.batch_path(path)}: found {found}, compiled for"
-            f" {asked.dtype}{list(asked.shape)}"
-            for (path, asked), leaf in zip(expected, leaves, strict=True)
-            if (found := _mismatch(leaf, asked))
-        ]
-        if failures:
-            raise_all(
-                BatchError,
-                "the batch is not the one that the program was compiled for",
-                failures,
-                hint="compile again for these shapes, or pad the batch",
-            )
 
     @property
     def stored(self) -> frozenset[str]:
@@ -278,14 +255,3 @@ class Program(LoweredProgram):
         require_state(asked, state)
         require_present(asked, state.inference)
         require_own(asked, state.inference, self.state.inference, laid_out=False)
-
-
-def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
-    """What a leaf is, where that is not what was asked; 64-bit host numbers stand for what JAX
-    makes of them.
-    """
-    shape = tuple(np.shape(leaf))
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    if shape == tuple(asked.shape) and dtype_of(leaf) == asked.dtype:
-        return ""
-    return f"{dtype}{list(shape)}"

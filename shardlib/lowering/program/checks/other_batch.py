@@ -1,28 +1,49 @@
-"""What is wrong with a batch that is another tree than the one a program was compiled for."""
+"""What is wrong with a batch that is not the one that a program was compiled for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
 from shardlib.lowering.mesh.shardings import batch_path
+from shardlib.lowering.runtime.random_keys import dtype_of
 from shardlib.untrusted import fit, printable
 
 #: Names that a message lists of each kind.
 MOST = 20
+#: How messages begin.
+OTHER = "the batch is not the one that the program was compiled for"
 
 
-def refuse(batch: Tree, asked: Tree) -> None:
-    """Says which arrays are missing and which are too much.
+def require(batch: Tree, asked: Tree) -> None:
+    """Refuses a batch that is not the one that a program was compiled for.
 
     Args:
         batch: what was given.
-        asked: abstract, of another tree.
+        asked: abstract.
 
     Raises:
-        BatchError: always.
+        BatchError: tree, shapes or dtypes differ; all arrays concerned are listed.
     """
+    expected, structure = jax.tree_util.tree_flatten_with_path(asked)
+    if jax.tree.structure(batch) != structure:
+        _refuse(batch, asked)
+    failures = [
+        f"{batch_path(path)}: found {found}, compiled for {one.dtype}{list(one.shape)}"
+        for (path, one), leaf in zip(expected, jax.tree.leaves(batch), strict=True)
+        if (found := _mismatch(leaf, one))
+    ]
+    if failures:
+        hint = "compile again for these shapes, or pad the batch"
+        raise_all(BatchError, OTHER, failures, hint=hint)
+
+
+def _refuse(batch: Tree, asked: Tree) -> None:
+    """Says which arrays are missing and which are too much."""
     given, wanted = _named(batch), _named(asked)
     failures = [
         f"{name} is missing, {leaf.dtype}{list(leaf.shape)}"
@@ -35,7 +56,7 @@ def refuse(batch: Tree, asked: Tree) -> None:
     more = len(failures) - MOST
     raise_all(
         BatchError,
-        "the batch is not the one that the program was compiled for",
+        OTHER,
         [*failures[:MOST], *([f"{more:,} more"] if more > 0 else [])],
         hint="give the step the arrays that the program was compiled for, or compile again for"
         " these",
@@ -54,3 +75,14 @@ def _containers(batch: Tree) -> str:
     """A batch as containers, whose arrays are stars."""
     text = str(jax.tree.structure(batch)).removeprefix("PyTreeDef(").removesuffix(")")
     return fit(printable(text), 300)
+
+
+def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
+    """What a leaf is, where that is not what was asked; 64-bit host numbers stand for what JAX
+    makes of them.
+    """
+    shape = tuple(np.shape(leaf))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if shape == tuple(asked.shape) and dtype_of(leaf) == asked.dtype:
+        return ""
+    return f"{dtype}{list(shape)}"
