@@ -1,6 +1,6 @@
 """Is what islands move at a meeting, by the real compilers, what was planned?
 
-    python benchmarks/island_meetings.py
+    python benchmarks/island_meetings.py [--only TEXT]
 
 Two layers of width 512 on islands of TPU slices, GPU nodes and simulated devices; the step of one
 island and the meeting of all are compiled ahead of time (`shardlib.verify`). Bytes are those that a
@@ -10,6 +10,7 @@ program. Stored for each version of JAX.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -106,14 +107,19 @@ def row(topology: str, exchange: str, pin: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the cases and stores them."""
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
-        rows.append(row(*case))
-        print(json.dumps(rows[-1]), flush=True)
-    write(
-        RESULTS / f"island_meetings_jax-{jax.__version__}.json",
-        {"benchmark": "island_meetings", "rows": rows},
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", default="", help="exchanges with this text; other rows stay")
+    args = parser.parse_args()
+    out = RESULTS / f"island_meetings_jax-{jax.__version__}.json"
+    stored = json.loads(out.read_text())["rows"] if args.only else []
+    rows = {(one["topology"], one["exchange"]): one for one in stored}
+    for case in CASES:
+        if args.only in case[1]:
+            found = rows[case[:2]] = row(*case)
+            print(json.dumps(found), flush=True)
+    write(out, {"benchmark": "island_meetings", "rows": [*rows.values()]})
 
 
 if __name__ == "__main__":

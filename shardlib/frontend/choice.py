@@ -116,7 +116,13 @@ def searched(
     if not isinstance(found.exchange, Exact):
         require_carried(model, found, found.exchange)
     found = _asked_of_islands(found, model)
-    return model, found.with_findings(*islands_instead(found, machine), *model.model.findings)
+    rows = [
+        shape[axes.index("batch")]
+        for _, shape, _, axes in model.traced.problem.batch
+        if "batch" in axes
+    ]
+    instead = islands_instead(found, machine, rows)
+    return model, found.with_findings(*instead, *model.model.findings)
 
 
 def _asked_of_islands(plan: Plan, model: TracedModel) -> Plan:

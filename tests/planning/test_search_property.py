@@ -17,8 +17,11 @@ from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 
-#: One chip, prime numbers of chips, one fast domain, and several.
-MACHINES = ("cpu:1", "cpu:3", "h100:2", "h100:3", "h100:4", "3*h100:1", "2*h100:2", "v5e:2x2")
+#: One chip, prime numbers of chips, one fast domain, several, and some that a slow link joins.
+MACHINES = (
+    *("cpu:1", "cpu:3", "h100:2", "h100:3", "h100:4", "3*h100:1", "2*h100:2", "v5e:2x2"),
+    *("2@10gbit-1ms*h100:2", "2@100gbit-0.01ms*h100:2", "2@1gbit-20ms*2*h100:1"),
+)
 SIZES = st.sampled_from((6, 16, 30, 512, 2048))
 
 

@@ -97,7 +97,7 @@ def _idle_devices(plan: PlanData, topology: Topology, most: int) -> list[Finding
                 code="idle-devices",
                 severity="info",
                 message=(
-                    f"{said}with {best.mesh.devices} a step would take"
+                    f"{said}with {best.mesh.devices} ({best.mesh}) a step would take"
                     f" {best.step_seconds / plan.estimate.step_seconds:.2f} times as long"
                 ),
                 hint="a larger batch, or a smaller machine",

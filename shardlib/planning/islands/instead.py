@@ -8,7 +8,7 @@ never chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
@@ -28,11 +28,15 @@ from shardlib.report import Finding
 TOLD = 0.05
 #: Islands that are spoken of at most.
 MOST_ISLANDS = 64
+#: Steps between meetings that are spoken of at most: more were not published (arXiv:2311.08105).
+MOST_EVERY = 500
 #: Axes that islands take the place of.
 EXACT_AXES = ("data", "fsdp")
 
 
-def islands_instead(plan: PlanData, machine: Topology) -> tuple[Finding, ...]:
+def islands_instead(
+    plan: PlanData, machine: Topology, rows: Collection[int]
+) -> tuple[Finding, ...]:
     """A finding where more than a twentieth of a step waits for what data and fsdp move over the
     slowest links, or where a plan leaves parts of the machine out because of them: with islands
     neither has to be.
@@ -40,6 +44,7 @@ def islands_instead(plan: PlanData, machine: Topology) -> tuple[Finding, ...]:
     Args:
         plan: of one island.
         machine: that it is for.
+        rows: of the arrays of the batch.
     """
     inner = _inside(plan, machine)
     if inner is None or not isinstance(plan.exchange, Exact):
@@ -51,8 +56,9 @@ def islands_instead(plan: PlanData, machine: Topology) -> tuple[Finding, ...]:
     if not 2 <= islands <= MOST_ISLANDS or not (left_out or waits > TOLD * step):
         return ()
     rest = step / islands if left_out else step - waits
-    ways = list(_ways(plan, inner, machine, islands, rest))
-    if not ways:
+    odd = [size for size in rows if size % islands]
+    ways = [] if odd else list(_ways(plan, inner, machine, islands, rest))
+    if not ways and not odd:
         return ()
     why = (
         f"{islands - 1} of {islands} parts of the machine are left out, since a step over the"
@@ -67,10 +73,17 @@ def islands_instead(plan: PlanData, machine: Topology) -> tuple[Finding, ...]:
             severity="info",
             where=f"{islands} islands",
             message=(
-                f"{why}. Between {islands} islands, which change what is computed, a step with"
+                f"{why}. {islands} islands would not wait for it, but {odd[0]} rows do not divide"
+                " among them"
+                if odd
+                else f"{why}. Between {islands} islands, which change what is computed, a step with"
                 f" {'; with '.join(ways)}"
             ),
-            hint="plan.why_not(exchange=...) plans one; docs/islands.md says what it computes",
+            hint=(
+                f"a number of rows that {islands} divides"
+                if odd
+                else "plan.why_not(exchange=...) plans one; docs/islands.md says what it computes"
+            ),
         ),
     )
 
@@ -125,11 +138,13 @@ def _ways(
 def _that_hides(
     plan: PlanData, inner: MeshShape, machine: Topology, islands: int, step: float
 ) -> DiLoCo | None:
-    """Islands that meet as often as they can without waiting for what crosses."""
+    """Islands that meet as often as they can without waiting for what crosses; None where that is
+    too seldom.
+    """
     one = DiLoCo(islands=islands, every=1, delay=1)
     longest = max(_met(plan, inner, machine, one).beside, default=0.0)
     every = math.ceil(longest / step)
-    return replace(one, every=every, delay=every) if every else None
+    return replace(one, every=every, delay=every) if 0 < every <= MOST_EVERY else None
 
 
 def _met(plan: PlanData, inner: MeshShape, machine: Topology, exchange: Several) -> Meetings:

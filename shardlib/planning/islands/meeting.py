@@ -10,8 +10,8 @@ ZeRO an island's devices exchange a shard each. A meeting is, per device:
     update        of the shard: reads and writes of the device's memory
 
 All of it is exposed: steps wait for the parameters. With a delay each device sends its shard to
-those in its place on all other islands (an all-gather in bytes), beside as many steps; what takes
-longer than these is exposed.
+those in its place on all other islands, in the time of an all-gather, beside as many steps; what
+takes longer than these is exposed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlib.axes import ISLAND, MESH_AXES, MeshShape
 from shardlib.collective import Collective
@@ -96,18 +96,16 @@ def meetings(
     trained = [one for one in parameters if one.trained]
     mesh = MeshShape(island=exchange.islands, **inner)
     each = _each(trained, inner, exchange)
-    listed = [
-        Collective(
-            kind=kind,
-            axes=axes,
-            bytes=size,
-            every=exchange.period,
-            seconds=group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine),
-            cause=cause,
-        )
-        for moved, _ in each
-        for kind, axes, size, cause in moved
-    ]
+
+    def one(kind: str, axes: tuple[str, ...], size: int, cause: str) -> Collective:
+        found = Collective(kind=kind, axes=axes, bytes=size, every=exchange.period, cause=cause)
+        if _delayed(exchange) and ISLAND.name in axes:  # copies to all others at once
+            kind, size = "all-gather", size * exchange.islands
+            found = replace(found, count=exchange.islands - 1)
+        seconds = group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine)
+        return replace(found, seconds=seconds)
+
+    listed = [one(*moved) for every, _ in each for moved in every]
     updates = sum(touched for _, touched in each) / machine.chip.hbm_bytes_per_s
     delayed = _delayed(exchange)
     launches = len(each) * (PROGRAMS if delayed else 1) * machine.chip.launch_s
@@ -201,7 +199,7 @@ def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Mov
         return [("collective-permute", over, size, "parameters of neighbours")] * exchange.heard
     sizes = [part.elements(part.parameter.state, inner) for part in fragment]
     if exchange.delay:
-        return [("all-gather", over, exchange.islands * _sent(fragment, inner, exchange), OUTER)]
+        return [("collective-permute", over, _sent(fragment, inner, exchange), OUTER)]
     size = wire_bytes(exchange.wire, padded(exchange.wire, sizes, exchange.islands))
     if exchange.wire == "float32":
         return [("all-reduce", over, size, OUTER)]

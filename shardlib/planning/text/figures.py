@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Estimate
+from shardlib.exchanges.diloco import DiLoCo
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.units.quantity import bar, bytes_text, clip, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned, and_more
@@ -206,4 +207,11 @@ def meetings_section(plan: PlanData) -> str:
         f" {seconds_text(one.seconds)}"
         for one in met
     )
-    return f"Every {met[0].every} steps a meeting, all of it exposed: {told}" if met else ""
+    if not met:
+        return ""
+    exchange, every = plan.exchange, met[0].every
+    waits = "all of it exposed"
+    if isinstance(exchange, DiLoCo) and exchange.delay:
+        some = seconds_text(plan.estimate.seconds.exchange * every)
+        waits = f"of which steps wait for {some}, as {exchange.delay} hide what crosses"
+    return f"Every {every} steps a meeting, {waits}: {told}"
