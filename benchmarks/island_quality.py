@@ -64,6 +64,8 @@ WAYS: tuple[tuple[str, str, str], ...] = (
     ("exact", "sgd", "exact"),
     ("top 0.1%", "sgd", "compressed:4:topk:density=0.001:momentum=0.9:warm_up=400"),
     ("diloco, every 32, momentum 0.6", "adamw", "diloco:4:32:momentum=0.6"),
+    ("diloco, every 32, momentum 0.4", "adamw", "diloco:4:32:momentum=0.4"),
+    ("diloco, every 32, rate 0.9, momentum 0.5", "adamw", "diloco:4:32:rate=0.9:momentum=0.5"),
     ("diloco, every 32, int8", "adamw", "diloco:4:32:wire=int8"),
     ("diloco, every 32, delay 8", "adamw", "diloco:4:32:delay=8"),
     ("diloco, every 32, rate 1, momentum 0", "adamw", "diloco:4:32:rate=1:momentum=0"),
