@@ -102,7 +102,8 @@ def priced_space(
     rooms, runs = _explorers(load, topology, pins, rules, wanted, any_plan=any_plan)
     apart = within_slow_links(topology)
     if ranking is None and not any_plan:
-        explore([explorer for devices, explorer in runs if devices == apart], apart)
+        if apart:
+            explore([explorer for devices, explorer in runs if devices == apart], apart)
         most = max(devices for devices, _ in runs)
         together = [explorer for devices, explorer in runs if 0 < devices == most]
         if together and together[0].is_small(most):  # its plan may exclude all others at once
