@@ -247,5 +247,8 @@ def test_a_meeting_by_hand_is_refused() -> None:
     with pytest.raises(shardlib.StateError, match="arrives 3 steps later"):
         made.meet(made.init(0))
     plain: Any = small("two", exchange="diloco:2:4")
-    with pytest.raises(shardlib.StateError, match="on the way"):
-        made.step(plain.init(0), small_rows(0))
+    for program, other in ((made, plain), (plain, made)):
+        state = other.init(0)
+        with pytest.raises(shardlib.StateError, match="on the way"):
+            program.step(state, small_rows(0))
+        other.step(state, small_rows(0))  # it was not taken over

@@ -38,7 +38,7 @@ from shardlib.checkpointing.tree import compared, fitted, named_leaves, spec_of
 from shardlib.errors import CheckpointError
 from shardlib.lowering.islands.compression.program import CompressedProgram
 from shardlib.lowering.islands.stacked import local
-from shardlib.lowering.islands.start import streams_of
+from shardlib.lowering.islands.start import streams_of, zeros
 from shardlib.lowering.islands.state import IslandsState, ResidualState, outer_of
 from shardlib.lowering.islands.stored import mesh_of_islands, on_all
 from shardlib.lowering.program.program import Program
@@ -204,7 +204,7 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
     if source.keeps:
         momentum = dict(source.read({name: f"outer.momentum.{name}" for name in wanted}, wanted))
     else:
-        momentum = {name: _zeros(leaf) for name, leaf in wanted.items()}
+        momentum = {name: zeros(leaf) for name, leaf in wanted.items()}
     return replace(
         like.exchange,
         step=np.int32(step),
@@ -217,7 +217,3 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
 def _copied(array: jax.Array, leaf: Tree) -> jax.Array:
     """The array as another is, in a buffer of its own."""
     return jax.jit(lambda x: jnp.copy(x.astype(leaf.dtype)), out_shardings=leaf.sharding)(array)
-
-
-def _zeros(leaf: Tree) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

@@ -7,7 +7,6 @@ did not send, or what is on the way: what is still to come is as much as before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import ISLAND
 from shardlib.checkpointing.elastic.origins import combined
 from shardlib.checkpointing.elastic.source import Source
+from shardlib.lowering.islands.start import zeros
 from shardlib.lowering.islands.state import FlyingState, IslandsState, ResidualState
 
 
@@ -54,10 +54,7 @@ def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict
     flying = like.exchange
     if not isinstance(flying, FlyingState):
         return {}
-    first = [
-        jax.jit(partial(jnp.zeros, one.shape, one.dtype), out_shardings=one.sharding)()
-        for one in flying.sent
-    ]
+    first = [zeros(one) for one in flying.sent]
     sent, at, place = _means(source, "sent", names, first, len(like.islands)), 0, "outer.sent_at"
     if sent is not first and place in source.about.arrays:
         at = dict(source.read({place: place}, {place: flying.sent_at}))[place]

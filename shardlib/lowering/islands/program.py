@@ -25,7 +25,7 @@ from shardlib.lowering.islands.meeting.meetings import mean_parameters, meetings
 from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
 from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
 from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
-from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of
+from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of, require_arrived
 from shardlib.lowering.program.checks.other_batch import require
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.traced_loss import LossJaxpr
@@ -85,8 +85,7 @@ class IslandsProgram:
         return tuple(dict.fromkeys((*self.plan.findings, *self.programs[0].findings)))
 
     def init(self, seed: int = 0) -> IslandsState:
-        """Makes the state before the first step: parameters alike on all islands, random streams
-        others on each.
+        """Makes the state before the first step: alike on all islands, but for random streams.
 
         Args:
             seed: of the random streams of the constructor, 0 to 2**31 - 1.
@@ -97,11 +96,10 @@ class IslandsProgram:
         return self.begun(tuple(program.init(seed) for program in self.programs))
 
     def begun(self, states: tuple[TrainState, ...]) -> IslandsState:
-        """The state before the first step, of states of the islands that are alike: their models
-        get random streams of their own.
+        """The state before the first step: models get random streams of their own.
 
         Args:
-            states: of the islands; they are taken over.
+            states: of the islands, alike; they are taken over.
         """
         own = tuple(streams_of(number, state) for number, state in enumerate(states))
         return IslandsState(islands=own, exchange=self._first(own), trained=self.trained)
@@ -120,7 +118,7 @@ class IslandsProgram:
             StateError: the state is none of islands, or was donated.
             BatchError: the batch is not the one that the program was compiled for.
         """
-        require_islands(state, len(self.programs))
+        self._require(state)
         mine = batch.islands if isinstance(batch, IslandBatches) else self._parts(batch)
         done = [
             program.step(one, rows)
@@ -252,6 +250,11 @@ class IslandsProgram:
         """How islands that train apart meet."""
         assert not isinstance(self.exchange, Compressed)
         return self.exchange
+
+    def _require(self, state: IslandsState) -> None:
+        """Refuses a state of another exchange, before a step takes it over."""
+        require_islands(state, len(self.programs))
+        require_arrived(outer_of(state))
 
     def _between(self, state: IslandsState, step: int) -> IslandsState:
         """The state after what islands do between a step and the next."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.islands.state import OuterState, ResidualState
 from shardlib.lowering.runtime.random_keys import is_key
 from shardlib.lowering.runtime.state import TrainState
@@ -87,6 +89,15 @@ def first_outer(
     params = _parameters(mesh, states, trained) if trained else []
     zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in params]
     return OuterState(step=np.int32(0), params=params, momentum=zeros)
+
+
+def zeros(leaf: Tree) -> jax.Array:
+    """An array of zeros.
+
+    Args:
+        leaf: abstract, with its sharding.
+    """
+    return jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
 def bytes_of(outer: OuterState | ResidualState) -> int:

@@ -108,6 +108,22 @@ def outer_of(state: IslandsState) -> OuterState:
     return state.exchange
 
 
+def require_arrived(outer: OuterState) -> None:
+    """Refuses what is outer of islands that meet with a delay: what is on the way would be lost.
+
+    Args:
+        outer: of a state.
+
+    Raises:
+        StateError: it is of such islands.
+    """
+    if isinstance(outer, FlyingState):
+        raise StateError(
+            "the state has what is on the way between islands, and the program meets without a"
+            " delay\nTry: program.init(), or a checkpoint, which goes on as this exchange"
+        )
+
+
 class IslandMetrics(Mapping[str, np.ndarray]):
     """Metrics of a step: the mean over islands, taken when it is asked for, so that no number
     crosses and a step does not wait.

@@ -88,16 +88,21 @@ def islands_instead(
     )
 
 
-def _inside(plan: PlanData, machine: Topology) -> MeshShape | None:
-    """The mesh within a part of the machine, of those that its slowest links join; None where these
-    are no network, or other axes than data and fsdp lie on them.
-    """
+def _outside(plan: PlanData, machine: Topology) -> dict[str, int]:
+    """How many ways of each mesh axis lie on the slowest links of the machine."""
     spans = place(plan.mesh, machine, plan.axis_order) or {}
-    outside = {
+    return {
         axis: math.prod(span.ways for span in parts if span.tier == 0)
         for axis, parts in spans.items()
         if any(span.tier == 0 for span in parts)
     }
+
+
+def _inside(plan: PlanData, machine: Topology) -> MeshShape | None:
+    """The mesh within a part of the machine, of those that its slowest links join; None where these
+    are no network, or other axes than data and fsdp lie on them.
+    """
+    outside = _outside(plan, machine)
     if machine.tiers[0].kind != "network" or len(machine.tiers) == 1:
         return None
     if not {*outside} <= {*EXACT_AXES}:
@@ -107,8 +112,7 @@ def _inside(plan: PlanData, machine: Topology) -> MeshShape | None:
 
 def _waits(plan: PlanData, machine: Topology) -> tuple[float, int]:
     """Seconds that a step waits for the slowest links, and bytes that cross them."""
-    spans = place(plan.mesh, machine, plan.axis_order) or {}
-    slow = {axis for axis, parts in spans.items() if any(span.tier == 0 for span in parts)}
+    slow = {*_outside(plan, machine)}
     crossing = [c for c in plan.estimate.collectives if slow & {*c.axes}]
     seconds = sum(c.seconds for c in crossing)
     return min(seconds, plan.estimate.seconds.exposed), sum(c.total_bytes for c in crossing)

@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlib.errors import LaunchError, ShardlibError
+from shardlib.errors import LaunchError
 from shardlib.servers.rounds.holding import Last
 from shardlib.servers.rounds.service import RoundService
 from shardlib.servers.rounds.settings import Rounds, Short
 from shardlib.servers.rounds.stored import FILE
 from shardlib.servers.server.listening import Listening
-from shardlib.servers.server.stored import write
+from shardlib.servers.server.process import run, serve
 from shardlib.untrusted import Form, construct, parse_json
 
 #: Variables of the environment.
@@ -97,14 +95,7 @@ def main(folder: Path) -> None:
         service=service, secret=os.environ[TOKEN], host=settings.host, wanted=settings.port
     )
 
-    def end(*_: Any) -> None:
-        listening.close()
-
-    signal.signal(signal.SIGTERM, end)
-    where = {"host": settings.host, "port": listening.port, "pid": os.getpid()}
-    write(folder / ADDRESS, json.dumps(where).encode())
-    listening.serve()
-    service.save()
+    serve(listening, service, folder / ADDRESS)
 
 
 def _line(path: Path, data: dict[str, Any]) -> None:
@@ -113,8 +104,4 @@ def _line(path: Path, data: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except ShardlibError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    run(main)

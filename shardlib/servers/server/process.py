@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.exchanges.asynchronous import Asynchronous, Rule
@@ -22,6 +23,14 @@ from shardlib.untrusted import Form, construct, parse_json
 
 #: Variables of the environment.
 SETTINGS, SECRET = "SHARDLIB_SERVER", "SHARDLIB_SECRET"
+
+
+class Saves(Protocol):
+    """What keeps a checkpoint."""
+
+    def save(self) -> object:
+        """Writes it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +100,40 @@ def main(folder: Path) -> None:
     service = service_of(settings, folder)
     listening = Listening(service=service, secret=os.environ[SECRET], host=settings.host)
 
+    serve(listening, service, address_file(folder, settings.server))
+
+
+def serve(listening: Listening, service: Saves, address: Path) -> None:
+    """Serves until the process is ended; SIGTERM saves first.
+
+    Args:
+        listening: for the service.
+        service: is saved at the end.
+        address: file that says where it listens, and its pid.
+    """
+
     def end(*_: Any) -> None:
         listening.close()
 
     signal.signal(signal.SIGTERM, end)
-    where = {"host": settings.host, "port": listening.port, "pid": os.getpid()}
-    write(address_file(folder, settings.server), json.dumps(where).encode())
+    where = {"host": listening.host, "port": listening.port, "pid": os.getpid()}
+    write(address, json.dumps(where).encode())
     listening.serve()
     service.save()
 
 
-if __name__ == "__main__":
+def run(main: Callable[[Path], None]) -> None:
+    """Runs a server for the folder that the command line names; an error is one line.
+
+    Args:
+        main: takes the folder.
+    """
     try:
         main(Path(sys.argv[1]))
     except ShardlibError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    run(main)

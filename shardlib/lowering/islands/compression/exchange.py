@@ -18,6 +18,7 @@ from shardlib.lowering.islands.compression.low_rank import low_rank
 from shardlib.lowering.islands.compression.matrices import Gradient
 from shardlib.lowering.islands.compression.sparse import largest
 from shardlib.lowering.islands.stacked import stacked_shape, stacked_sharding
+from shardlib.lowering.islands.start import zeros
 from shardlib.lowering.mesh.pinning import held
 
 #: An array for each trained parameter.
@@ -83,9 +84,6 @@ class GradientExchange:
         same for every mesh.
         """
         _, residual, momentum, factors = self.arguments()
-
-        def zeros(leaf: Tree) -> jax.Array:
-            return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
         def drawn(number: int, leaf: Tree) -> jax.Array:
             def draw() -> jax.Array:

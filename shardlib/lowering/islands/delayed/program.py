@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.errors import StateError
 from shardlib.exchanges.diloco import DiLoCo
+from shardlib.lowering.islands.checks import require_islands
 from shardlib.lowering.islands.delayed.arriving import Arriving
 from shardlib.lowering.islands.delayed.call import IslandCall
-from shardlib.lowering.islands.delayed.flights import Flights
+from shardlib.lowering.islands.delayed.flights import Flights, delivered
 from shardlib.lowering.islands.delayed.sending import Packing, Sending
 from shardlib.lowering.islands.meeting.meeting import Shared
 from shardlib.lowering.islands.meeting.meetings import replaced, shared_of
@@ -28,6 +29,7 @@ from shardlib.lowering.islands.stacked import (
     stacked_sharding,
     unstacked,
 )
+from shardlib.lowering.islands.start import zeros
 from shardlib.lowering.islands.state import FlyingState, IslandsState, OuterState
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -77,6 +79,10 @@ class DelayedProgram(IslandsProgram):
     def _flights(self) -> Flights:
         return Flights()
 
+    def _require(self, state: IslandsState) -> None:
+        require_islands(state, len(self.programs))
+        flying_of(state)
+
     def _between(self, state: IslandsState, step: int) -> IslandsState:
         """What is done after a step: what has arrived, and what is sent."""
         flying = flying_of(state)
@@ -114,12 +120,9 @@ class DelayedProgram(IslandsProgram):
             return replace(state, exchange=nothing)
         calls = self.calls[fragment]
         places = [one.place for one in calls[0][0].about]
-        rows = self._flights.land(outer.sent[places[0]])
-        if not rows:
-            self._flights.start(
-                outer.sent[places[0]], self._rows(calls, self._apart(outer.sent, places))
-            )
-            rows = self._flights.land(outer.sent[places[0]])
+        rows = self._flights.land(outer.sent[places[0]]) or delivered(
+            self._rows(calls, self._apart(outer.sent, places))
+        )
         outers = [
             (self._local(outer.params, places, k), self._local(outer.momentum, places, k))
             for k in range(len(calls))
@@ -187,12 +190,7 @@ class DelayedProgram(IslandsProgram):
 
     def _first(self, states: tuple[TrainState, ...]) -> FlyingState:
         outer: OuterState = super()._first(states)
-        sent = [
-            jax.jit(
-                lambda like=like: jnp.zeros(like.shape, like.dtype), out_shardings=like.sharding
-            )()
-            for like in self._kept().sent
-        ]
+        sent = [zeros(one) for one in self._kept().sent]
         return FlyingState(**vars(outer), sent=sent, sent_at=np.int32(0))
 
 
