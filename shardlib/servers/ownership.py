@@ -13,30 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from shardlib.exchanges.parts import Part
+
 #: Elements of parameters, flat, by path: those that a server owns.
 Flat = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Elements of one parameter.
-
-    Attributes:
-        path: dotted path of the parameter.
-        start: the first of its elements.
-        stop: the one behind the last.
-    """
-
-    path: str
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"{self.path}[{self.start}:{self.stop}]"
 
 
 def owned(sizes: Mapping[str, int], servers: int) -> tuple[tuple[Part, ...], ...]:

@@ -15,6 +15,7 @@ from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import LaunchError, StateError
 from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges.parts import Part
 from shardlib.jax_types import Metrics
 from shardlib.lowering.islands.halves import name_of, with_trained
 from shardlib.lowering.islands.start import streams_of
@@ -24,7 +25,6 @@ from shardlib.processes.ranks import is_first, whole
 from shardlib.report import Finding
 from shardlib.servers.islands.exchanging import Crossed, Exchanging, Met
 from shardlib.servers.islands.on_device import copies, mixed, runs
-from shardlib.servers.ownership import Part
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

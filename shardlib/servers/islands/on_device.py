@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.exchanges.parts import Part
 from shardlib.jax_types import Value
 from shardlib.processes.ranks import whole
-from shardlib.servers.ownership import Part
 
 
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.servers.ownership import Flat, Part, owned
+from shardlib.exchanges.parts import Part
+from shardlib.servers.ownership import Flat, owned
 
 
 @dataclass(frozen=True, kw_only=True)
