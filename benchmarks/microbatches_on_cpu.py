@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import jax
 import optax
 
 import shardlib
@@ -35,7 +36,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each program")
-    parser.add_argument("--out", type=Path, default=RESULTS / "microbatches_on_cpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / f"microbatches_on_cpu_jax-{jax.__version__}.json"
+    )
     args = parser.parse_args()
     init, loss = models.build(CONFIG)
     pins: dict[str, dict[str, Any]] = {"free": {}, **{str(n): {"microbatches": n} for n in COUNTS}}

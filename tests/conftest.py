@@ -248,6 +248,8 @@ def keep_figures() -> None:
             "float32_flops_per_s": 1.9e11 / local,
             "bfloat16_flops_per_s": 1.6e11 / local,
             "matmul_start": 8.0,
+            "batched": 1.0,
+            "cores": 1.0,
             "convolution_flops_per_s": 5e10 / local,
             "memory_bytes_per_s": 4e10 / local**1.35,
             "elements_per_s": 1e10 / local,

@@ -27,11 +27,12 @@ from shardlib.hardware.chip import LARGEST
 from shardlib.untrusted import Limits, read_json
 
 #: Version of the cached figures; a change of the method makes old files stale.
-FORMAT = 4
+FORMAT = 5
 #: Files of the cache are short.
 CACHED = Limits(bytes=1 << 16, depth=4)
 #: Rates and times of kernels: what large matmuls and convolutions reach, forward and backward, and
-#: the depth of a matmul that takes as long as starting one of its blocks;
+#: the depth of a matmul that takes as long as starting one of its blocks; the share of the former
+#: that many small matmuls of one kernel reach; how many times as fast as one core a device is;
 #: bytes that element-wise ops move, elements that they compute; bytes of memory that nobody has
 #: touched before, of an optimizer's update, and of gathers and scatters of rows; fixed seconds of
 #: an op and of a program; and how many times as fast a device is while the others idle.
@@ -39,6 +40,8 @@ KERNELS: tuple[str, ...] = (
     "float32_flops_per_s",
     "bfloat16_flops_per_s",
     "matmul_start",
+    "batched",
+    "cores",
     "convolution_flops_per_s",
     "memory_bytes_per_s",
     "elements_per_s",

@@ -116,9 +116,12 @@ def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -
         sources=sources,
     )
     elements = min(figures["elements_per_s"], figures["bfloat16_flops_per_s"])
+    busy = min(max(1.0, figures["cores"]), max(1.0, cores() / local))
     efficiency = {
         "matmul": 1.0,  # the rates of matmuls were measured
         "tiles": (BLOCK,),
+        "cores": busy,
+        "batched_cores": min(max(1.0, busy * figures["batched"]), busy),
         "depth": figures["matmul_start"],
         "memory": 1.0,
         "at_once": False,  # a core does one thing after another

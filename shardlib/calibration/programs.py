@@ -26,6 +26,10 @@ STREAM = 1 << 19
 #: Additions and multiplications of the longer of two chains over the same elements.
 CHAIN = 17
 PASSES = 6
+#: float32 elements of a chain that keeps one core busy.
+SHORT = 1 << 15
+#: Matmuls of one kernel, and rows, columns and depth of each.
+BATCHED = (16, 128, 128, 128)
 #: Depths, and rows, of the matmuls that say what the start of a block takes.
 DEPTHS = (32, 256)
 TALL = 1024
@@ -68,8 +72,11 @@ def kernel_figures(mesh: Mesh) -> dict[str, float]:
     chained, exponential = (
         _passes(mesh, body) / PASSES for body in (_chain, lambda a: jnp.exp(a * -0.5))
     )
+    single = _matmul(mesh, jnp.float32, memory, start)
     return {
-        "float32_flops_per_s": _matmul(mesh, jnp.float32, memory, start),
+        "float32_flops_per_s": single,
+        "batched": _batched(mesh, single, memory, start),
+        "cores": _passes(mesh, _chain, SHORT) / SHORT * STREAM / (chained * PASSES),
         "bfloat16_flops_per_s": _matmul(mesh, jnp.bfloat16, memory, start),
         "matmul_start": start,
         "convolution_flops_per_s": _convolution(mesh),
@@ -157,6 +164,19 @@ def start_of(depths: Sequence[int], seconds: Sequence[float]) -> float:
     return min(max(less / slope - shallow, 1.0), float(shallow)) if slope > 0 else float(shallow)
 
 
+def _batched(mesh: Mesh, flops_per_s: float, memory_bytes_per_s: float, start: float) -> float:
+    """Share of a large product's FLOP/s that many small ones of one kernel reach, which some
+    versions of XLA compute on one core (JAX 0.10.2) and others on all (0.12).
+    """
+    many, rows, columns, depth = BATCHED
+    x, w = per_device(mesh, many, rows, depth), per_device(mesh, many, depth, columns)
+    product = local_program(mesh, lambda x, w: jnp.einsum("nrd,ndc->nrc", x, w))
+    seconds = seconds_of(product, x, w, devices=mesh.size)
+    moved = 4 * many * (rows * depth + depth * columns + rows * columns)
+    flops = 2 * many * rows * columns * (depth + start)
+    return flops / flops_per_s / max(seconds - moved / memory_bytes_per_s, seconds / 2)
+
+
 def _convolution(mesh: Mesh) -> float:
     batch, side, channels = IMAGES
 
@@ -183,10 +203,10 @@ def _chain(a: jax.Array) -> jax.Array:
     return b * 0.3
 
 
-def _passes(mesh: Mesh, body: Callable[[jax.Array], jax.Array]) -> float:
+def _passes(mesh: Mesh, body: Callable[[jax.Array], jax.Array], elements: int = STREAM) -> float:
     """Seconds of some passes over one buffer."""
     loop = local_program(mesh, lambda a: jax.lax.fori_loop(0, PASSES, lambda _, b: body(b), a))
-    return seconds_of(loop, per_device(mesh, STREAM), devices=mesh.size)
+    return seconds_of(loop, per_device(mesh, elements), devices=mesh.size)
 
 
 def _fresh(mesh: Mesh, memory_bytes_per_s: float) -> float:

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from shardlib.calibration import cache_path, exchanges, figure_names, measured_cpu
+from shardlib.calibration import machine as machine_module
 from shardlib.calibration import machine as measured_machine
 from shardlib.calibration.machine import machine_of_figures
 from shardlib.calibration.stopwatch import quiet_seconds
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.machine.efficiency_curves import efficiency_of
-from shardlib.cost.machine.roofline import kernel_parts, kernel_seconds, matmul_seconds
+from shardlib.cost.machine.roofline import busy_cores, kernel_parts, kernel_seconds, matmul_seconds
 from shardlib.cost.terms.terms import Amount, Compute, Elements, Matmul
 from shardlib.errors import TopologyError
 from shardlib.hardware import Span, Topology, topology
@@ -35,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def figures(local: int, **changes: float) -> dict[str, float]:
     """Made-up measurements: everything is 8.0 but what is said."""
-    return {**dict.fromkeys(figure_names(local), 8.0), "alone": 1.0, **changes}
+    return {**dict.fromkeys(figure_names(local), 8.0), "alone": 1.0, "cores": 1.0, **changes}
 
 
 def keep(devices: int, local: int, **changes: float) -> None:
@@ -141,6 +142,54 @@ def test_a_gradient_of_a_weight_pays_for_transposed_copies():
 
     assert traffic(8.0, weight=False) == 0
     assert traffic(8.0, weight=True) == traffic(16.0, weight=True) == constants.transposed * 32
+
+
+@pytest.mark.parametrize(
+    ("category", "matmuls", "share", "seconds"),
+    [
+        ("matmul", 1, 1.0, 1.0),
+        ("matmul", 1, 0.5, 1.0),
+        ("matmul", 16, 0.5, 2.0),
+        ("matmul", 16, 0.75, 4 / 3),
+        ("elementwise", 1, 0.5, 1.0),
+    ],
+    ids=["product", "product beside a slow batch", "batch on one core", "batch", "chain"],
+)
+def test_small_kernels_keep_one_of_two_cores_busy(
+    category: str,
+    matmuls: int,
+    share: float,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of a large kernel a second; of one that has less than a core's work, twice its share of it."""
+    monkeypatch.setattr(machine_module, "cores", lambda: 2)
+    machine = machine_of_figures(1, 1, figures(1, cores=8.0, batched=share, launch_s=1e-30))
+    constants = efficiency_of("cpu", "cpu", "xla", dict(machine.efficiency))
+    assert constants.cores == 2
+
+    def busy(part: float) -> float:
+        """Seconds of both cores that a part of a large kernel takes, over those of its work."""
+        size = 2.0**26 * part
+        term = Compute(
+            flops=_amount(size),
+            dtype="float32",
+            traffic=(_amount(size),),
+            trips=1,
+            matmul=Matmul(
+                rows=_amount(1.0),
+                columns=_amount(1.0),
+                depth=_amount(1.0),
+                batches=_amount(float(matmuls)),
+            ),
+            category=category,
+        )
+        return float(part * constants.cores / busy_cores(term, _local, constants)[0])
+
+    assert busy(1.0) == pytest.approx(seconds)
+    assert busy(2**-12) == pytest.approx(2 * 2**-12)
+    sizes = [2.0**-n for n in range(12)]
+    assert sorted(map(busy, sizes)) == [busy(size) for size in reversed(sizes)]
 
 
 def test_a_machine_whose_devices_have_their_own_cores_stays_as_it_is():

@@ -18,8 +18,7 @@ from shardlib.servers.rounds.attendance import Attendance
 from shardlib.servers.rounds.outer import checksum
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.wire.bodies import Outgoing, made
-from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
+from shardlib.servers.wire.messages import Answer, Ask
 
 SHAPES = {"b": (3, 2), "a": (5,)}
 OUTLINE = Outline.of(SHAPES)
@@ -32,10 +31,8 @@ class Direct:
     def __init__(self, service: RoundService) -> None:
         self.service = service
 
-    def ask(
-        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
-    ) -> tuple[Answer, Flat]:
-        return handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
+    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+        return self.service.answer(ask, arrays or {}, ask.worker)
 
     def close(self) -> None: ...
 

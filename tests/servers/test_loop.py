@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +11,9 @@ import jax
 import numpy as np
 
 from shardlib import Asynchronous
-from shardlib.exchanges.parts import Part
 from shardlib.servers.ownership import Flat
 from shardlib.servers.server.service import Service
-from shardlib.servers.wire.bodies import Outgoing, made
-from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
-from shardlib.servers.worker.computing import Gradients
-from shardlib.servers.worker.landing import Landing
+from shardlib.servers.wire.messages import Answer, Ask
 from shardlib.servers.worker.loop import Worker
 
 
@@ -26,8 +21,6 @@ class Computing:
     """A gradient of ones at each step."""
 
     trained = {"w": jax.ShapeDtypeStruct((4,), np.float32)}
-    parts = (Part(path="w", start=0, stop=4),)
-    runs = {"w": 1}
 
     def __init__(self, together: threading.Barrier | None) -> None:
         self.sum, self.together = np.zeros(4, np.float32), together
@@ -35,19 +28,19 @@ class Computing:
     def first(self) -> Flat:
         return {"w": np.zeros(4, np.float32)}
 
-    def fetched(self, landing: Landing) -> None: ...
+    def fetched(self, arrays: Flat) -> None: ...
 
-    def step(self, batch: float) -> Callable[[], float]:
+    def step(self, batch: float) -> float:
         if self.together is not None:
             self.together.wait()
             self.together = None
         time.sleep(batch)
         self.sum = self.sum + 1
-        return lambda: 0.0
+        return 0.0
 
-    def taken(self) -> Gradients:
+    def taken(self) -> Flat:
         found, self.sum = self.sum, np.zeros(4, np.float32)
-        return Gradients(arrays={"w": found})
+        return {"w": found}
 
 
 @dataclass
@@ -57,10 +50,8 @@ class Seen:
     service: Service
     asked: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def ask(
-        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
-    ) -> tuple[Answer, Flat]:
-        found = handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
+    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+        found = self.service.answer(ask, arrays or {}, ask.worker)
         if found[0].kind == "ok":
             self.asked.append((ask.kind, ask.worker, ask.step))
         return found

@@ -79,6 +79,9 @@ class Efficiency:
             same time; a core of a CPU does one after another.
         transposed: bytes that are moved beside the operands and the result of a matmul that makes
             the gradient of a weight, for every byte of it: copies of what lies in another order.
+        cores: times as fast as one core a device computes a kernel that is large enough for all of
+            its cores; 1 where a device has no more than one core of its own.
+        batched_cores: the same of a kernel of many matmuls (`dot_general` with batch dims).
         fresh: time of a byte of memory that the system maps and clears when a step touches it, over
             that of a byte that moves; 0 where programs keep their memory from step to step.
     """
@@ -115,6 +118,8 @@ class Efficiency:
     gap_s: float = 0.0
     at_once: bool = True
     transposed: float = 0.0
+    cores: float = 1.0
+    batched_cores: float = 1.0
     fresh: float = 0.0
 
     def __post_init__(self) -> None:
@@ -170,7 +175,7 @@ class Efficiency:
         ]
         failures += [
             f"{name} is {getattr(self, name)}; it is at least 1"
-            for name in ("units", "tile", "width", "sort", "unfused")
+            for name in ("units", "tile", "width", "sort", "unfused", "cores", "batched_cores")
             if getattr(self, name) < 1
         ]
         if failures:

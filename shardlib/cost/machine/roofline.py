@@ -6,7 +6,8 @@ comes on top.
 
     seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share)) + launch
 
-On a CPU core, which does one after another, the sum takes the place of the maximum.
+On a CPU core, which does one after another, the sum takes the place of the maximum; a device with
+several cores puts no more of them to work than a kernel is worth (`busy_cores`).
 
 A matmul is made of blocks of its result, which the units of a chip compute side by side, a *wave*
 of them at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication Background
@@ -46,6 +47,11 @@ Local = Callable[[Amount], Array]
 
 #: Categories of ops that compilers fuse with each other, and `Efficiency.unfused` is of.
 CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
+#: FLOPs of a matmul, and bytes that another kernel reads and writes, for which a CPU takes another
+#: core. Measured on two cores, JAX 0.10.2 and 0.12: products of up to 2^23 FLOPs and chains of
+#: results of up to 2^17 bytes keep one busy, those of twice as much keep two (XLA counts 2^18 bytes
+#: of a result for a core: openxla/xla `xla/service/cpu/parallel_task_assignment.cc`).
+CORE_FLOPS, CORE_BYTES = float(1 << 23), float(3 << 17)
 
 
 def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
@@ -53,12 +59,38 @@ def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficienc
     `kernel_parts`.
     """
     vector, matrix, traffic = kernel_parts(term, local, chip, constants)
+    if constants.cores > 1:
+        vector, matrix, traffic = (
+            part * constants.cores / busy_cores(term, local, constants)
+            for part in (vector, matrix, traffic)
+        )
     busy = (
         np.maximum(np.maximum(vector, matrix), traffic)
         if constants.at_once
         else vector + matrix + traffic
     )
     return busy + max(chip.launch_s, constants.gap_s)
+
+
+def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
+    """Of a device's cores those that a kernel keeps busy, by candidate: from 1 to
+    `Efficiency.cores`, many matmuls in one kernel to `Efficiency.batched_cores`, and never so many
+    that one has less than `CORE_FLOPS` or `CORE_BYTES`.
+
+    Args:
+        term: FLOPs and bytes of the kernel.
+        local: what one device has of an amount, by candidate.
+        constants: with the cores of a device.
+    """
+    flops = local(term.flops)
+    if term.category not in ("matmul", "convolution"):
+        moved = sum((local(amount) for amount in term.traffic), np.zeros_like(flops))
+        return np.clip(moved / CORE_BYTES, 1.0, constants.cores)
+    most = np.full_like(flops, constants.cores)
+    if term.matmul is not None and term.matmul.batches is not None:
+        many = np.rint(local(term.matmul.batches)) > 1
+        most = np.where(many, min(constants.batched_cores, constants.cores), most)
+    return np.clip(flops / CORE_FLOPS, 1.0, most)
 
 
 def kernel_parts(
