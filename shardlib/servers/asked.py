@@ -9,6 +9,7 @@ from typing import Any
 
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.exchanges.asynchronous import Asynchronous
+from shardlib.exchanges.parts import BUCKET_BYTES, wrong_bucket_bytes
 from shardlib.servers.ownership import joined
 from shardlib.servers.result import Trained, counted, read_steps
 from shardlib.servers.server.process import ServerSettings
@@ -25,7 +26,7 @@ def _one_core() -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Upkeep:
-    """How a run is kept going.
+    """How a run is kept going, and how its elements cross.
 
     Attributes:
         save_every: pushes of a server between two of its checkpoints; with 1, a push is on disk
@@ -33,6 +34,8 @@ class Upkeep:
         restarts: how often each server may be started again.
         silent_s: seconds after which a worker that says nothing is not waited for.
         patience_s: seconds for which workers ask a server that does not answer.
+        bucket_bytes: of elements that cross together, in the order in which the loss first uses
+            them.
         resources: what Ray reserves for each worker, such as {"GPU": 4}; Ray alone uses it.
 
     Raises:
@@ -43,6 +46,7 @@ class Upkeep:
     restarts: int = 3
     silent_s: float = 60.0
     patience_s: float = 60.0
+    bucket_bytes: int = BUCKET_BYTES
     resources: Mapping[str, float] = field(default_factory=_one_core)
 
     def __post_init__(self) -> None:
@@ -56,6 +60,7 @@ class Upkeep:
             for name, value in (("silent_s", self.silent_s), ("patience_s", self.patience_s))
             if not _is_number(value, int, float) or not value > 0
         ]
+        failures += wrong_bucket_bytes(self.bucket_bytes)
         failures += [
             f"resources has {shown(name)}: {shown(value)}; it is a number of at least 0"
             for name, value in self.resources.items()
@@ -118,6 +123,7 @@ class Asked:
             job=self.job,
             steps=self.steps,
             patience_s=self.upkeep.patience_s,
+            bucket_bytes=self.upkeep.bucket_bytes,
         )
 
     def logs(self) -> list[tuple[Path, int]]:

@@ -21,8 +21,17 @@ from shardlib.servers.crew import environment
 from shardlib.servers.ownership import Flat
 from shardlib.servers.result import Trained
 from shardlib.servers.server.process import read_settings, service_of
+from shardlib.servers.wire.bodies import Outgoing
 from shardlib.servers.wire.frames import pack, unpack
-from shardlib.servers.wire.messages import STARTER, Answer, Ask, read_answer, read_ask
+from shardlib.servers.wire.messages import (
+    STARTER,
+    Answer,
+    Arrivals,
+    Ask,
+    handed,
+    read_answer,
+    read_ask,
+)
 from shardlib.servers.worker.process import SETTINGS, read_worker_settings, trained_by
 from shardlib.untrusted import fit, printable
 from shardlib.untrusted.json_types import JsonObject
@@ -111,14 +120,16 @@ class RayLink:
     worker: int
     patience_s: float
 
-    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
-        """See `Link`."""
+    def ask(
+        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
+        """See `Link`; what comes is handed on as a whole."""
         ray, until = _ray(), time.monotonic() + self.patience_s
         while True:
             try:
                 call = self.handle.answer.remote(ask.to_json(), pack(arrays or {}), self.worker)
                 header, body = ray.get(call, timeout=self.patience_s)
-                return read_answer(header), unpack(body)
+                return handed(read_answer(header), unpack(body), arrivals)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 if time.monotonic() > until:
                     raise LaunchError(

@@ -18,7 +18,8 @@ from shardlib.servers.rounds.attendance import Attendance
 from shardlib.servers.rounds.outer import checksum
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.wire.messages import Answer, Ask
+from shardlib.servers.wire.bodies import Outgoing, made
+from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
 
 SHAPES = {"b": (3, 2), "a": (5,)}
 OUTLINE = Outline.of(SHAPES)
@@ -31,8 +32,10 @@ class Direct:
     def __init__(self, service: RoundService) -> None:
         self.service = service
 
-    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
-        return self.service.answer(ask, arrays or {}, ask.worker)
+    def ask(
+        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
+        return handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
 
     def close(self) -> None: ...
 

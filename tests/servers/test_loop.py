@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,13 @@ import jax
 import numpy as np
 
 from shardlib import Asynchronous
+from shardlib.exchanges.parts import Part
 from shardlib.servers.ownership import Flat
 from shardlib.servers.server.service import Service
-from shardlib.servers.wire.messages import Answer, Ask
+from shardlib.servers.wire.bodies import Outgoing, made
+from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
+from shardlib.servers.worker.computing import Gradients
+from shardlib.servers.worker.landing import Landing
 from shardlib.servers.worker.loop import Worker
 
 
@@ -21,6 +26,8 @@ class Computing:
     """A gradient of ones at each step."""
 
     trained = {"w": jax.ShapeDtypeStruct((4,), np.float32)}
+    parts = (Part(path="w", start=0, stop=4),)
+    runs = {"w": 1}
 
     def __init__(self, together: threading.Barrier | None) -> None:
         self.sum, self.together = np.zeros(4, np.float32), together
@@ -28,19 +35,19 @@ class Computing:
     def first(self) -> Flat:
         return {"w": np.zeros(4, np.float32)}
 
-    def fetched(self, arrays: Flat) -> None: ...
+    def fetched(self, landing: Landing) -> None: ...
 
-    def step(self, batch: float) -> float:
+    def step(self, batch: float) -> Callable[[], float]:
         if self.together is not None:
             self.together.wait()
             self.together = None
         time.sleep(batch)
         self.sum = self.sum + 1
-        return 0.0
+        return lambda: 0.0
 
-    def taken(self) -> Flat:
+    def taken(self) -> Gradients:
         found, self.sum = self.sum, np.zeros(4, np.float32)
-        return {"w": found}
+        return Gradients(arrays={"w": found})
 
 
 @dataclass
@@ -50,8 +57,10 @@ class Seen:
     service: Service
     asked: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
-        found = self.service.answer(ask, arrays or {}, ask.worker)
+    def ask(
+        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
+        found = handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
         if found[0].kind == "ok":
             self.asked.append((ask.kind, ask.worker, ask.step))
         return found

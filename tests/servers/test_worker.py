@@ -16,7 +16,8 @@ import shardlib
 from shardlib.servers import Job
 from shardlib.servers.ownership import Flat, joined
 from shardlib.servers.server.service import Service
-from shardlib.servers.wire.messages import Answer, Ask
+from shardlib.servers.wire.bodies import Outgoing, made
+from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
 from shardlib.servers.worker.computing import Computing
 from shardlib.servers.worker.loop import Worker
 from tests.servers.jobs import job, loss, rows
@@ -31,8 +32,10 @@ class Direct:
 
     service: Service
 
-    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
-        return self.service.answer(ask, arrays or {}, ask.worker)
+    def ask(
+        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
+        return handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
 
     def close(self) -> None: ...
 
@@ -189,4 +192,4 @@ def test_dropout_differs_from_worker_to_worker() -> None:
     both = [Computing(what, worker, 0.0) for worker in range(2)]
     for path, array in both[0].first().items():
         np.testing.assert_array_equal(array, both[1].first()[path])
-    assert both[0].step(rows(0, 0)) != both[1].step(rows(0, 0))
+    assert both[0].step(rows(0, 0))() != both[1].step(rows(0, 0))()

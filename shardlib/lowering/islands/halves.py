@@ -152,14 +152,34 @@ def with_trained(program: Program, params: Tree, arrays: Mapping[str, np.ndarray
         params: of a state of the program.
         arrays: whole arrays by path.
     """
+    leaves = trained(program)
+    placed = {path: placed_as(leaf, arrays[path]) for path, leaf in leaves.items()}
+    return with_placed(program, params, placed)
+
+
+def placed_as(leaf: jax.ShapeDtypeStruct, array: np.ndarray) -> jax.Array:
+    """An array of the host, placed as a parameter is.
+
+    Args:
+        leaf: the parameter, abstract.
+        array: all of its elements.
+    """
+    return jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+
+def with_placed(program: Program, params: Tree, placed: Mapping[str, jax.Array]) -> Tree:
+    """Parameters whose trained part is that of arrays that are in place.
+
+    Args:
+        program: whose plan.
+        params: of a state of the program.
+        placed: arrays by path.
+    """
     partition = program.model.partition
     abstract, structure = jax.tree_util.tree_flatten_with_path(
         partition.trained(program.state.params)
     )
-    leaves = [
-        jax.device_put(arrays[name_of(path)].astype(leaf.dtype), leaf.sharding)
-        for path, leaf in abstract
-    ]
+    leaves = [placed[name_of(path)] for path, _ in abstract]
     return partition.joined(jax.tree.unflatten(structure, leaves), params)
 
 

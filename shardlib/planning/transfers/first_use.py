@@ -50,6 +50,16 @@ class FirstUse:
     place: Place
     rows: int = 0
 
+    @staticmethod
+    def unknown(path: str, number: int) -> FirstUse:
+        """That of a parameter of a loss that nobody has traced.
+
+        Args:
+            path: of the parameter.
+            number: among all of them.
+        """
+        return FirstUse(path=path, place=Place(op=number, row=0, within=number))
+
     def of_row(self, row: int) -> Place:
         """Where one row is first used.
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from shardlib.launching.meeting.wire import StrangerError
 from shardlib.servers.ownership import Flat
+from shardlib.servers.wire.bodies import Outgoing
 from shardlib.servers.wire.connection import keep_alive
 from shardlib.servers.wire.frames import ClosedError, FrameError, receive, send
 from shardlib.servers.wire.messages import Answer, Ask, MessageError, read_ask
@@ -42,7 +43,7 @@ class Answers(Protocol):
         """How the number of an asker is said."""
         ...
 
-    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Flat]:
+    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
         """Answers a message of whom the connection knows."""
         ...
 

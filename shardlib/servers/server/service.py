@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardlib.exchanges.asynchronous import Asynchronous
+from shardlib.servers.ordering import WHOLE, Order, OrderError, gathered, read_order, scattered
 from shardlib.servers.ownership import Flat
 from shardlib.servers.server.gate import Gate
 from shardlib.servers.server.shard import Pushed, RefusedError, Shard
 from shardlib.servers.server.stored import packed, restore, write
+from shardlib.servers.wire.bodies import Outgoing
 from shardlib.servers.wire.messages import STARTER, Answer, Ask
 from shardlib.untrusted.json_types import JsonObject
 
@@ -75,7 +77,7 @@ class Service:
         values = self.shard.values
         return None if values is None else sum(value.nbytes for value in values.values())
 
-    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Flat]:
+    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
         """Answers a message.
 
         Args:
@@ -84,12 +86,14 @@ class Service:
             who: has sent it, as the connection knows.
 
         Returns:
-            The answer, and arrays that go with it.
+            The answer, and arrays that go with it, in the order that was asked for.
         """
         try:
             self._require_worker(ask, who)
-            return self._answered(ask, arrays)
-        except RefusedError as error:
+            if not ask.about:
+                return self._answered(ask, arrays)
+            return self._in_order(ask, arrays, read_order(ask.about))
+        except (RefusedError, OrderError) as error:
             self.refused += 1
             step = f", step {ask.step}" if ask.kind == "push" else ""
             self.note(f"refused a {ask.kind} of {name_of(who)}{step}: {error}")
@@ -100,6 +104,16 @@ class Service:
             raise RefusedError(
                 f"it speaks for {name_of(ask.worker)}; there are {self.exchange.workers} workers"
             )
+
+    def _in_order(self, ask: Ask, arrays: Flat, order: Order) -> tuple[Answer, Outgoing]:
+        """Answers a message whose elements are in buckets, or are to be."""
+        if ask.kind == "push":
+            finite = arrays.pop(WHOLE, None)
+            if finite is not None and not finite.all():
+                return self._answered(replace(ask, kind="skip"), {})
+            return self._answered(ask, scattered(arrays, order))
+        answer, values = self._answered(ask, arrays)
+        return answer, gathered(values, order) if ask.kind == "fetch" else values
 
     def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
         if ask.kind == "enter":

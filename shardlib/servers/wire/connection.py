@@ -11,12 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from shardlib.errors import LaunchError
 from shardlib.launching.meeting.wire import StrangerError
 from shardlib.servers.ownership import Flat
-from shardlib.servers.wire.frames import FrameError, receive, send
-from shardlib.servers.wire.messages import Answer, Ask, read_answer
+from shardlib.servers.wire.bodies import Outgoing
+from shardlib.servers.wire.frames import Frame, FrameError, receive, receive_in_order, send
+from shardlib.servers.wire.messages import Answer, Arrivals, Ask, read_answer
 from shardlib.servers.wire.secret import GREETING_SECONDS, introduce
+from shardlib.untrusted.json_types import JsonMapping
 
 #: Seconds between two tries.
 AGAIN_SECONDS = 0.1
@@ -86,14 +90,18 @@ class Connection:
     _closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+    def ask(
+        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
         """See `Link`. A question whose answer was lost is asked again: servers know the serials of
         pushes.
         """
         with self._lock:
-            return self._answered(ask, arrays or {})
+            return self._answered(ask, arrays or {}, arrivals)
 
-    def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
+    def _answered(
+        self, ask: Ask, arrays: Outgoing, arrivals: Arrivals | None
+    ) -> tuple[Answer, Flat]:
         until = time.monotonic() + self.patience_s
         while True:
             if self._closed:
@@ -101,7 +109,7 @@ class Connection:
             try:
                 stream = self._connected()
                 send(stream, ask.to_json(), arrays)
-                frame = receive(stream, most=MOST_BYTES)
+                frame = _received(stream, arrivals)
                 return read_answer(frame.header), dict(frame.arrays)
             except StrangerError as error:
                 raise LaunchError(f"server {self.server} is a stranger: {error}") from error
@@ -139,3 +147,22 @@ class Connection:
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
         self._drop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answers:
+    """Arrivals of frames whose headers are answers."""
+
+    arrivals: Arrivals
+
+    def begin(self, header: JsonMapping) -> None:
+        self.arrivals.begin(read_answer(header))
+
+    def take(self, name: str, array: np.ndarray) -> None:
+        self.arrivals.take(name, array)
+
+
+def _received(stream: socket.socket, arrivals: Arrivals | None) -> Frame:
+    if arrivals is None:
+        return receive(stream, most=MOST_BYTES)
+    return receive_in_order(stream, most=MOST_BYTES, taken=_Answers(arrivals=arrivals))

@@ -13,12 +13,14 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from shardlib.errors import ShardlibError
+from shardlib.servers.wire.bodies import BodyError, Outgoing, arrays_of, body_of, made
 from shardlib.untrusted import Limits, parse_json
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
@@ -40,6 +42,18 @@ class ClosedError(ShardlibError, ConnectionError):
     """The other end has closed the connection, between two frames or within one."""
 
 
+class Taken(Protocol):
+    """What takes a frame while it comes."""
+
+    def begin(self, header: JsonMapping) -> None:
+        """Its header is there."""
+        ...
+
+    def take(self, name: str, array: np.ndarray) -> None:
+        """One of its arrays is there."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Frame:
     """A message.
@@ -53,19 +67,19 @@ class Frame:
     arrays: Mapping[str, np.ndarray]
 
 
-def send(stream: socket.socket, header: JsonMapping, arrays: Mapping[str, np.ndarray]) -> None:
-    """Sends a frame.
+def send(stream: socket.socket, header: JsonMapping, arrays: Outgoing) -> None:
+    """Sends a frame, its arrays in the order in which they are given.
 
     Args:
         stream: a connected socket.
         header: plain data.
-        arrays: by name; none is fine.
+        arrays: by name; none is fine. What is not made yet is sent when it is.
     """
     text = json.dumps(dict(header)).encode()
-    body = pack(arrays)
-    stream.sendall(_LENGTHS.pack(MARK, len(text), len(body)) + text)
-    if body:
-        stream.sendall(body)
+    size, chunks = body_of(arrays)
+    stream.sendall(_LENGTHS.pack(MARK, len(text), size) + text)
+    for chunk in chunks:
+        stream.sendall(chunk)
 
 
 def receive(stream: socket.socket, *, most: int) -> Frame:
@@ -80,6 +94,38 @@ def receive(stream: socket.socket, *, most: int) -> Frame:
         ClosedError: the connection was closed.
         OSError: it broke, or nothing came in time.
     """
+    header, body = _header(stream, most)
+    return Frame(header=header, arrays=unpack(_exactly(stream, body)))
+
+
+def receive_in_order(stream: socket.socket, *, most: int, taken: Taken) -> Frame:
+    """Reads one frame, and gives each of its arrays away as soon as it is there.
+
+    Args:
+        stream: a connected socket.
+        most: bytes that its arrays may have; 0 for none.
+        taken: is given its header, and then its arrays one after the other.
+
+    Returns:
+        The frame without its arrays.
+
+    Raises:
+        FrameError: it is none, or too large.
+        ClosedError: the connection was closed.
+        OSError: it broke, or nothing came in time.
+    """
+    header, body = _header(stream, most)
+    taken.begin(header)
+    try:
+        for name, array in arrays_of(body, lambda count: _exactly(stream, count)):
+            taken.take(name, array)
+    except BodyError as error:
+        raise FrameError(str(error)) from error
+    return Frame(header=header, arrays={})
+
+
+def _header(stream: socket.socket, most: int) -> tuple[JsonObject, int]:
+    """The header of a frame, and the bytes of its body, which come next."""
     mark, header, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size))
     if mark != MARK:
         raise FrameError("it does not begin as a frame does")
@@ -88,20 +134,18 @@ def receive(stream: socket.socket, *, most: int) -> Frame:
             f"its header has {header:,} bytes and its body {body:,}; the most are"
             f" {HEADER_BYTES:,} and {most:,}"
         )
-    text = _exactly(stream, header)
-    arrays = unpack(_exactly(stream, body))
-    return Frame(header=_object(text), arrays=arrays)
+    return _object(_exactly(stream, header)), body
 
 
-def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Arrays as the body of a frame.
+def pack(arrays: Outgoing) -> bytes:
+    """Arrays as bytes that `unpack` reads.
 
     Args:
         arrays: by name.
     """
     if not arrays:
         return b""
-    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+    return save({name: np.asarray(array, order="C") for name, array in made(arrays).items()})
 
 
 def unpack(body: bytes) -> dict[str, np.ndarray]:

@@ -21,8 +21,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+import numpy as np
+
 from shardlib.errors import ShardlibError
 from shardlib.servers.ownership import Flat
+from shardlib.servers.wire.bodies import Outgoing, made
 from shardlib.untrusted import construct
 from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
 
@@ -47,7 +50,8 @@ class Ask:
         step: of the worker's own count.
         round: that an outer gradient belongs to.
         weight: of an outer gradient in the mean.
-        about: what an island says of itself.
+        about: what an island says of itself; of a fetch or a push, the order of elements
+            (`shardlib.servers.ordering`).
         base: checksum of the outer parameters that an outer gradient belongs to.
     """
 
@@ -114,18 +118,33 @@ def read_answer(header: JsonMapping) -> Answer:
     return construct(Answer, header, "the answer", MessageError)
 
 
+class Arrivals(Protocol):
+    """What takes an answer while it comes; where a connection breaks, it begins again."""
+
+    def begin(self, answer: Answer) -> None:
+        """The answer is there, its arrays are not."""
+        ...
+
+    def take(self, name: str, array: np.ndarray) -> None:
+        """The next of its arrays is there."""
+        ...
+
+
 class Link(Protocol):
     """A way to one server, whatever carries it."""
 
-    def ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
+    def ask(
+        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
         """Asks, and waits for the answer.
 
         Args:
             ask: the question.
-            arrays: what is sent with it.
+            arrays: what is sent with it, in this order.
+            arrivals: what takes the arrays of the answer, each as soon as it is there.
 
         Returns:
-            The answer, and arrays that come with it.
+            The answer, and arrays that come with it; none where `arrivals` has taken them.
 
         Raises:
             LaunchError: the server does not answer any more.
@@ -135,3 +154,20 @@ class Link(Protocol):
     def close(self) -> None:
         """Ends it."""
         ...
+
+
+def handed(answer: Answer, arrays: Outgoing, arrivals: Arrivals | None) -> tuple[Answer, Flat]:
+    """What `Link.ask` gives for an answer that has come as a whole.
+
+    Args:
+        answer: of the server.
+        arrays: that have come with it.
+        arrivals: see `Link.ask`.
+    """
+    found = made(arrays)
+    if arrivals is None:
+        return answer, found
+    arrivals.begin(answer)
+    for name, array in found.items():
+        arrivals.take(name, array)
+    return answer, Flat()

@@ -4,7 +4,8 @@ between two fetches. The sum and the local step stay sharded as gradients and pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -13,21 +14,54 @@ import optax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.compiler import compile
 from shardlib.errors import PinError, raise_all
+from shardlib.exchanges.parts import Part
 from shardlib.lowering.islands.halves import (
     GradientProgram,
     by_path,
+    placed_as,
     trained,
-    with_trained,
+    with_placed,
 )
+from shardlib.lowering.islands.use_order import parts_in_order
 from shardlib.lowering.program.program import Program
 from shardlib.servers.worker.job import Job
+from shardlib.servers.worker.landing import Landing
 
 #: Random streams of workers are those of seeds that are so far from that of the parameters.
 STREAMS = 1 << 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """A sum of gradients that is to be pushed.
+
+    Attributes:
+        arrays: on the host, by path.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+
+    def run(self, part: Part) -> np.ndarray:
+        """Elements of it.
+
+        Args:
+            part: which.
+        """
+        return self.arrays[part.path].reshape(-1)[part.start : part.stop]
+
+    def finite(self) -> bool:
+        """Whether all elements are finite."""
+        return all(np.isfinite(array).all() for array in self.arrays.values())
+
+
 class Computing:
-    """Parameters on the devices of a worker, and what is computed with them."""
+    """Parameters on the devices of a worker, and what is computed with them.
+
+    Attributes:
+        trained: the parameters, abstract, by path.
+        parts: their elements in the order of use.
+        runs: into how many equal runs each is divided that are needed one by one.
+    """
 
     def __init__(self, job: Job, worker: int, local_rate: float) -> None:
         """Compiles.
@@ -54,6 +88,8 @@ class Computing:
             )
         self.gradients = GradientProgram.of(program)
         self.trained = trained(program)
+        self.parts = parts_in_order(program)
+        self.runs = dict.fromkeys(self.trained, 1)
         _require_floating(self.trained)
         state = program.init(job.seed)
         self.params, self.model_state = state.params, state.model_state
@@ -71,9 +107,9 @@ class Computing:
         between the first fetch and the first push: they would be many updates apart.
         """
         before = self.params, self.model_state
-        self.fetched(self.first())
+        self.fetched(Landing.of(self.first(), self.runs))
         for _ in range(2):
-            self.step(batch)
+            self.step(batch)()
         self.taken()
         self.params, self.model_state = before
 
@@ -86,22 +122,26 @@ class Computing:
         """The trained parameters as they are, on the host."""
         return _on_host(self.program.model.partition.trained(self.params))
 
-    def fetched(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Goes on with parameters of the servers.
+    def fetched(self, landing: Landing) -> None:
+        """Goes on with parameters of the servers; each is placed as soon as it is there.
 
         Args:
-            arrays: whole arrays by path.
+            landing: where they come in.
         """
-        self.params = with_trained(self.program, self.params, arrays)
+        placed = {
+            path: placed_as(self.trained[path], landing.run(path))
+            for path in dict.fromkeys(part.path for part in self.parts)
+        }
+        self.params = with_placed(self.program, self.params, placed)
 
-    def step(self, batch: Tree) -> float:
+    def step(self, batch: Tree) -> Callable[[], float]:
         """Computes a gradient, and adds it to those that wait for the next push.
 
         Args:
             batch: of the worker.
 
         Returns:
-            The loss.
+            What gives the loss, once it is there.
         """
         metrics, found, self.model_state = self.gradients.call(
             self.params, self.model_state, self.program.put(batch)
@@ -111,12 +151,12 @@ class Computing:
             moved = self._move(partition.trained(self.params), found, self._rate)
             self.params = partition.joined(moved, self.params)
         self._sum = found if self._sum is None else self._add(self._sum, found)
-        return float(metrics["loss"])
+        return lambda: float(metrics["loss"])
 
-    def taken(self) -> dict[str, np.ndarray]:
-        """The sum of the gradients since the last call, on the host."""
+    def taken(self) -> Gradients:
+        """The sum of the gradients since the last call."""
         found, self._sum = self._sum, None
-        return _on_host(found)
+        return Gradients(arrays=_on_host(found))
 
 
 def _added(total: Tree, found: Tree) -> Tree:

@@ -19,9 +19,13 @@ import numpy as np
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import LaunchError
 from shardlib.exchanges.asynchronous import Asynchronous
-from shardlib.servers.ownership import Flat, divided, joined
+from shardlib.exchanges.parts import BUCKET_BYTES
+from shardlib.servers.ordering import in_order
+from shardlib.servers.ownership import Flat, divided
 from shardlib.servers.wire.messages import Answer, Ask, Link
-from shardlib.servers.worker.computing import Computing
+from shardlib.servers.worker.computing import Computing, Gradients
+from shardlib.servers.worker.landing import Landing
+from shardlib.servers.worker.orders import Orders
 
 
 @dataclass(kw_only=True)
@@ -33,17 +37,20 @@ class Worker:
         exchange: periods and the number of servers.
         computing: its program.
         links: to the servers, in their order.
+        bucket_bytes: of elements that cross together.
         start: a word of this start of the worker.
         serial: pushes so far.
         seen: clocks of the servers at the oldest fetch since the last push.
         clocks: the same at the newest fetch.
         stale: staleness of the last push, at the first server.
+        orders: in which parameters and gradients cross.
     """
 
     number: int
     exchange: Asynchronous
     computing: Computing
     links: Sequence[Link]
+    bucket_bytes: int = BUCKET_BYTES
     start: str = field(default_factory=lambda: secrets.token_hex(8))
     serial: int = 0
     seen: list[int] | None = None
@@ -52,7 +59,10 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(len(self.links))
-        self._shapes = {path: leaf.shape for path, leaf in self.computing.trained.items()}
+        self._sizes = {path: leaf.size for path, leaf in self.computing.trained.items()}
+        self.orders = Orders.of(
+            self.computing.parts, self._sizes, len(self.links), self.bucket_bytes
+        )
 
     def run(self, steps: int, rows: Callable[[int, int], Tree], log: Path | None) -> None:
         """Trains.
@@ -104,15 +114,15 @@ class Worker:
         Returns:
             The loss.
         """
-        if step % self.exchange.fetch == 0:
-            self._fetch(step)
+        wait = self._fetch(step) if step % self.exchange.fetch == 0 else lambda: None
+        loss = self.computing.step(batch)
+        wait()
         if self.seen is None:
             self.seen = list(self.clocks)
-        loss = self.computing.step(batch)
         if last or (step + 1) % self.exchange.push == 0:
             self._push(step, self.computing.taken())
             self.seen = None
-        return loss
+        return loss()
 
     def _enter(self, step: int) -> float:
         """Waits until the first server lets it begin; seconds."""
@@ -122,43 +132,76 @@ class Worker:
             pass
         return time.monotonic() - began
 
-    def _fetch(self, step: int) -> None:
-        found = self._all("fetch", step)
-        refused = [answer.why for answer, _ in found if answer.kind == "refused"]
-        if refused:  # a server was started again before it had parameters
+    def _fetch(self, step: int) -> Callable[[], None]:
+        """Begins to fetch; what is given waits until all has come."""
+        landing, waits = self._fetching(step)
+        if landing is None:  # a server was started again before it had parameters
+            waits()
             self._all("offer", step, divided(self.computing.first(), len(self.links)))
-            found = self._all("fetch", step)
-        self.clocks = [answer.clock for answer, _ in found]
-        self.computing.fetched(joined([arrays for _, arrays in found], self._shapes))
+            landing, waits = self._fetching(step)
+        assert landing is not None, "servers have parameters"
+        self.computing.fetched(landing)
+        return waits
 
-    def _push(self, step: int, gradients: dict[str, np.ndarray]) -> None:
-        if not all(np.isfinite(array).all() for array in gradients.values()):
+    def _fetching(self, step: int) -> tuple[Landing | None, Callable[[], None]]:
+        """Where parameters come in, and what waits until all have; None where a server has none."""
+        landing = Landing(self._sizes, self.computing.runs)
+        receivers = [landing.receiver(one.order) for one in self.orders.fetches]
+
+        def fetch(server: int) -> None:
+            ask = self._asked("fetch", step, server, about=self.orders.fetches[server].text)
+            try:
+                self.links[server].ask(ask, None, receivers[server])
+            except BaseException as error:
+                landing.fail(error)
+                receivers[server].begun.set()
+                raise
+
+        calls = [self._threads.submit(fetch, server) for server in range(len(self.links))]
+
+        def wait() -> None:
+            for call in calls:
+                call.result()
+            self.clocks = [receiver.clock or 0 for receiver in receivers]
+
+        for receiver in receivers:
+            receiver.begun.wait()
+        refused = any(receiver.answer.kind == "refused" for receiver in receivers)
+        return None if refused else landing, wait
+
+    def _push(self, step: int, gradients: Gradients) -> None:
+        if not gradients.finite():
             self._all("skip", step)
             return
         self.serial += 1
-        found = self._all("push", step, divided(gradients, len(self.links)), self.seen)
-        self.stale = found[0][0].staleness
+        assert self.seen is not None, "fetched"
+
+        def push(server: int) -> Answer:
+            way = self.orders.pushes[server]
+            ask = self._asked("push", step, server, about=way.text)
+            return self.links[server].ask(ask, in_order(way.order, gradients.run))[0]
+
+        found = list(self._threads.map(push, range(len(self.links))))
+        self.stale = found[0].staleness
+
+    def _asked(self, kind: str, step: int, server: int, *, about: str = "") -> Ask:
+        return Ask(
+            kind=kind,
+            worker=self.number,
+            start=self.start,
+            serial=self.serial,
+            seen=0 if self.seen is None else self.seen[server],
+            step=step,
+            about=about,
+        )
 
     def _all(
-        self,
-        kind: str,
-        step: int,
-        arrays: Sequence[Flat] | None = None,
-        seen: Sequence[int] | None = None,
+        self, kind: str, step: int, arrays: Sequence[Flat] | None = None
     ) -> list[tuple[Answer, Flat]]:
         """Asks all servers at once."""
 
         def ask(server: int) -> tuple[Answer, Flat]:
-            return self.links[server].ask(
-                Ask(
-                    kind=kind,
-                    worker=self.number,
-                    start=self.start,
-                    serial=self.serial,
-                    seen=0 if seen is None else seen[server],
-                    step=step,
-                ),
-                None if arrays is None else arrays[server],
-            )
+            given = None if arrays is None else arrays[server]
+            return self.links[server].ask(self._asked(kind, step, server), given)
 
         return list(self._threads.map(ask, range(len(self.links))))

@@ -36,6 +36,7 @@ class WorkerSettings:
         job: where the function stands that makes the job.
         steps: of this worker.
         patience_s: how long a server may be gone.
+        bucket_bytes: of elements that cross together.
     """
 
     worker: int
@@ -43,6 +44,7 @@ class WorkerSettings:
     job: Reference
     steps: int
     patience_s: float
+    bucket_bytes: int
 
     def to_json(self) -> str:
         """The settings as text."""
@@ -107,7 +109,13 @@ def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) ->
     computing = Computing(job, number, exchange.local_rate)
     shapes = {path: list(leaf.shape) for path, leaf in computing.trained.items()}
     write(shapes_file(folder, number), json.dumps(shapes).encode())
-    worker = Worker(number=number, exchange=exchange, computing=computing, links=links)
+    worker = Worker(
+        number=number,
+        exchange=exchange,
+        computing=computing,
+        links=links,
+        bucket_bytes=settings.bucket_bytes,
+    )
     worker.run(settings.steps, job.rows, log_file(folder, number))
 
 
