@@ -17,7 +17,7 @@ from shardlib.servers.ownership import Flat
 from shardlib.servers.server.service import Service
 from shardlib.servers.wire.bodies import Outgoing, made
 from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
-from shardlib.servers.worker.computing import Gradients
+from shardlib.servers.worker.gradients import OnHost
 from shardlib.servers.worker.landing import Landing
 from shardlib.servers.worker.loop import Worker
 
@@ -45,9 +45,9 @@ class Computing:
         self.sum = self.sum + 1
         return lambda: 0.0
 
-    def taken(self) -> Gradients:
+    def taken(self) -> OnHost:
         found, self.sum = self.sum, np.zeros(4, np.float32)
-        return Gradients(arrays={"w": found})
+        return OnHost(arrays={"w": found})
 
 
 @dataclass

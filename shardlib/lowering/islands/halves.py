@@ -201,17 +201,18 @@ def name_of(path: tuple[object, ...]) -> str:
     return path_text(path) or "params"
 
 
-def require_divided(program: Program) -> None:
+def require_divided(program: Program, *, staged: bool = False) -> None:
     """Refuses a program whose update is no part of its own.
 
     Args:
         program: of one process; an abstract one will do.
+        staged: whether its stages may be programs of their own.
 
     Raises:
         PinError: all reasons are listed.
     """
     failures: list[str] = []
-    if program.programs is not None:
+    if program.programs is not None and not staged:
         failures.append("its stages are programs of their own (pipeline='programs')")
     if program.disk is not None:
         failures.append("its optimizer state is on disk (offload=['disk'])")

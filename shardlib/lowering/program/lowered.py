@@ -23,7 +23,8 @@ from shardlib.lowering.host_memory.disk.arrays import Writer
 from shardlib.lowering.host_memory.disk.compiling import Where
 from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.mesh import shardings
-from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, Made, OneUpdate, Update
+from shardlib.lowering.pipeline.per_stage.around import Made, OneUpdate, Update
+from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
 from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.step import init_function, named, step_function
 from shardlib.lowering.program.update.parts import StepParts

@@ -5,7 +5,6 @@ between two fetches. The sum and the local step stay sharded as gradients and pa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -14,7 +13,6 @@ import optax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.compiler import compile
 from shardlib.errors import PinError, raise_all
-from shardlib.exchanges.parts import Part
 from shardlib.lowering.islands.halves import (
     GradientProgram,
     by_path,
@@ -22,36 +20,15 @@ from shardlib.lowering.islands.halves import (
     trained,
     with_placed,
 )
+from shardlib.lowering.islands.staged import StagedGradients, Sums
 from shardlib.lowering.islands.use_order import parts_in_order
 from shardlib.lowering.program.program import Program
+from shardlib.servers.worker.gradients import Gradients, OfStages, OnHost
 from shardlib.servers.worker.job import Job
 from shardlib.servers.worker.landing import Landing
 
 #: Random streams of workers are those of seeds that are so far from that of the parameters.
 STREAMS = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """A sum of gradients that is to be pushed.
-
-    Attributes:
-        arrays: on the host, by path.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-
-    def run(self, part: Part) -> np.ndarray:
-        """Elements of it.
-
-        Args:
-            part: which.
-        """
-        return self.arrays[part.path].reshape(-1)[part.start : part.stop]
-
-    def finite(self) -> bool:
-        """Whether all elements are finite."""
-        return all(np.isfinite(array).all() for array in self.arrays.values())
 
 
 class Computing:
@@ -86,11 +63,15 @@ class Computing:
             raise PinError(
                 f"pin of the job has exchange={program.plan.exchange}, and is of one worker"
             )
-        self.gradients = GradientProgram.of(program)
+        staged = None if program.programs is None else StagedGradients.of(program)
+        self.gradients = staged or GradientProgram.of(program)
         self.trained = trained(program)
-        self.parts = parts_in_order(program)
-        self.runs = dict.fromkeys(self.trained, 1)
         _require_floating(self.trained)
+        self.parts = parts_in_order(program)
+        #: Where steps begin before all parameters are there.
+        self._staged = staged if staged and staged.runs and not local_rate else None
+        self.runs = self._staged.runs if self._staged else dict.fromkeys(self.trained, 1)
+        self._landing: Landing | None = None
         state = program.init(job.seed)
         self.params, self.model_state = state.params, state.model_state
         if jax.tree.leaves(self.model_state):
@@ -100,18 +81,19 @@ class Computing:
         self._add = jax.jit(_added, donate_argnums=0)
         self._move = jax.jit(_moved, static_argnums=2)
         self._sum: Tree = None
+        self._sums: tuple[Sums, ...] = ()
         self._rehearse(batch)
 
     def _rehearse(self, batch: Tree) -> None:
         """Fetches from itself and takes a step, so that nothing is compiled or allocated anew
         between the first fetch and the first push: they would be many updates apart.
         """
-        before = self.params, self.model_state
+        before = self.params, self.model_state, self._landing
         self.fetched(Landing.of(self.first(), self.runs))
         for _ in range(2):
             self.step(batch)()
-        self.taken()
-        self.params, self.model_state = before
+        self.taken().finite()
+        self.params, self.model_state, self._landing = before
 
     @property
     def program(self) -> Program:
@@ -120,7 +102,11 @@ class Computing:
 
     def first(self) -> dict[str, np.ndarray]:
         """The trained parameters as they are, on the host."""
-        return _on_host(self.program.model.partition.trained(self.params))
+        if self._landing is None:
+            return _on_host(self.program.model.partition.trained(self.params))
+        return {
+            path: self._landing.whole(path).reshape(one.shape) for path, one in self.trained.items()
+        }
 
     def fetched(self, landing: Landing) -> None:
         """Goes on with parameters of the servers; each is placed as soon as it is there.
@@ -128,6 +114,9 @@ class Computing:
         Args:
             landing: where they come in.
         """
+        if self._staged:
+            self._landing = landing
+            return
         placed = {
             path: placed_as(self.trained[path], landing.run(path))
             for path in dict.fromkeys(part.path for part in self.parts)
@@ -143,6 +132,8 @@ class Computing:
         Returns:
             What gives the loss, once it is there.
         """
+        if self._staged:
+            return self._begun(self._staged, batch)
         metrics, found, self.model_state = self.gradients.call(
             self.params, self.model_state, self.program.put(batch)
         )
@@ -153,10 +144,21 @@ class Computing:
         self._sum = found if self._sum is None else self._add(self._sum, found)
         return lambda: float(metrics["loss"])
 
+    def _begun(self, staged: StagedGradients, batch: Tree) -> Callable[[], float]:
+        """A step whose stages begin as soon as their parameters are there."""
+        assert self._landing is not None, "fetched"
+        placed = self.program.put(batch)
+        sums = staged.begun(self.params, self.model_state, placed, self._landing)
+        self.model_state, self._sums = sums.model_state, (*self._sums, sums)
+        return lambda: float(np.asarray(sums.loss)[0]) / sums.count
+
     def taken(self) -> Gradients:
         """The sum of the gradients since the last call."""
+        if self._staged:
+            sums, self._sums = self._sums, ()
+            return OfStages(sums=sums, trained=self.trained, runs=self.runs)
         found, self._sum = self._sum, None
-        return Gradients(arrays=_on_host(found))
+        return OnHost(arrays=_on_host(found))
 
 
 def _added(total: Tree, found: Tree) -> Tree:

@@ -102,6 +102,19 @@ class Landing:
         each = self._each[path]
         return self._values[path][number * each : (number + 1) * each]
 
+    def whole(self, path: str) -> np.ndarray:
+        """All elements of a parameter, once they are there.
+
+        Args:
+            path: of the parameter.
+
+        Raises:
+            LaunchError: a server is gone before they are.
+        """
+        count = self._values[path].size // self._each[path]
+        runs = [self.run(path, number) for number in range(count)]
+        return np.concatenate([np.zeros(0, np.float32), *runs])
+
     def fail(self, error: BaseException) -> None:
         """Nothing more will come.
 

@@ -20,10 +20,12 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import LaunchError
 from shardlib.exchanges.asynchronous import Asynchronous
 from shardlib.exchanges.parts import BUCKET_BYTES
-from shardlib.servers.ordering import in_order
+from shardlib.servers.ordering import WHOLE, Order, in_order
 from shardlib.servers.ownership import Flat, divided
+from shardlib.servers.wire.bodies import Later, Outgoing
 from shardlib.servers.wire.messages import Answer, Ask, Link
-from shardlib.servers.worker.computing import Computing, Gradients
+from shardlib.servers.worker.computing import Computing
+from shardlib.servers.worker.gradients import Gradients
 from shardlib.servers.worker.landing import Landing
 from shardlib.servers.worker.orders import Orders
 
@@ -170,7 +172,7 @@ class Worker:
         return None if refused else landing, wait
 
     def _push(self, step: int, gradients: Gradients) -> None:
-        if not gradients.finite():
+        if gradients.at_once and not gradients.finite():
             self._all("skip", step)
             return
         self.serial += 1
@@ -179,10 +181,20 @@ class Worker:
         def push(server: int) -> Answer:
             way = self.orders.pushes[server]
             ask = self._asked("push", step, server, about=way.text)
-            return self.links[server].ask(ask, in_order(way.order, gradients.run))[0]
+            return self.links[server].ask(ask, self._sent(way.order, gradients))[0]
 
         found = list(self._threads.map(push, range(len(self.links))))
         self.stale = found[0].staleness
+
+    def _sent(self, order: Order, gradients: Gradients) -> Outgoing:
+        """Buckets as they are sent; what is sent before all of it is known says so at its end."""
+        buckets = in_order(order, gradients.run)
+        if gradients.at_once:
+            return buckets
+        finite = Later(
+            size=1, make=lambda: np.array([gradients.finite()], np.uint8), dtype=np.dtype(np.uint8)
+        )
+        return {**buckets, WHOLE: finite}
 
     def _asked(self, kind: str, step: int, server: int, *, about: str = "") -> Ask:
         return Ask(

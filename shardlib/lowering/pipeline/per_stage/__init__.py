@@ -7,6 +7,7 @@
     prologue.py     what comes before the first microbatch, and after the last: programs over all
                     devices
     compiling.py    all programs of a plan
+    around.py       parameters on their way, and the update
     dispatch.py     one step: the programs called in the order of the schedule
 
 One process sees all devices. Each stage has a mesh of its own, the program's mesh with one place

@@ -263,3 +263,20 @@ def flat(function: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Callable
 
 def _plus(sums: Values, more: Values) -> Values:
     return {number: total + more[number].astype(total.dtype) for number, total in sums.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """Sums before the first microbatch.
+
+    Attributes:
+        chunks: (early, late) of each chunk of a stage.
+        outside, totals: zeros for what other stages alone sum up.
+    """
+
+    chunks: list[tuple[Early, Late]]
+    outside: Values
+    totals: Arrays
+
+
+jax.tree_util.register_dataclass(First, data_fields=["chunks", "outside", "totals"], meta_fields=[])

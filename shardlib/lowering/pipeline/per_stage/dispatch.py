@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Metrics
-from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Late
+from shardlib.lowering.pipeline.per_stage.around import Arriving, Update, in_turn
+from shardlib.lowering.pipeline.per_stage.chunk_work import First
 from shardlib.lowering.pipeline.per_stage.compiling import ChunkPrograms
 from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
 from shardlib.lowering.pipeline.per_stage.shards import Places
 from shardlib.lowering.pipeline.shared.partition import Arrays, Values
 from shardlib.lowering.runtime.executable import Executable
-from shardlib.lowering.runtime.state import TrainState
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
 
-#: Model state after a step, and what the stages have summed.
-Made = tuple[Arrays, Summed]
 #: (stage, what it does), in an order in which every task comes after what it reads.
 Turns = tuple[tuple[int, Task], ...]
-
-
-class Update(Protocol):
-    """What makes the next state of the gradients, after the last microbatch: one program, or
-    several where some of the state is not on the devices.
-    """
-
-    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
-        """(state, (model state after the step, `Summed`)) -> (state, metrics); the state is
-        donated.
-        """
-        ...
-
-    def memory(self) -> dict[str, int]:
-        """Bytes per device of the program that needs the most."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OneUpdate:
-    """An update that is one program.
-
-    Attributes:
-        call: it.
-    """
-
-    call: jax.stages.Compiled
-
-    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
-        """The next state, and metrics."""
-        return self.call(state, batch)
-
-    def memory(self) -> dict[str, int]:
-        """Its bytes per device."""
-        return _jax_compat.compiled_memory(self.call)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,23 +34,6 @@ class Stage:
 
     zeros: jax.stages.Compiled
     indices: tuple[jax.Array, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class First:
-    """Sums before the first microbatch.
-
-    Attributes:
-        chunks: (early, late) of each chunk of a stage.
-        outside, totals: zeros for what other stages alone sum up.
-    """
-
-    chunks: list[tuple[Early, Late]]
-    outside: Values
-    totals: Arrays
-
-
-jax.tree_util.register_dataclass(First, data_fields=["chunks", "outside", "totals"], meta_fields=[])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,20 +89,41 @@ class Dispatch:
         opened: Opened = jax.tree.unflatten(
             self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
         )
-        run = _Step(self, opened)
-        for stage, task in self.turns:
-            run.work[task.kind](task.chunk * len(self.stages) + stage, task.microbatch)
+        run = Step(self, opened)
+        for turn in self.turns:
+            run.do(*turn)
         return self.update.step(state, (opened.after, run.summed()))
 
+    def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: Arriving) -> Step:
+        """All work of a step whose parameters are on their way, queued; nothing is updated.
 
-class _Step:
+        Args:
+            params: arrays that stand for parameters, and those that are none.
+            inputs: model state as the loss takes it.
+            batch: placed on the devices.
+            arriving: the parameters.
+        """
+        leaves = jax.tree.leaves((params, inputs, batch))
+        run = Step(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
+        in_turn(self.turns, run.ready, run.do, arriving)
+        return run
+
+
+class Step:
     """What is under way in one step. Arrays are let go of when the last program that reads them is
     queued.
+
+    Attributes:
+        opened: what all microbatches work with.
+        early, late: of each chunk, what it has summed.
     """
 
-    def __init__(self, programs: Dispatch, opened: Opened) -> None:
+    def __init__(
+        self, programs: Dispatch, opened: Opened, arriving: Arriving | None = None
+    ) -> None:
         self.programs, self.ways = programs, len(programs.stages)
-        self.held = self._held(opened)
+        self.opened, self._arriving = opened, arriving
+        self._held, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
         self.first: list[First] = [stage.zeros() for stage in programs.stages]
         self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
@@ -166,6 +133,30 @@ class _Step:
             dict[tuple[int, int], Arrays]() for _ in range(4)
         )
         self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
+
+    def do(self, stage: int, task: Task) -> None:
+        """Queues a task.
+
+        Args:
+            stage: that does it.
+            task: what it does.
+        """
+        self.work[task.kind](task.chunk * self.ways + stage, task.microbatch)
+
+    def ready(self, stage: int, task: Task) -> bool:
+        """Whether neighbours have made what a task reads.
+
+        Args:
+            stage: that does it.
+            task: what it does; the stage has done what comes before.
+        """
+        chunk = task.chunk * self.ways + stage
+        program, at = self.programs.chunks[chunk], (chunk, task.microbatch)
+        if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):
+            nothing = task.kind == FORWARD and program.forward is None
+            return nothing or not chunk or at in self.entering
+        last = chunk == len(self.programs.chunks) - 1
+        return task.kind == WEIGHTS or last or at in self.back
 
     def summed(self) -> Summed:
         """What the stages have summed, over all devices."""
@@ -201,32 +192,37 @@ class _Step:
             totals=[join(leaves) for leaves in totals],
         )
 
-    def _held(self, opened: Opened) -> list[Arrays]:
-        """What each chunk works with, in the order of `Held`."""
-        split = self.programs.places.split
-        stacks = [[split(part) for part in parts] for parts in opened.stacks]
-        kept = {number: split(leaf) for number, leaf in opened.kept.items()}
-        rest = [split(leaf) for leaf in (*opened.states, *opened.parts)]
-        held = [
-            [
-                *(parts[number // self.ways][number % self.ways] for parts in stacks),
-                *(kept[k][number % self.ways] for k in sorted(own)),
-                *(leaf[number % self.ways] for leaf in rest),
+    def held(self, chunk: int) -> Arrays:
+        """What a chunk works with, in the order of `Held`."""
+        if chunk not in self._held:
+            turn, stage = divmod(chunk, self.ways)
+            opened, gather = self.opened, self.programs.chunks[chunk].gather
+            leaves = [
+                *(parts[turn] for parts in opened.stacks),
+                *(opened.kept[number] for number in sorted(self.programs.kept[chunk])),
+                *opened.states,
+                *opened.parts,
             ]
-            for number, own in enumerate(self.programs.kept)
-        ]
-        return [
-            leaves if chunk.gather is None else [*leaves, *chunk.gather(leaves)]
-            for leaves, chunk in zip(held, self.programs.chunks, strict=True)
-        ]
+            held = [self._shard(leaf, stage) for leaf in leaves]
+            self._held[chunk] = held if gather is None else [*held, *gather(held)]
+        return self._held[chunk]
+
+    def _shard(self, array: jax.Array, stage: int) -> jax.Array:
+        """What a stage has of an array."""
+        came = None if self._arriving is None else self._arriving.part(array, stage)
+        if came is not None:
+            return came
+        if id(array) not in self._shards:
+            self._shards[id(array)] = self.programs.places.split(array)
+        return self._shards[id(array)][stage]
 
     def _reduced(self, chunk: int) -> Arrays:
         """Gradients of stacked parameters, and of those that all layers use."""
         reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
-        return late if reduce is None else reduce([*self.held[chunk], *late])
+        return late if reduce is None else reduce([*self.held(chunk), *late])
 
     def _given(self, chunk: int, micro: int) -> Arrays:
-        return [*self.held[chunk], self.programs.stages[chunk % self.ways].indices[micro]]
+        return [*self.held(chunk), self.programs.stages[chunk % self.ways].indices[micro]]
 
     def _forward(self, chunk: int, micro: int) -> None:
         program, at = self.programs.chunks[chunk], (chunk, micro)

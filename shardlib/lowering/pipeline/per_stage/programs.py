@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.pipeline.per_stage.chunk_work import Late, flat
+from shardlib.lowering.pipeline.per_stage.around import Made, Update
+from shardlib.lowering.pipeline.per_stage.chunk_work import First, Late, flat
 from shardlib.lowering.pipeline.per_stage.compiling import (
     ChunkPrograms,
     Inputs,
@@ -20,11 +21,8 @@ from shardlib.lowering.pipeline.per_stage.compiling import (
 )
 from shardlib.lowering.pipeline.per_stage.dispatch import (
     Dispatch,
-    First,
-    Made,
     Stage,
     Turns,
-    Update,
 )
 from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
 from shardlib.lowering.pipeline.per_stage.stage_shapes import StageShapes
