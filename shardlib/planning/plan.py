@@ -213,17 +213,15 @@ class Plan(PlanData):
         return source_of(self).sensitivity(self)
 
     def timeline(self) -> Timeline:
-        """When each pipeline stage does what, in predicted seconds; `print` draws it,
-        `shardlib.explanation.timelines` makes SVG and Perfetto traces of it.
-
-        Returns:
-            Tasks by stage, with their beginning and end in seconds.
+        """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
+        the order of use; `print` draws it, `shardlib.explanation.timelines` makes SVG and Perfetto
+        traces of stages.
 
         Raises:
-            PlanError: the plan has no stages, has `remat_classes`, or was written before estimates
-                knew what a stage does.
+            PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
+                written before estimates knew what a stage does.
         """
-        return predicted(self)
+        return predicted(self, None if self.source is None else self.source.load.problem.forward)
 
     def replan(
         self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False

@@ -19,21 +19,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.errors import PlanError
+from shardlib.graph.graph import Graph
 from shardlib.planning.decisions.candidate import microbatches_text
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.text.timeline import Slice, Timeline, label, work
+from shardlib.planning.transfers.picture import transfers
 from shardlib.schedules.orders import Task
 from shardlib.schedules.simulation import Durations, makespan, simulate
 from shardlib.schedules.table import named, orders
 from shardlib.schedules.timetable import Timetable
 
 
-def predicted(plan: PlanData) -> Timeline:
-    """The timeline of a plan with stages.
+def predicted(plan: PlanData, forward: Graph | None = None) -> Timeline:
+    """The timeline of a plan with stages, or with islands whose steps wait for their exchange.
+
+    Args:
+        plan: with stages, or islands.
+        forward: the loss as written, which knows the order in which parameters are used; None for
+            none of the exchange.
 
     Raises:
-        PlanError: the plan has no stages, or was written before estimates knew what a stage does.
+        PlanError: the plan has neither, or was written before estimates knew what a stage does.
     """
+    exchange = None if forward is None else transfers(plan, forward)
+    if exchange is not None and not named(plan.schedule).staged:
+        return Timeline(
+            name="predicted",
+            title=exchange.title,
+            stages=0,
+            slices=(),
+            seconds=exchange.replay.seconds,
+            exchange=exchange,
+        )
     stage, cost = plan.estimate.stage, plan.estimate
     if not named(plan.schedule).staged:
         raise PlanError(
@@ -87,6 +104,7 @@ def predicted(plan: PlanData) -> Timeline:
         slices=tuple(slices),
         seconds=seconds,
         beside=beside,
+        exchange=exchange,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from shardlib.planning.transfers.picture import Transfers
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
 from shardlib.schedules.timetable import Timetable
@@ -61,6 +62,7 @@ class Timeline:
         slices: what they do, in order of time for every stage.
         seconds: of the ticks, from the first to the last.
         beside: (what, seconds) of the step beside the ticks.
+        exchange: what islands exchange, in the order of use; None where steps do not wait for it.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Timeline:
     slices: tuple[Slice, ...]
     seconds: float
     beside: tuple[tuple[str, float], ...] = ()
+    exchange: Transfers | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -79,7 +82,7 @@ class Timeline:
     def bubble(self) -> float:
         """Share of the ticks in which a stage does nothing that is asked for, on the average."""
         busy = sum(one.seconds for one in self.slices if one.kind != IDLE)
-        return 1 - busy / (self.stages * self.seconds) if self.seconds else 0.0
+        return 1 - busy / (self.stages * self.seconds) if self.seconds and self.stages else 0.0
 
     def of(self, stage: int) -> tuple[Slice, ...]:
         """The slices of one stage."""
@@ -96,9 +99,16 @@ class Timeline:
             "step_seconds": self.step_seconds,
             "beside": dict(self.beside),
             "slices": [asdict(one) for one in self.slices],
+            **({} if self.exchange is None else {"exchange": self.exchange.to_json()}),
         }
 
     def __str__(self) -> str:
+        exchange = "" if self.exchange is None else str(self.exchange)
+        if not self.stages:
+            return exchange
+        return "\n".join([self._stages_text(), *([exchange] if exchange else [])])
+
+    def _stages_text(self) -> str:
         rows = [
             f"stage {stage:<{len(str(self.stages - 1))}}  {self._row(stage)}"
             for stage in range(self.stages)
