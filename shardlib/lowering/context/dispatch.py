@@ -8,7 +8,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.functions.attention import Attention, Operands
 from shardlib.graph.kernels import Kind
@@ -23,6 +23,8 @@ from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.lowering.context.ulysses import Collected
 from shardlib.lowering.mesh.alike import alike
 from shardlib.lowering.mesh.collectives import Machine
+from shardlib.lowering.mesh.pinning import held
+from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
 
@@ -91,7 +93,36 @@ def around_devices(
         ),
     )
     region = alike(machine, local, specs, whole)
-    return lambda *arrays: [region(*arrays)]
+    pins = _settled(site, placements, heads, machine)
+
+    def run(*arrays: Value) -> Sequence[Value]:
+        settled = (held(array, pin) for array, pin in zip(arrays, pins, strict=False))
+        return [region(*settled, *arrays[len(pins) :])]
+
+    return run
+
+
+def _settled(
+    site: Site, placements: Mapping[tuple[str, int], Layout], heads: Heads, machine: Machine
+) -> list[NamedSharding]:
+    """The layouts in which queries, and the keys and values whose heads are shared out too, arrive
+    where devices exchange a sequence for heads.
+
+    Only what is exchanged is pinned: left to the partitioner, the gradient of queries comes back
+    with heads sharded as far as a rotation by positions in float32, and twice the bytes are
+    exchanged. Where it is the width of heads that is sharded, a rotation that pairs its dims is
+    best left on either side.
+    """
+    parts = site.call.form.parts
+    operands = range(2 * parts + 1 if heads.together else parts)
+    layouts = [placements.get(site.key(at)) for at in operands]
+    known = [layout for layout in layouts if layout is not None and len(layout) == 4]
+    exchanged = heads.axes and all(
+        not layout[2] and not layout[3] and set(heads.axes) <= set(layout[1]) for layout in known
+    )
+    if not exchanged or len(known) < len(layouts):
+        return []
+    return [named_sharding(machine.mesh, layout) for layout in known]
 
 
 @dataclass(frozen=True, kw_only=True)

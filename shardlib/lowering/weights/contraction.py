@@ -18,6 +18,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.gathering import in_use
+from shardlib.lowering.weights.large_cotangents import after, mark
 from shardlib.lowering.weights.operands import Apart, held_in_use, operand_cuts
 from shardlib.lowering.weights.reduction import reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
@@ -116,7 +117,7 @@ def reduced_contraction(
     found = contraction_of(use, result, parameter, machine)
     if found is None:
         return None
-    gathered = in_use(use, parameter, machine)
+    gathered, marks = in_use(use, parameter, machine), found.marks(machine)
 
     def forward(activation: Value, weight: Value) -> Value:
         return found.op(activation, gathered(use.moved(weight)))
@@ -128,14 +129,15 @@ def reduced_contraction(
     def backward(saved: tuple[Value, Value], cotangent: Value) -> tuple[Value, Value]:
         activation, weight = saved
 
-        def local(activation: Value, cotangent: Value) -> Value:
-            return found.plan.apply(
-                found.partial_sums(activation, cotangent, weight.dtype), machine
-            )
+        def local(activation: Value, cotangent: Value) -> tuple[Value, ...]:
+            sums = found.partial_sums(activation, cotangent, weight.dtype)
+            return found.plan.apply(sums, machine), *(mark(sums) for _ in marks)
 
-        return found.to_activation(
-            activation, gathered(use.moved(weight)), cotangent
-        ), machine.manual(local, found.arguments, found.kept)(activation, cotangent)
+        gradient, *made = machine.manual(local, found.arguments, (found.kept, *marks))(
+            activation, cotangent
+        )
+        back = found.to_activation(activation, gathered(use.moved(weight)), cotangent)
+        return after(back, made), gradient
 
     def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value]]:
         found = use.found_again(activation)

@@ -19,6 +19,7 @@ from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.contraction import contraction_of
 from shardlib.lowering.weights.gathering import in_use
+from shardlib.lowering.weights.large_cotangents import after, mark
 from shardlib.lowering.weights.lookup import lookup_of
 from shardlib.planning.decisions.plan_data import ParameterLayout
 
@@ -72,6 +73,7 @@ def deferred(
     if found is None:
         return None
     rank, ways = len(use.shape), machine.ways(found.partial)
+    marks = found.marks(machine)
     cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
 
     @jax.custom_vjp
@@ -81,13 +83,15 @@ def deferred(
     def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
 
-        def local(activation: Any, cotangent: Any) -> Any:
-            return found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))[
-                None
-            ].astype(sums.dtype)
+        def local(activation: Any, cotangent: Any) -> tuple[Any, ...]:
+            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))
+            return own[None].astype(sums.dtype), *(mark(own) for _ in marks)
 
-        own = machine.manual(local, found.arguments, cuts)(activation, found.moved(cotangent))
-        return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
+        own, *made = machine.manual(local, found.arguments, (cuts, *marks))(
+            activation, found.moved(cotangent)
+        )
+        back = after(found.to_activation(activation, weight, cotangent), made)
+        return back, jnp.zeros_like(weight), own
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         read = use.found_again(activation)
@@ -107,18 +111,21 @@ def deferred(
         activation, weight, sums = saved
 
         def local(activation: Any, cotangent: Any, sums: Any) -> tuple[Any, ...]:
-            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype)).astype(
-                sums.dtype
+            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))
+            gradient, kept = found.plan.exchanged(own.astype(sums.dtype) + sums[0], machine)
+            return (
+                gradient.astype(weight.dtype),
+                *(mark(own) for _ in marks),
+                *(() if kept is None else (kept[None],)),
             )
-            gradient, kept = found.plan.exchanged(own + sums[0], machine)
-            return gradient.astype(weight.dtype), *(() if kept is None else (kept[None],))
 
-        results = (found.kept, cuts) if machine.exchange.keeps else (found.kept,)
-        gradient, *kept = machine.manual(local, (*found.arguments, cuts), results)(
+        results = (found.kept, *marks, *((cuts,) if machine.exchange.keeps else ()))
+        gradient, *rest = machine.manual(local, (*found.arguments, cuts), results)(
             activation, found.moved(cotangent), sums
         )
+        made, kept = rest[: len(marks)], rest[len(marks) :]
         return (
-            found.to_activation(activation, weight, cotangent),
+            after(found.to_activation(activation, weight, cotangent), made),
             gradient,
             kept[0] if kept else jnp.zeros_like(sums),
         )

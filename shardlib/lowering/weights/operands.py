@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 
 from shardlib.jax_types import Value
 from shardlib.layout import Layout
-from shardlib.lowering.mesh.collectives import Cuts
+from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.use import Use
+from shardlib.lowering.weights.large_cotangents import outgrows
 from shardlib.lowering.weights.reduction import Reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.program import Equation
@@ -45,6 +46,17 @@ class Apart:
     def moved(self, cotangent: Value) -> Value:
         """The cotangent of the result as it goes to the devices that make partial sums of it."""
         return cotangent
+
+    def marks(self, machine: Machine) -> tuple[PartitionSpec, ...]:
+        """How the marks of partial sums are sharded that are made before the gradient of the
+        activation is handed on (`large_cotangents.py`); none where they may wait.
+
+        Args:
+            machine: the mesh.
+        """
+        held = (axis for axes in self.held.values() for axis in axes)
+        axes = machine.parts((*self.partial, *held))
+        return (PartitionSpec(axes),) if outgrows(self.use) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
