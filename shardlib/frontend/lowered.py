@@ -7,7 +7,7 @@ import jax
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.lowering.collective_matmul.matmuls import matmuls
 from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
-from shardlib.lowering.context.heads import with_whole_heads
+from shardlib.lowering.context.heads import with_heads
 from shardlib.lowering.loss.interleaving import interleaving
 from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.program.build import build_program
@@ -69,7 +69,7 @@ def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
         wanted |= activations_of(matmuls(loss))
     graph, names = traced.problem.forward, colouring.forward
     found = placements(graph, names, rules, plan.mesh, colouring.batch_colour, wanted)
-    return with_whole_heads(found, graph, loss.calls.values(), plan)
+    return with_heads(found, graph, loss.calls.values(), plan)
 
 
 def _parameters(traced: Traced) -> int:

@@ -186,6 +186,16 @@ def arriving(path: str, number: int) -> tuple[str, int]:
     return f"{path}/arriving", number
 
 
+def returned(path: str) -> tuple[str, int]:
+    """Where placements have the layout that the gradient of the result of a contraction has when it
+    arrives, where that is not the layout of the result.
+
+    Args:
+        path: of the op in the program.
+    """
+    return f"{path}/returned", 0
+
+
 def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
     """Colour of every index of an op that may be sharded, see `factor_colours`.
 

@@ -93,36 +93,38 @@ def around_devices(
         ),
     )
     region = alike(machine, local, specs, whole)
-    pins = _settled(site, placements, heads, machine)
+    pins = _exchanged(site, placements, heads, machine)
 
     def run(*arrays: Value) -> Sequence[Value]:
-        settled = (held(array, pin) for array, pin in zip(arrays, pins, strict=False))
-        return [region(*settled, *arrays[len(pins) :])]
+        pinned = (
+            array if pin is None else held(array, pin)
+            for array, pin in zip(arrays, pins, strict=True)
+        )
+        return [region(*pinned)]
 
     return run
 
 
-def _settled(
+def _exchanged(
     site: Site, placements: Mapping[tuple[str, int], Layout], heads: Heads, machine: Machine
-) -> list[NamedSharding]:
-    """The layouts in which queries, and the keys and values whose heads are shared out too, arrive
-    where devices exchange a sequence for heads.
+) -> list[NamedSharding | None]:
+    """The layouts that operands come in of which devices exchange the sequence for heads; None for
+    others.
 
-    Only what is exchanged is pinned: left to the partitioner, the gradient of queries comes back
-    with heads sharded as far as a rotation by positions in float32, and twice the bytes are
-    exchanged. Where it is the width of heads that is sharded, a rotation that pairs its dims is
-    best left on either side.
+    Left to the partitioner, the gradient of queries may come back sharded by heads as far as a
+    rotation by positions in float32, and twice the bytes are exchanged. What is sharded by the
+    width of heads is exchanged by projections (`with_heads`).
     """
-    parts = site.call.form.parts
-    operands = range(2 * parts + 1 if heads.together else parts)
-    layouts = [placements.get(site.key(at)) for at in operands]
-    known = [layout for layout in layouts if layout is not None and len(layout) == 4]
-    exchanged = heads.axes and all(
-        not layout[2] and not layout[3] and set(heads.axes) <= set(layout[1]) for layout in known
-    )
-    if not exchanged or len(known) < len(layouts):
-        return []
-    return [named_sharding(machine.mesh, layout) for layout in known]
+    parts, taken = site.call.form.parts, set(heads.axes)
+    by_heads = {*range(2 * parts + 1 if heads.together else parts)}
+
+    def pin(at: int) -> NamedSharding | None:
+        layout = placements.get(site.key(at))
+        if at not in by_heads or layout is None or len(layout) < 4:
+            return None
+        return named_sharding(machine.mesh, layout) if taken & {*layout[1]} else None
+
+    return [pin(at) for at in range(len(site.avals))]
 
 
 @dataclass(frozen=True, kw_only=True)

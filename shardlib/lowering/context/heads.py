@@ -4,7 +4,8 @@ Where no axis shards the heads of queries outside, those do that shard the seque
 a head there, inside of the region alone. Where there are fewer heads of keys than devices, keys and
 values are read whole by each; if it is the width of heads that is sharded, they are gathered as
 soon as projections have made them, since a rotation by positions pairs dims of a head, and would
-move them once more.
+move them once more. What is read by heads is rotated by heads, and so is its gradient; it is
+exchanged when it is rounded again, and not as the float32 that the rotation makes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.planning.plan import Plan
+from shardlib.propagation.contractions import returned
 from shardlib.propagation.head_sharding import shared
 
 
@@ -97,14 +99,15 @@ def cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
     return tuple(axis for axis in (*rows, *width) if axis != "context" and axis not in batch)
 
 
-def with_whole_heads(
+def with_heads(
     placements: Mapping[tuple[str, int], Layout],
     graph: Graph,
     sites: Iterable[Site],
     plan: Plan,
 ) -> dict[tuple[str, int], Layout]:
-    """Placements in which keys and values that attention reads whole, though the plan shards the
-    width of their heads, are gathered as soon as projections have made them.
+    """Placements with what becomes of queries, keys and values that projections make sharded by the
+    width of heads: what attention reads whole is gathered as soon as it is made; of what it reads
+    by heads, the gradient comes back by heads.
 
     Args:
         placements: layouts by path, those of operands of calls among them.
@@ -120,12 +123,17 @@ def with_whole_heads(
         queries, parts = placements[site.key(0)], site.call.form.parts
         axes, count = cutting_heads(queries, plan), site.avals[0].shape[2]
         groups, ways = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
-        if queries[2] or shared(heads=count, groups=groups, ways=ways) != "queries":
+        which = shared(heads=count, groups=groups, ways=ways)
+        if queries[2] or which == "none":
             continue
-        for source in site.sources[parts : 2 * parts + 1]:
+        for at, source in enumerate(site.sources[: 2 * parts + 1]):
             for key in _projections(graph, makers, source) if source in makers else ():
-                if key in found and set(found[key][-1]) == set(axes):
+                if key not in found or set(found[key][-1]) != set(axes):
+                    continue
+                if at >= parts and which == "queries":
                     found[key] = Layout(*found[key][:-1], ())
+                elif len(found[key]) == len(queries):
+                    found[returned(key[0])] = Layout(*found[key][:2], axes, ())
     return found
 
 

@@ -23,9 +23,11 @@ from shardlib.lowering.loss.weight_placing import Placements, WeightPlacing
 from shardlib.lowering.mesh.collectives import Machine, machine_of
 from shardlib.lowering.mesh.eight_bit import is_eight_bit
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
+from shardlib.lowering.mesh.pinning import returning
 from shardlib.lowering.mesh.precision import Precision, is_real
 from shardlib.lowering.mesh.shardings import (
     ParameterShardings,
+    named_sharding,
     parameter_order,
 )
 from shardlib.lowering.reading.contractions import AsWritten, Pins, pinned
@@ -39,6 +41,7 @@ from shardlib.lowering.weights.reduction_plan import (
 )
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
+from shardlib.propagation.contractions import returned
 from shardlib.tracing.program import (
     CUSTOM,
     Equation,
@@ -122,11 +125,11 @@ class Placing(WeightPlacing):
             if path in self.loss.slices:
                 return self._layer(path, value, value.shape in kernels, mesh)
             layout = self.placements.get((path, index))
-            return (
-                value
-                if layout is None
-                else constrained(value, layout, self.plan, mesh, path, loose=loose)
-            )
+            if layout is None:
+                return value
+            placed = constrained(value, layout, self.plan, mesh, path, loose=loose)
+            back = None if loose else self.placements.get(returned(path))
+            return placed if back is None else returning(named_sharding(mesh, back))(placed)
 
         def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
             done = on_this_mesh(equation, operands, mesh, len(self.mesh.axis_names))

@@ -37,8 +37,8 @@ def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
 
 
 def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can
-    reduce-scatter it.
+    """The identity, whose gradient comes back in a layout: that of a parameter laid out for the
+    optimizer, so that the compiler can reduce-scatter it.
     """
     if gradient.mesh.size == 1:
         return lambda leaf: leaf
