@@ -6,7 +6,6 @@ compute embedding and head.
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
 
 import jax
@@ -47,6 +46,7 @@ RULES = {
         "kv_heads": ["tensor"],
         "seq": ["tensor"],
     },
+    "width": {"batch": ["data", "fsdp"], "head_dim": ["tensor"], "mlp": ["tensor"]},
 }
 
 
@@ -76,18 +76,28 @@ def moved(found, axis):
     ]
 
 
+@pytest.mark.parametrize("remat", ["full", "dots"])
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("where", WHERE)
-def test_what_moves_over_tensor_is_planned(request, where, rules):
-    if (where, rules) == ("h100:8", "sequence") and importlib.metadata.version("jax") >= "0.11":
-        why = "JAX 0.12 exchanges one array more for heads on GPUs: 88.1 MB, 75.5 planned"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+def test_what_moves_over_tensor_is_planned(where, rules, remat):
     mesh = {"fsdp": 2, "tensor": 4}
-    planned, compiled = moved(
-        verified(where, {"mesh": mesh, "zero": 3, "rules": RULES[rules]}), "tensor"
-    )
+    pin = {"mesh": mesh, "zero": 3, "rules": RULES[rules], "remat": remat}
+    planned, compiled = moved(verified(where, pin), "tensor")
     assert planned == pytest.approx(compiled, rel=0.02)
-    assert ("all-to-all" in planned) == (rules == "sequence")
+    assert ("all-to-all" in planned) == (rules != "features")
+
+
+@GPU
+def test_the_gradient_of_a_head_does_not_wait_for_the_layers():
+    """Float32 logits of Llama 3 8B are 15.7 GiB a device here, and XLA of JAX 0.10.2 kept their
+    gradient until the layers had gone back: 78.3 GiB, with 65.7 predicted. Few layers do not show
+    it.
+    """
+    pin = {"mesh": {"fsdp": 16}, "zero": 1}
+    found = shardlib.verify(**FAMILIES["llama3-8b"](64, 8192), topology="2*h100:8", pin=pin)
+    assert found.compiled is not None, found.findings
+    peak = found.compiled.device_bytes["peak"]
+    assert peak < 1.02 * found.plan.estimate.device_bytes.peak
 
 
 @pytest.mark.parametrize(

@@ -49,14 +49,15 @@ class Apart:
 
     def marks(self, machine: Machine) -> tuple[PartitionSpec, ...]:
         """How the marks of partial sums are sharded that are made before the gradient of the
-        activation is handed on (`large_cotangents.py`); none where they may wait.
+        activation is handed on (`large_cotangents.py`); none where they may wait: compilers for
+        TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
+        devices exchange the gradient of the activation.
 
         Args:
             machine: the mesh.
         """
-        held = (axis for axes in self.held.values() for axis in axes)
-        axes = machine.parts((*self.partial, *held))
-        return (PartitionSpec(axes),) if outgrows(self.use) else ()
+        wait = machine.torus or any(self.held.values()) or not outgrows(self.use)
+        return () if wait else (PartitionSpec(machine.parts(self.partial)),)
 
 
 @dataclass(frozen=True, kw_only=True)
