@@ -20,7 +20,7 @@ from shardlib.errors import ShardlibError
 from shardlib.exchanges.parts import Part
 from shardlib.planning.transfers.buckets import Bucket
 from shardlib.servers.ownership import Flat
-from shardlib.servers.wire.bodies import Later
+from shardlib.servers.wire.bodies import FLOAT32, Later, Outgoing
 from shardlib.untrusted import Limits, parse_json
 
 #: Buckets, those that cross first in front.
@@ -81,7 +81,7 @@ def gathered(values: Mapping[str, np.ndarray], order: Order) -> dict[str, Later]
     """The buckets of an order, made when they are sent.
 
     Args:
-        values: flat elements by path, which nobody writes to.
+        values: flat elements by path, of one dtype, which nobody writes to.
         order: the buckets.
 
     Raises:
@@ -92,15 +92,32 @@ def gathered(values: Mapping[str, np.ndarray], order: Order) -> dict[str, Later]
     def run(part: Part) -> np.ndarray:
         return values[part.path][part.start : part.stop]
 
-    return in_order(order, run)
+    dtype = next((value.dtype for value in values.values()), FLOAT32)
+    return in_order(order, run, dtype)
 
 
-def in_order(order: Order, run: Callable[[Part], np.ndarray]) -> dict[str, Later]:
+def asked_for(values: Flat, text: str) -> Outgoing:
+    """Values in the order of a text; as they are where there is none, of either.
+
+    Args:
+        values: as for `gathered`.
+        text: of an order.
+
+    Raises:
+        OrderError: it is none, or does not have each element once.
+    """
+    return gathered(values, read_order(text)) if values and text else values
+
+
+def in_order(
+    order: Order, run: Callable[[Part], np.ndarray], dtype: np.dtype[np.generic] = FLOAT32
+) -> dict[str, Later]:
     """The buckets of an order, made when they are sent.
 
     Args:
         order: the buckets.
-        run: gives the elements of a part, float32; may wait.
+        run: gives the elements of a part; may wait.
+        dtype: of all elements.
     """
 
     def bucket(parts: Bucket) -> np.ndarray:
@@ -108,7 +125,9 @@ def in_order(order: Order, run: Callable[[Part], np.ndarray]) -> dict[str, Later
         return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
     return {
-        str(number): Later(size=elements(parts), make=lambda parts=parts: bucket(parts))
+        str(number): Later(
+            size=elements(parts), make=lambda parts=parts: bucket(parts), dtype=dtype
+        )
         for number, parts in enumerate(order)
     }
 

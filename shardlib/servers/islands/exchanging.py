@@ -6,50 +6,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from shardlib.errors import LaunchError
 from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges.parts import BUCKET_BYTES, Part
+from shardlib.servers.islands.coming import Coming, InBuckets, mean_order
+from shardlib.servers.islands.met import Crossed, Met
+from shardlib.servers.ordering import order_text
 from shardlib.servers.ownership import Flat
 from shardlib.servers.rounds.holding import about
 from shardlib.servers.rounds.outer import Outer, checksum
 from shardlib.servers.rounds.outline import Outline
 from shardlib.servers.rounds.packing import pack, unpack
-from shardlib.servers.wire.messages import Answer, Ask, Link
+from shardlib.servers.wire.messages import Answer, Arrivals, Ask, Link
 
 #: Gives the runs of a fragment on the host, float32, one for each parameter in it.
 Runs = Callable[[], Sequence[np.ndarray]]
-
-
-class Crossed(Protocol):
-    """A meeting that may not be done."""
-
-    def result(self) -> Met | None:
-        """The meeting, once it is done; None where the round was closed without this island."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Met:
-    """A meeting of this island.
-
-    Attributes:
-        round: its number.
-        fragment: that it was about.
-        islands: whose outer gradients are in the mean; none where it changed nothing.
-        seconds: from sending to the mean.
-        waited_s: for which a step waited.
-        finite: whether this island's outer gradient was.
-    """
-
-    round: int
-    fragment: int
-    islands: tuple[int, ...]
-    seconds: float
-    waited_s: float = 0.0
-    finite: bool = True
 
 
 @dataclass(kw_only=True)
@@ -62,6 +36,8 @@ class Exchanging:
         exchange: how islands meet.
         outline: of the parameters.
         weight: of this island in the mean.
+        uses: elements of parameters in the order in which the loss uses them.
+        bucket_bytes: of the mean that cross together.
         round: the next one of this island.
         entry: a word of the server for this island, which is named with what is sent.
     """
@@ -71,6 +47,8 @@ class Exchanging:
     exchange: DiLoCo
     outline: Outline
     weight: float
+    uses: tuple[Part, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
     round: int = 0
     entry: str = ""
     _outer: Outer | None = None
@@ -125,7 +103,10 @@ class Exchanging:
         Returns:
             The meeting; None where the round was closed without this island.
         """
-        return self._threads.submit(self._meet, runs)
+        parts = self.outline.parts(self.fragment, self.exchange.fragments)
+        order = mean_order(self.uses, parts, self.exchange.wire, self.bucket_bytes)
+        coming = Coming(self.outer, self.span()[0], parts, self.exchange, order)
+        return InBuckets(met=self._threads.submit(self._meet_in, coming, runs), coming=coming)
 
     def leave(self) -> None:
         """Says that the island is done, and ends the connection."""
@@ -139,7 +120,13 @@ class Exchanging:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.link.close()
 
-    def _meet(self, runs: Runs) -> Met | None:
+    def _meet_in(self, coming: Coming, runs: Runs) -> Met | None:
+        try:
+            return self._meet(coming, runs)
+        finally:  # who waits for what has not come waits no longer
+            coming.landing.fail(LaunchError("the meeting is done"))
+
+    def _meet(self, coming: Coming, runs: Runs) -> Met | None:
         start, stop = self.span()
         mine = runs()  # waits for the step
         began = time.monotonic()
@@ -152,13 +139,15 @@ class Exchanging:
         )
         sent = pack(gradient, sizes, self.exchange.wire) if finite else Flat()
         base = checksum(self.outer.theta, start, stop)
-        answer, arrays = self._mean("send" if finite else "skip", base, sent)
+        answer, arrays = self._mean("send" if finite else "skip", base, sent, coming)
         if answer.kind == "late":
             return None
-        self._last = base, arrays
-        if arrays:
+        if coming.order:
+            arrays = coming.done() if coming.complete else Flat()
+        elif arrays:
             mean = unpack(arrays, sizes, self.exchange.wire)
             self.outer.update(start, stop, mean, self.exchange)
+        self._last = base, arrays
         met = Met(
             round=self.round,
             fragment=self.fragment,
@@ -169,9 +158,10 @@ class Exchanging:
         self.round += 1
         return met
 
-    def _mean(self, kind: str, base: int, sent: Flat) -> tuple[Answer, Flat]:
+    def _mean(self, kind: str, base: int, sent: Flat, coming: Coming) -> tuple[Answer, Flat]:
         """Sends, and waits until the round is closed."""
-        how = kind
+        how, arrivals = kind, coming if coming.order else None
+        about = order_text(coming.order) if coming.order else ""
         while True:
             ask = Ask(
                 kind=how,
@@ -180,8 +170,9 @@ class Exchanging:
                 round=self.round,
                 weight=self.weight,
                 base=base,
+                about=about,
             )
-            answer, arrays = self._ask(ask, sent if how == "send" else None)
+            answer, arrays = self._ask(ask, sent if how == "send" else None, arrivals)
             if answer.kind in ("ok", "late"):
                 return answer, arrays
             if answer.kind == "behind":
@@ -198,8 +189,10 @@ class Exchanging:
         )
         return self._ask(ask, arrays)[0]
 
-    def _ask(self, ask: Ask, arrays: Flat | None = None) -> tuple[Answer, Flat]:
-        answer, found = self.link.ask(ask, arrays)
+    def _ask(
+        self, ask: Ask, arrays: Flat | None = None, arrivals: Arrivals | None = None
+    ) -> tuple[Answer, Flat]:
+        answer, found = self.link.ask(ask, arrays, arrivals)
         if answer.kind in ("refused", "failed"):
             said = "refuses" if answer.kind == "refused" else "ends"
             raise LaunchError(f"the outer server {said} island {self.number}: {answer.why}")

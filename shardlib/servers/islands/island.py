@@ -23,8 +23,10 @@ from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.processes.ranks import is_first, whole
 from shardlib.report import Finding
-from shardlib.servers.islands.exchanging import Crossed, Exchanging, Met
-from shardlib.servers.islands.on_device import copies, mixed, runs
+from shardlib.servers.islands.coming import in_use_order
+from shardlib.servers.islands.exchanging import Exchanging
+from shardlib.servers.islands.met import Crossed, Met
+from shardlib.servers.islands.on_device import copies, mixed, placed_outer, runs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,6 +201,7 @@ class Island:
         """
         assert self._crossing is not None
         began, crossing = time.monotonic(), self._crossing
+        placed = self._placed(crossing, self._leaves(state))
         met, self._crossing = crossing.met.result(), None
         if met is None:
             self._note(f"round {self.round} was closed without island {self.number}")
@@ -211,8 +214,29 @@ class Island:
         outer = self.exchanging.outline.arrays(self.exchanging.outer.theta)
         leaves = self._leaves(state)
         for part in crossing.parts:
-            leaves[part.path] = mixed(leaves[part.path], outer[part.path], part, mixing)
+            own, there = leaves[part.path], placed.get(part.path)
+            there = placed_outer(own, outer[part.path]) if there is None else there
+            leaves[part.path] = mixed(own, there, part, mixing)
         return self._with(state, leaves), True
+
+    def _placed(self, crossing: Crossing, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Outer parameters, each placed as soon as it has come, those that are used first in front;
+        not all of them where the meeting ends otherwise.
+        """
+        found, exchanging = dict[str, jax.Array](), self.exchanging
+        before = exchanging.outline.arrays(exchanging.outer.theta)
+        for part in in_use_order(exchanging.uses, {one.path: one for one in crossing.parts}):
+            run = crossing.met.run(part)
+            if run is None:
+                break
+            whole = before[part.path]
+            if run.size == whole.size:
+                whole = run.reshape(whole.shape)
+            else:
+                whole = np.array(whole)
+                whole.reshape(-1)[part.start : part.stop] = run
+            found[part.path] = placed_outer(leaves[part.path], whole)
+        return found
 
     def _leaves(self, state: TrainState) -> dict[str, jax.Array]:
         trained = self.program.model.partition.trained(state.params)

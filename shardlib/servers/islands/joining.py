@@ -10,9 +10,11 @@ import numpy as np
 
 from shardlib.errors import ArgumentError, PinError, raise_all
 from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges.parts import BUCKET_BYTES, wrong_bucket_bytes
 from shardlib.exchanges.reading import read_exchange
 from shardlib.exchanges.values import Exchange
 from shardlib.lowering.islands.halves import trained
+from shardlib.lowering.islands.use_order import parts_in_order
 from shardlib.lowering.program.program import Program
 from shardlib.servers.islands.exchanging import Exchanging
 from shardlib.servers.islands.island import Island
@@ -38,6 +40,7 @@ def join(
     weight: float | None = None,
     link: Link | str | None = None,
     patience_s: float = 60.0,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Island:
     """Makes this process one of the islands of a run. Nothing is sent before `Island.start`.
 
@@ -50,6 +53,8 @@ def join(
         link: between this island and the server, "50mbit-20ms", for what `Island.findings` say of
             meetings.
         patience_s: how long a server may be gone, at least 20.
+        bucket_bytes: a mean comes in the order in which the loss first uses parameters, in buckets
+            of so many bytes.
 
     Raises:
         PinError: the exchange, or the program, cannot be that of an island; all reasons are listed.
@@ -57,7 +62,7 @@ def join(
         LaunchError: nothing says where islands meet.
     """
     meets = read_exchange("exchange", exchange)
-    _require_numbers(weight, patience_s)
+    _require_numbers(weight, patience_s, bucket_bytes)
     outline = _require_island(program, meets)
     assert isinstance(meets, DiLoCo)
     place = read_place(os.environ) if place is None else place
@@ -82,6 +87,8 @@ def join(
             exchange=meets,
             outline=outline,
             weight=float(rows_of(program) if weight is None else weight),
+            uses=parts_in_order(program),
+            bucket_bytes=bucket_bytes,
         ),
         findings=(meeting_finding(meets, outline, known),),
     )
@@ -99,8 +106,9 @@ def rows_of(program: Program) -> int:
     )
 
 
-def _require_numbers(weight: object, patience_s: object) -> None:
-    failures = [
+def _require_numbers(weight: object, patience_s: object, bucket_bytes: object) -> None:
+    failures = wrong_bucket_bytes(bucket_bytes)
+    failures += [
         f"{name} is {shown(value)}; it is a number of {least}"
         for name, value, least, fits in (
             ("weight", weight, "more than 0", weight is None or _is_positive(weight)),

@@ -41,18 +41,27 @@ def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]
     ]
 
 
-def mixed(own: jax.Array, outer: np.ndarray, part: Part, mixing: float) -> jax.Array:
+def placed_outer(own: jax.Array, outer: np.ndarray) -> jax.Array:
+    """An outer parameter, placed as the island's is.
+
+    Args:
+        own: the island's.
+        outer: all of the outer parameter, float32.
+    """
+    # A buffer of its own: on CPU devices a placed array may share the host's, which changes.
+    return jax.device_put(np.array(outer), own.sharding)
+
+
+def mixed(own: jax.Array, placed: jax.Array, part: Part, mixing: float) -> jax.Array:
     """A parameter whose run has become `mixing` times itself and the rest of the outer one; `own`
     is donated.
 
     Args:
         own: the island's.
-        outer: all of the outer parameter, float32.
+        placed: the outer parameter.
         part: the run.
         mixing: 0 where the island goes on from the outer parameter.
     """
-    # A buffer of its own: on CPU devices a placed array may share the host's, which changes.
-    placed = jax.device_put(np.array(outer), own.sharding)
     bounds = None if part.stop - part.start == math.prod(own.shape) else (part.start, part.stop)
     return _mixer(own.sharding)(own, placed, bounds, mixing)
 

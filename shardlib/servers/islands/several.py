@@ -15,8 +15,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from shardlib.exchanges.parts import Part
 from shardlib.processes.together import first_decides, is_first
-from shardlib.servers.islands.exchanging import Crossed, Exchanging, Met, Runs
+from shardlib.servers.islands.exchanging import Exchanging, Runs
+from shardlib.servers.islands.met import Crossed, Met
 from shardlib.servers.rounds.outer import Outer
 
 #: Numbers that the first process says of a meeting: in time, its round, finite, islands in it.
@@ -75,6 +77,10 @@ class Heard:
         if self._met is None:
             self._met = (self._heard(),)
         return self._met[0]
+
+    def run(self, part: Part) -> np.ndarray | None:
+        """None: all processes hear of a meeting as a whole."""
+        return None
 
     def _heard(self) -> Met | None:
         crossed, (start, stop) = self.crossed, self.span

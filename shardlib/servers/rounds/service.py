@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardlib.servers.ordering import OrderError, asked_for
 from shardlib.servers.ownership import Flat
 from shardlib.servers.rounds.attendance import Attendance
 from shardlib.servers.rounds.holding import Held, Last
@@ -33,6 +34,7 @@ from shardlib.servers.rounds.packing import PackingError
 from shardlib.servers.rounds.settings import Rounds
 from shardlib.servers.rounds.stored import Checkpoint, restored
 from shardlib.servers.server.shard import RefusedError
+from shardlib.servers.wire.bodies import Outgoing
 from shardlib.servers.wire.messages import STARTER, Answer, Ask
 from shardlib.untrusted.json_types import JsonObject
 
@@ -97,7 +99,7 @@ class RoundService:
         """How a number of an asker is said."""
         return "the starter" if who == STARTER else f"island {who}"
 
-    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Flat]:
+    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
         """Answers a message.
 
         Args:
@@ -116,7 +118,7 @@ class RoundService:
             with self._changed:
                 self.table.away.pop(who, None)
                 return self._answered(ask, arrays)
-        except (RefusedError, PackingError) as error:
+        except (RefusedError, PackingError, OrderError) as error:
             self.refused += 1
             about = f", round {ask.round}" if ask.kind == "send" else ""
             self.note(f"refused a {ask.kind} of {self.name(who)}{about}: {error}")
@@ -147,7 +149,7 @@ class RoundService:
             if self._file is not None:
                 self._file.wait()
 
-    def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
+    def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
         if ask.kind == "enter":
             return self._enter(ask)
         if ask.kind == "offer":
@@ -187,7 +189,7 @@ class RoundService:
         arrays = {"theta": outer.theta.copy(), "momentum": outer.momentum.copy()}
         return Answer(round=self.table.number, start=word), arrays
 
-    def _met(self, ask: Ask, arrays: Flat) -> tuple[Answer, Flat]:
+    def _met(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
         held, late = self.held, Answer(kind="late")
         if held is None or not held.knows(ask.worker, ask.start):
             return late, {}
@@ -211,7 +213,9 @@ class RoundService:
         last = held.last
         if last is None or last.number != ask.round or ask.worker not in last.sent:
             return late, {}
-        return Answer(round=self.table.number, islands=last.islands), last.arrays
+        return Answer(round=self.table.number, islands=last.islands), asked_for(
+            last.arrays, ask.about
+        )
 
     def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
         """Does a round once more that was closed before the server was started again."""
@@ -237,16 +241,14 @@ class RoundService:
         """
         if ask.worker in self.table.sent:
             return
+        of = f"of island {ask.worker}, round {ask.round}"
         if ask.kind == "skip":
-            self.note(
-                f"the outer gradient of island {ask.worker}, round {ask.round}, is not finite"
-            )
+            self.note(f"the outer gradient {of}, is not finite")
         else:
             vector = held.unpacked(self.table.number, arrays)
             if not np.isfinite(vector).all():
-                ending = f"of island {ask.worker}, round {ask.round}: it is not finite"
                 self.refused += 1
-                self.note(f"refused the outer gradient {ending}")
+                self.note(f"refused the outer gradient {of}: it is not finite")
             elif not 0 < ask.weight < 1e300:
                 raise RefusedError(f"its weight is {ask.weight:g}; it is more than 0")
             else:
