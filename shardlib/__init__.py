@@ -35,6 +35,7 @@ is no JAX below floor 5:
        launching                                 processes that join, jobs on engines
        servers                                   workers and parameter servers, with no barrier
        federated                                 clients that keep their rows, with Flower
+       serving                                   a model answers, over a cache of keys and values
        training                                  the training loop, and what it survives
     10 cli                                       the command line
 

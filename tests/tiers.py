@@ -39,6 +39,8 @@ TESTS = {
     "replay": "compile",
     "schedules": "unit",
     "servers": "processes",
+    "serving": "compile",
+    "serving/test_schedule.py": "unit",
     "servers/test_asynchronous.py": "unit",
     "servers/test_gate.py": "unit",
     "servers/test_loop.py": "unit",

@@ -24,6 +24,7 @@ from typing import NoReturn
 from shardlib.cli.app import app
 from shardlib.cli.commands import (
     examining,
+    generating,
     launching,
     planning,
     scaling,
@@ -48,6 +49,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "verify": verifying.verify_command,
     "train": training.train_command,
     "status": training.status_command,
+    "generate": generating.generate_command,
     "models": tables.models_command,
     "topologies": tables.topologies_command,
 }

@@ -1,0 +1,114 @@
+"""Which calls of attention does a forward pass make, and what does each keep of a token?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+
+from shardlib.errors import ModelError, raise_all
+from shardlib.functions.attention import Attention, Operands
+from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCall:
+    """A call of attention in a forward pass of one token.
+
+    Attributes:
+        path: where it stands.
+        form: what it computes.
+        layers: how often it runs: iterations of the loops around it.
+        kept: of a token, for each of the arrays of keys and then the values: shape and dtype.
+    """
+
+    path: str
+    form: Attention
+    layers: int
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+
+    def pages(self, count: int, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What so many pages are: [layers, pages, tokens, ...] for each array that is kept.
+
+        Args:
+            count: of pages.
+            size: tokens of a page.
+        """
+        return tuple(
+            jax.ShapeDtypeStruct((self.layers, count, size, *one.shape), one.dtype)
+            for one in self.kept
+        )
+
+
+def cached_calls(program: Program) -> tuple[CachedCall, ...]:
+    """The calls of attention of a forward pass, in order.
+
+    Args:
+        program: the forward pass of one token.
+
+    Raises:
+        ModelError: there is none, or one that a cache cannot serve: that is not causal, or whose
+            rows have several documents.
+    """
+    found = list(_calls(program, 1))
+    failures = [
+        f"the call of shardlib.attention at equation {call.path} {why}"
+        for call in found
+        for why, wrong in (
+            ("is not causal: its keys are not those of tokens before", not call.form.causal),
+            ("has segments: a request is one document", call.form.packed),
+        )
+        if wrong
+    ]
+    if not found:
+        failures = ["the forward pass calls shardlib.attention nowhere"]
+    if failures:
+        raise_all(
+            ModelError,
+            "the model cannot be served with a cache",
+            failures,
+            hint="shardlib.attention(query, key, value) in place of the model's own attention",
+        )
+    return tuple(found)
+
+
+def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
+    """The programs inside of an equation that is walked into, and how often each runs.
+
+    Args:
+        equation: a scan, or remat.
+    """
+    if equation.name == "scan":
+        yield (
+            flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope),
+            equation.params["length"],
+        )
+    elif equation.name in REMAT:
+        yield flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), 1
+
+
+def _calls(program: Program, layers: int) -> Iterator[CachedCall]:
+    done: Call | None = None
+    for equation in program.equations:
+        call = equation.call
+        if call is not None and isinstance(call.form, Attention):
+            if call is not done:
+                yield _cached(program, call, layers)
+            done = call
+            continue
+        for body, trips in bodies(equation):
+            yield from _calls(body, layers * trips)
+
+
+def _cached(program: Program, call: Call, layers: int) -> CachedCall:
+    operands = Operands.of(call.form, [program.avals[number] for number in call.inputs])
+    return CachedCall(
+        path=call.path,
+        form=call.form,
+        layers=layers,
+        kept=tuple(
+            jax.ShapeDtypeStruct(one.shape[2:], one.dtype)
+            for one in (*operands.keys, operands.value)
+        ),
+    )

@@ -1,0 +1,159 @@
+"""The forward pass of one token, run again with pages and a position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib._jax_compat import scan_counts
+from shardlib.functions.attention import Attention
+from shardlib.functions.experts import ExpertForm
+from shardlib.jax_types import Index, Value
+from shardlib.lowering.serving.calls import bodies
+from shardlib.lowering.serving.experts import visiting
+from shardlib.lowering.serving.pages import Pages, Token, attending
+from shardlib.lowering.serving.positions import Positions
+from shardlib.tracing.program import REMAT, Equation, Program
+from shardlib.tracing.rewriting.binding import bind, carried_avals, strong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cached:
+    """What runs beside the values of a forward pass.
+
+    Attributes:
+        positions: where it looks at the position.
+        token: where the token stands.
+        pages: of each call of attention, by path.
+        layer: iteration of the loops around.
+    """
+
+    positions: Positions
+    token: Token
+    pages: Mapping[str, Pages]
+    layer: Index = 0
+
+
+def evaluate(
+    program: Program, arguments: Sequence[Value], cached: Cached, path: str = ""
+) -> tuple[list[Value], Mapping[str, Pages]]:
+    """Runs a forward pass of one token; returns its results, and the pages with the token's keys
+    and values.
+
+    Args:
+        program: the forward pass.
+        arguments: its inputs.
+        cached: pages, and where the token stands.
+        path: of the equation that the program is inside of.
+    """
+    env: dict[int, Any] = {
+        number: _constant(cached, path, number, value)
+        for number, value in program.constants.items()
+    }
+    env.update(zip(program.inputs, arguments, strict=True))
+    done = None
+    for equation in program.equations:
+        call = equation.call
+        if call is not None and isinstance(call.form, Attention):
+            if call is not done:
+                operands = [env[number] for number in call.inputs]
+                mixed, pages = attending(call.form)(
+                    cached.pages[call.path], cached.layer, cached.token, *operands
+                )
+                cached = replace(cached, pages={**cached.pages, call.path: pages})
+                env[call.outputs[0]] = mixed
+            done = call
+            continue
+        if call is not None and isinstance(call.form, ExpertForm):
+            if call is not done:
+                results = visiting(call.form)(*(env[number] for number in call.inputs))
+                env.update(zip(call.outputs, results, strict=True))
+            done = call
+            continue
+        results, cached = _equation(equation, [env[n] for n in equation.inputs], cached)
+        env.update(zip(equation.outputs, results, strict=True))
+    return [env[number] for number in program.outputs], cached.pages
+
+
+def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:
+    """A constant; of a table with a row a token, the row of this one."""
+    found = cached.positions.tables.get((path, number))
+    if found is None:
+        return value
+    dim, table = found
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), cached.token.position, 1, dim)
+
+
+def _equation(
+    equation: Equation, operands: list[Value], cached: Cached
+) -> tuple[Sequence[Value], Cached]:
+    places = cached.positions
+    if equation.path in places.iotas:
+        params = equation.params
+        return [jnp.full(params["shape"], cached.token.position, params["dtype"])], cached
+    if equation.path in places.slices:
+        return [_row(equation, operands[0], places.slices[equation.path], cached)], cached
+    if equation.name == "scan" and _inside(equation, cached):
+        return _scan(equation, operands, cached)
+    if equation.name in REMAT:
+        ((program, _),) = bodies(equation)
+        results, pages = evaluate(program, operands, cached, equation.path)
+        return results, replace(cached, pages=pages)
+    return bind(equation, operands), cached
+
+
+def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
+    """Of a slice from the first row on, the row of the token."""
+    start = list(equation.params["start_indices"])
+    rows = jax.lax.dynamic_slice_in_dim(array, start[dim] + cached.token.position, 1, dim)
+    limits = list(equation.params["limit_indices"])
+    start[dim], limits[dim] = 0, 1
+    return jax.lax.slice(rows, start, limits, equation.params["strides"])
+
+
+def _inside(equation: Equation, cached: Cached) -> bool:
+    """Whether a loop has attention in it, or looks at the position."""
+    below = f"{equation.path}/"
+    places = cached.positions
+    paths = [*cached.pages, *places.iotas, *places.slices, *(at for at, _ in places.tables)]
+    return any(path.startswith(below) or path == equation.path for path in paths)
+
+
+def _scan(
+    equation: Equation, operands: list[Value], cached: Cached
+) -> tuple[Sequence[Value], Cached]:
+    """A loop that carries pages: what it stacks would be a second copy of them."""
+    params, path = equation.params, equation.path
+    constants, carried = scan_counts(params)
+    ((program, length),) = bodies(equation)
+    mine = {at: pages for at, pages in cached.pages.items() if at.startswith(f"{path}/")}
+
+    def body(carry: Any, sliced: Any) -> Any:
+        values, pages, iteration = carry
+        inner = replace(cached, pages=pages, layer=cached.layer * length + iteration)
+        outputs, pages = evaluate(
+            program, [*operands[:constants], *values, *sliced], inner, equation.path
+        )
+        return (tuple(outputs[:carried]), dict(pages), iteration + 1), tuple(outputs[carried:])
+
+    start = tuple(
+        strong(value, aval)
+        for value, aval in zip(
+            operands[constants : constants + carried],
+            carried_avals(program, constants),
+            strict=False,
+        )
+    )
+    (values, pages, _), stacked = jax.lax.scan(
+        body,
+        (start, mine, jnp.zeros((), jnp.int32)),
+        tuple(operands[constants + carried :]),
+        length=length,
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*values, *stacked], replace(cached, pages={**cached.pages, **pages})

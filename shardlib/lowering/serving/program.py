@@ -1,0 +1,131 @@
+"""The program of so many tokens, of any requests: their logits, and pages with their keys and
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.model import Model, Tree
+from shardlib.errors import ModelError
+from shardlib.functions.experts import ExpertForm
+from shardlib.lowering.serving.calls import CachedCall, cached_calls
+from shardlib.lowering.serving.evaluate import Cached, evaluate
+from shardlib.lowering.serving.pages import Pages, Token
+from shardlib.lowering.serving.positions import Positions, positions
+from shardlib.tracing.program import Program, called, flatten
+
+#: The user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab].
+Forward = Callable[[Tree, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedForward:
+    """A forward pass that can be served.
+
+    Attributes:
+        model: whose it is.
+        program: the forward pass of one token: leaves of params and state, and tokens [1, 1].
+        calls: of attention.
+        positions: where it looks at the position.
+        longest: tokens that a request may have.
+        vocab: size of the logits.
+        capped: whether experts take no more tokens than a share of the batch, of which a request
+            knows nothing.
+    """
+
+    model: Model
+    program: Program
+    calls: tuple[CachedCall, ...]
+    positions: Positions
+    longest: int
+    vocab: int
+    capped: bool
+
+    def new_pages(self, count: int, size: int) -> Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]:
+        """So many pages, for each call.
+
+        Args:
+            count: of pages.
+            size: tokens of a page.
+        """
+        return {call.path: call.pages(count, size) for call in self.calls}
+
+    def __call__(
+        self,
+        params: Tree,
+        state: Tree,
+        pages: Mapping[str, Pages],
+        tokens: jax.Array,
+        where: Token,
+        rows: jax.Array,
+    ) -> tuple[jax.Array, Mapping[str, Pages]]:
+        """Logits [R, vocab] of some of the tokens, and the pages with all of them.
+
+        Args:
+            params: of the model.
+            state: of the model.
+            pages: keys and values, see `new_pages`.
+            tokens: int32 [T].
+            where: they stand, with a leading dim T.
+            rows: which of the tokens give logits, int32 [R].
+        """
+        leaves = jax.tree.leaves((params, state))
+
+        def one(
+            pages: Mapping[str, Pages], token: jax.Array, where: Token
+        ) -> tuple[jax.Array, Mapping[str, Pages]]:
+            cached = Cached(positions=self.positions, token=where, pages=pages)
+            results, kept = evaluate(self.program, [*leaves, token[None, None]], cached)
+            return results[0][0, 0], dict(kept)
+
+        logits, pages = jax.vmap(one, in_axes=(None, 0, 0), out_axes=(0, None))(
+            pages, tokens, where
+        )
+        return jnp.take(logits, rows, axis=0), pages
+
+
+def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedForward:
+    """Traces a forward pass, for one token and for several.
+
+    Args:
+        model: from a front end in `annotation/`.
+        forward: the user's own.
+        longest: tokens that a request may have, prompt and output together; at least 2.
+
+    Raises:
+        ModelError: it gives no logits, or cannot be served with a cache.
+    """
+
+    def trace(seq: int) -> Any:
+        def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
+            return forward(model.evaluating(model.rebuild(params, state)), tokens)
+
+        return jax.make_jaxpr(run)(
+            model.params, model.state, jax.ShapeDtypeStruct((1, seq), jnp.int32)
+        )
+
+    jaxpr = trace(1)
+    program, shape = flatten(jaxpr), tuple(jaxpr.out_avals[0].shape)
+    if len(shape) != 3 or shape[:2] != (1, 1):
+        raise ModelError(
+            f"the forward pass of tokens [1, 1] gives {list(shape)}; logits are [1, 1, vocab]"
+        )
+    calls = cached_calls(program)
+    found = positions(program, flatten(trace(longest)), longest)
+    return TracedForward(
+        model=model,
+        program=program,
+        calls=calls,
+        positions=found,
+        longest=longest,
+        vocab=shape[2],
+        capped=any(
+            isinstance(form, ExpertForm) and form.capacity is not None for form, _ in called(jaxpr)
+        ),
+    )

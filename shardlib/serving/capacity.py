@@ -1,0 +1,72 @@
+"""How many requests and tokens are served?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlib.errors import ArgumentError, raise_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """How many requests and tokens are served.
+
+    Attributes:
+        longest: tokens of a request at most, prompt and answer together.
+        slots: requests that are served at a time.
+        page: tokens of a page of the cache.
+        pages: of the cache; None for those of as many requests of half the length as there are
+            slots, and at least of one of the full length.
+        budget: tokens that a step computes at most; None for 64, or as many as slots.
+        prefixes: whether requests that begin alike share pages.
+
+    Raises:
+        ArgumentError: sizes that are not usable, or do not fit each other.
+    """
+
+    longest: int = 1024
+    slots: int = 8
+    page: int = 16
+    pages: int | None = None
+    budget: int | None = None
+    prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1}
+        failures = [
+            f"{name} is {value!r}; it is a whole number from {start} on"
+            for name, start in least.items()
+            if (value := getattr(self, name)) is not None or name not in ("pages", "budget")
+            if isinstance(value, bool) or not isinstance(value, int) or value < start
+        ]
+        if not failures and self.budget is not None and self.budget < self.slots:
+            failures.append(
+                f"budget is {self.budget}; each of {self.slots} slots has a token in a step"
+            )
+        if failures:
+            raise_all(ArgumentError, "the model cannot be served so", failures)
+
+    @property
+    def table(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.longest // self.page)
+
+    @property
+    def all_pages(self) -> int:
+        """Pages of the cache."""
+        return max(self.table, self.slots * self.table // 2) if self.pages is None else self.pages
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a step computes at most."""
+        return max(64, self.slots) if self.budget is None else self.budget
+
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """Tokens of the programs, rising: for the next tokens alone, and with prompts."""
+        return tuple(sorted({self.slots, self.most_tokens}))
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Pages of a request in the programs, rising: a quarter of the most, and the most."""
+        return tuple(sorted({-(-self.table // 4), self.table}))

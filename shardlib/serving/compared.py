@@ -1,0 +1,75 @@
+"""Are logits with a cache those of the forward pass itself?
+
+What a forward pass finds out about positions in a way that `lowering/serving/positions.py` does not
+know would give wrong answers, and no error. So some random tokens go both ways.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.annotation.model import Model, Tree
+from shardlib.errors import ModelError
+from shardlib.lowering.serving.pages import Token
+from shardlib.lowering.serving.program import Forward, TracedForward
+
+#: Tokens that are compared; fewer where a request may have no more.
+TOKENS = 40
+#: Largest difference of logits, over the largest logit, that rounding explains.
+ROUNDING = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.03}
+
+
+def compare(
+    model: Model, forward: Forward, traced: TracedForward, weights: tuple[Tree, Tree], *, page: int
+) -> None:
+    """Compares them; models whose experts leave tokens out, by the batch, are not compared.
+
+    Args:
+        model: from a front end in `annotation/`.
+        forward: its forward pass.
+        traced: the same, as it is served.
+        weights: (params, state) on their devices.
+        page: tokens of a page.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    if traced.capped:
+        return
+    count = min(TOKENS, traced.longest)
+    tokens = np.random.default_rng(0).integers(0, traced.vocab, count).astype(np.int32)
+    whole = np.zeros(traced.longest, np.int32)
+    whole[:count] = tokens
+    used = -(-count // page)
+    pages = {
+        name: tuple(jnp.zeros(one.shape, one.dtype) for one in arrays)
+        for name, arrays in traced.new_pages(used, page).items()
+    }
+    position = np.arange(count, dtype=np.int32)
+    where = Token(
+        position=position,
+        entry=position,
+        table=np.tile(np.arange(used, dtype=np.int32), (count, 1)),
+    )
+
+    def plain(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
+        return forward(model.evaluating(model.rebuild(params, state)), tokens)[0, :count]
+
+    right = np.asarray(jax.jit(plain)(*weights, whole[None]), np.float32)
+    found = jax.jit(traced.__call__)(*weights, pages, tokens, where, position)[0]
+    error = np.abs(np.asarray(found, np.float32) - right).max(axis=-1)
+    coarsest = max(
+        (ROUNDING.get(str(leaf.dtype), 0.0) for leaf in jax.tree.leaves((model.params, pages))),
+        default=0.0,
+    )
+    allowed = max(coarsest, ROUNDING["float32"]) * max(float(np.abs(right).max()), 1e-30)
+    if not (error <= allowed).all():
+        first = int(np.argmax(~(error <= allowed)))
+        raise ModelError(
+            f"with a cache the logits of token {first} are off by {error[first]:.3g}, where the"
+            f" largest logit is {np.abs(right).max():.3g}: the forward pass looks at other tokens,"
+            " or at its position, in a way that is not known here\nTry: attention by"
+            " shardlib.attention, and positions by jnp.arange(tokens.shape[1])"
+        )

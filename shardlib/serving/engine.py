@@ -1,0 +1,194 @@
+"""Requests in, tokens out.
+
+>>> engine = Engine(init, forward, capacity=Capacity(longest=256))      # doctest: +SKIP
+>>> engine.generate([[5, 2, 7]], most=4)                              # doctest: +SKIP
+[[11, 3, 11, 8]]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.read import Init, read
+from shardlib.errors import ArgumentError, raise_all
+from shardlib.lowering.serving.program import Forward, traced_forward
+from shardlib.serving.capacity import Capacity
+from shardlib.serving.compared import compare
+from shardlib.serving.pool import Pool
+from shardlib.serving.requests import STOP, Asked, Request, Sampling
+from shardlib.serving.schedule import Schedule
+from shardlib.serving.step import Step
+from shardlib.serving.weights import placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A request has one more token, or has ended.
+
+    Attributes:
+        request: which.
+        token: the next one of its answer; None where it ended without one.
+    """
+
+    request: Request
+    token: int | None
+
+
+class Engine:
+    """Serves a model: any number of requests, some of them at a time.
+
+    Args:
+        init: what makes the model, as `shardlib.compile` takes it.
+        forward: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab]; attention by
+            `shardlib.attention`.
+        weights: params, such as `state.params` of a training state; (params, state) where the model
+            has state; or a seed that draws them.
+        capacity: how many requests and tokens are served.
+        tensor: devices that share every layer.
+        devices: to choose from; all by default.
+        check: whether results are compared with the forward pass itself.
+
+    Raises:
+        ArgumentError: sizes that are not usable, or do not fit each other.
+        ModelError: the model cannot be served with a cache, or gives other logits with one.
+    """
+
+    def __init__(
+        self,
+        init: Init,
+        forward: Forward,
+        *,
+        weights: Tree | int = 0,
+        capacity: Capacity | None = None,
+        tensor: int = 1,
+        devices: Sequence[jax.Device] | None = None,
+        check: bool = True,
+    ) -> None:
+        given = jax.devices() if devices is None else list(devices)
+        limits = capacity or Capacity()
+        if isinstance(tensor, bool) or not isinstance(tensor, int) or not 1 <= tensor <= len(given):
+            raise ArgumentError(
+                f"tensor is {tensor!r}; it is a whole number from 1 to the {len(given)} devices"
+                " that there are"
+            )
+        model = read(init)
+        traced = traced_forward(model, forward, longest=limits.longest)
+        where = placed(model, forward, tensor, given, limits.longest)
+        held = where.weights(*_weights(model, weights))
+        if check:
+            compare(model, forward, traced, held, page=limits.page)
+        count = limits.all_pages
+        self.capacity, self.forward = limits, traced
+        self.compute = Step(traced, held, where.pages(traced, count, limits.page), limits)
+        self.schedule = Schedule(Pool(count), limits)
+        self.steps = 0
+        self._numbers = itertools.count()
+
+    def add(self, asked: Asked) -> Request:
+        """A request waits to be served.
+
+        Args:
+            asked: what is asked.
+
+        Raises:
+            ArgumentError: no tokens, tokens that the model does not have, or more than a request,
+                or all pages, can hold.
+        """
+        room = min(self.capacity.longest, self.capacity.all_pages * self.capacity.page)
+        failures = asked.failures(vocab=self.forward.vocab, room=room)
+        if failures:
+            raise_all(ArgumentError, "the request cannot be served", failures)
+        request = Request(number=next(self._numbers), asked=asked)
+        self.schedule.add(request)
+        return request
+
+    def step(self) -> list[Event]:
+        """Computes one step; returns what is new, nothing where there is nothing to do."""
+        before = [*self.schedule.running, *self.schedule.waiting]
+        shares = self.schedule.next()
+        events = [Event(request=one, token=None) for one in before if one.ended is not None]
+        if not shares:
+            return events
+        slots = list(self.schedule.slots)
+        found = self.compute(shares, slots)
+        ends = [share.request for share in shares if share.ends]
+        self.schedule.done(shares)
+        self.steps += 1
+        for request in ends:
+            request.took(*found[next(n for n, one in enumerate(slots) if one is request)])
+            stopped = request.ended is not None
+            new = None if stopped and request.ended == STOP else request.answer[-1]
+            events.append(Event(request=request, token=new))
+            if stopped:
+                self.schedule.release(request)
+        return events
+
+    def run(self) -> None:
+        """Serves until every request has ended."""
+        while self.schedule.waiting or self.schedule.running:
+            self.step()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], most: int = 16, *, sampling: Sampling | None = None
+    ) -> list[list[int]]:
+        """The answers to some prompts.
+
+        Args:
+            prompts: tokens of each.
+            most: tokens of an answer at most.
+            sampling: how each is chosen; by default the likeliest.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        how = sampling or Sampling()
+        requests = [
+            self.add(Asked(prompt=tuple(prompt), most=most, sampling=how)) for prompt in prompts
+        ]
+        self.run()
+        return [request.answer for request in requests]
+
+    def stream(
+        self, prompt: Sequence[int], most: int = 16, *, sampling: Sampling | None = None
+    ) -> Iterator[int]:
+        """The tokens of one answer, as they come; others are served beside it.
+
+        Args:
+            prompt: tokens.
+            most: tokens of the answer at most.
+            sampling: how each is chosen; by default the likeliest.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        how = sampling or Sampling()
+        request = self.add(Asked(prompt=tuple(prompt), most=most, sampling=how))
+        try:
+            while request.ended is None:
+                for event in self.step():
+                    if event.request is request and event.token is not None:
+                        yield event.token
+        finally:
+            request.cancelled = True
+
+    def warm_up(self) -> None:
+        """Compiles all programs, so that nothing is compiled while requests wait."""
+        self.compute.warm_up()
+
+
+def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
+    """(params, state) of what a user gave."""
+    if isinstance(given, int):
+        return jax.jit(model.init)(given)
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    if jax.tree.leaves(model.state):
+        raise ArgumentError(
+            "the model has state, and weights are params alone\nTry: (params, state)"
+        )
+    return given, model.state

@@ -1,0 +1,74 @@
+"""A run of `shardlib train`, as it is served: its model, and the newest whole checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import optax
+
+from shardlib import models
+from shardlib.annotation.model import Tree
+from shardlib.checkpointing.store import Checkpoints
+from shardlib.compiler import compile
+from shardlib.errors import RunError
+from shardlib.models.config import TransformerConfig
+from shardlib.training.run.folder import RunFolder
+from shardlib.training.run.manifest import read_manifest
+from shardlib.untrusted import construct
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """What a run has learned.
+
+    Attributes:
+        model: configuration of its transformer.
+        weights: (params, state of the model).
+        step: of the checkpoint.
+    """
+
+    model: TransformerConfig
+    weights: tuple[Tree, Tree]
+    step: int
+
+
+def trained_run(folder: Path) -> TrainedRun:
+    """Reads a run, also while it trains; nothing in the folder is changed.
+
+    Args:
+        folder: of the run, as `shardlib train --run` makes it.
+
+    Raises:
+        RunError: there is no run of `shardlib train`.
+        CheckpointError: it has no checkpoint that is good.
+    """
+    run = RunFolder(folder)
+    manifest = read_manifest(run.manifest)
+    if manifest is None:
+        raise RunError(
+            f"{folder} is no folder of a run: it has no {run.manifest.name}\nTry: one that"
+            " shardlib train --run has made"
+        )
+    about = manifest.get("run")
+    if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
+        raise RunError(
+            f"{folder} is no run of shardlib train, so that its model is not known\nTry:"
+            " shardlib.serving.Engine(init, forward, weights=state.params)"
+        )
+    config = construct(
+        TransformerConfig,
+        {"name": folder.name or "run", **about["model"]},
+        f"the model of {run.manifest}",
+        RunError,
+    )
+    init, loss = models.build(config)
+    batch = models.example_batch(config, 1, min(8, config.max_seq))
+    program = compile(init, loss, optax.sgd(1.0), batch, topology="cpu:1", name=config.name)
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+        restored = checkpoints.restore(program, parameters_only=True)
+    return TrainedRun(
+        model=config,
+        weights=(restored.state.params, restored.state.model_state),
+        step=restored.step,
+    )

@@ -1,0 +1,280 @@
+"""Tokens with a cache are those of the model's own forward pass, whatever else is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardlib
+from shardlib import models
+from shardlib.annotation.read import read
+from shardlib.errors import ArgumentError, ModelError
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts, LatentAttention
+from shardlib.serving.capacity import Capacity
+from shardlib.serving.engine import Engine
+from shardlib.serving.requests import Asked, Sampling
+
+VOCAB, LONGEST = 61, 32
+DENSE = TransformerConfig(
+    name="served",
+    vocab_size=VOCAB,
+    layers=2,
+    embed=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    max_seq=64,
+    compute_dtype="float32",
+)
+EXPERTS = Experts(count=4, per_token=2, mlp=24)
+FAMILIES = {
+    "grouped": DENSE,
+    "multi-query": replace(DENSE, kv_heads=1),
+    "learned positions": replace(DENSE, learned_positions=True, tied=True),
+    "window": replace(DENSE, sliding_window=5, attention_softcap=4.0),
+    "window in some layers": replace(
+        DENSE, layers=4, sliding_window=5, global_every=2, rope_local_theta=500.0
+    ),
+    "experts": replace(DENSE, experts=EXPERTS),
+    "experts in some layers": replace(DENSE, layers=4, experts=replace(EXPERTS, every=2)),
+    "latent": replace(
+        DENSE,
+        kv_heads=4,
+        latent=LatentAttention(kv_lora=16, q_lora=24, nope_dim=8, rope_dim=4, v_dim=8),
+        experts=replace(EXPERTS, first_dense=1, shared=1),
+    ),
+}
+
+
+def forward(model: Any, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+@cache
+def reference(family: str) -> Callable[[tuple[int, ...], int], list[int]]:
+    """Greedy answers by the whole forward pass, once for every token."""
+    model = read(models.build(FAMILIES[family])[0])
+    module = model.rebuild(*model.init(3))
+    logits = jax.jit(lambda tokens: forward(module, tokens))
+
+    def answer(prompt: tuple[int, ...], most: int) -> list[int]:
+        tokens = np.zeros((1, LONGEST), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        for at in range(len(prompt), len(prompt) + most):
+            tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1]))
+        return tokens[0, len(prompt) : len(prompt) + most].tolist()
+
+    return answer
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Nine, of which some begin alike."""
+    draw = np.random.default_rng(0)
+    shared = draw.integers(0, VOCAB, 9).tolist()
+    return [
+        (
+            *shared[: int(draw.integers(0, 10))],
+            *draw.integers(0, VOCAB, int(draw.integers(1, 9))).tolist(),
+        )
+        for _ in range(9)
+    ]
+
+
+@pytest.mark.matrix
+@pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("pages", [48, 9], ids=["ample", "scarce"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_whole_forward_pass(family: str, pages: int, tensor: int):
+    engine = Engine(
+        models.build(FAMILIES[family])[0],
+        forward,
+        weights=3,
+        capacity=Capacity(longest=LONGEST, slots=4, page=4, pages=pages, budget=8),
+        tensor=tensor,
+    )
+    engine.warm_up()
+    compiled, given = engine.compute.compiled, prompts()
+    for _ in range(2):  # the second time over pages that are kept
+        assert engine.generate(given, 7) == [reference(family)(one, 7) for one in given]
+    assert engine.compute.compiled == compiled
+    assert engine.schedule.pool.available == pages
+    assert (engine.schedule.preempted > 0) == (pages < 48)
+
+
+AXES = {
+    "embed": ("vocab", "embed"),
+    "qkv": ("embed", None, "heads", None),
+    "out": ("embed", "vocab"),
+}
+
+
+def own_weights(key: jax.Array) -> dict[str, jax.Array]:
+    keys = jax.random.split(key, 3)
+    return {
+        "embed": jax.random.normal(keys[0], (VOCAB, 16)),
+        "qkv": jax.random.normal(keys[1], (16, 3, 2, 8)) / 4,
+        "out": jax.random.normal(keys[2], (16, VOCAB)) / 4,
+    }
+
+
+def own(positions: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """A forward pass that somebody might bring, with positions of its own, [seq, 16]."""
+
+    def run(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        x = params["embed"][tokens] + positions(tokens)
+        q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, params["qkv"][:, part]) for part in range(3))
+        mixed = shardlib.attention(q, k, v)
+        return (x + mixed.reshape(*mixed.shape[:2], 16)) @ params["out"]
+
+    return run
+
+
+def waves(positions: Any) -> Any:
+    return jnp.sin(positions[..., None] * 0.7 + jnp.arange(16.0))
+
+
+TABLE = np.sin(np.arange(64)[:, None] * 0.7 + np.arange(16.0)).astype(np.float32)
+POSITIONS = {
+    "counted": lambda tokens: waves(jnp.arange(tokens.shape[1], dtype=jnp.float32)),
+    "a table of NumPy's": lambda tokens: TABLE[: tokens.shape[1]],
+    "rows of a table": lambda tokens: jnp.asarray(TABLE)[: tokens.shape[1]],
+}
+
+
+@pytest.mark.parametrize("how", POSITIONS)
+def test_positions_are_found_however_they_are_made(how: str):
+    init = shardlib.tree(own_weights, AXES)
+    run = own(POSITIONS[how])
+    engine = Engine(init, run, capacity=Capacity(longest=24, slots=2, page=4, budget=8))
+    model = read(init)
+    params, _ = model.init(0)
+    whole = np.asarray([[5, 7, 11, 13, 17, 19, 23, 29]])
+    (found,) = engine.generate([whole[0, :7].tolist()], 1)
+    assert found == [int(np.argmax(run(params, whole)[0, 6]))]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            own(lambda tokens: waves(jnp.cumsum(jnp.ones_like(tokens), axis=1) - 1)),
+            "with a cache the logits of token 1 are off",
+        ),
+        (
+            lambda params, tokens: jnp.cumsum(params["embed"][tokens], axis=1) @ params["out"],
+            "calls shardlib.attention nowhere",
+        ),
+        (
+            lambda params, tokens: (
+                shardlib.attention(*[params["embed"][tokens][:, :, None]] * 3, causal=False)[
+                    :, :, 0
+                ]
+                @ params["out"]
+            ),
+            "is not causal",
+        ),
+        (lambda params, tokens: params["embed"][tokens].sum(), "gives \\[\\]; logits are"),
+    ],
+    ids=["positions by sums", "no attention", "not causal", "no logits"],
+)
+def test_what_a_cache_cannot_serve_is_refused(run: Callable[..., jax.Array], said: str):
+    with pytest.raises(ModelError, match=said):
+        Engine(
+            shardlib.tree(own_weights, AXES), run, capacity=Capacity(longest=24, slots=2, page=4)
+        )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """Of a model of one call of attention."""
+    return Engine(
+        shardlib.tree(own_weights, AXES),
+        own(POSITIONS["counted"]),
+        capacity=Capacity(longest=24, slots=3, page=4, budget=8),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Asked(prompt=()), "the prompt is empty"),
+        (Asked(prompt=(VOCAB,)), "the prompt has 61; tokens are whole numbers from 0 to 60"),
+        (Asked(prompt=(1,), stop=frozenset({-1})), "stop has -1"),
+        (Asked(prompt=(1,) * 20, most=5), "20 tokens of the prompt and 5 of the answer are more"),
+        (Asked(prompt=(1,), most=0), "most is 0"),
+    ],
+    ids=["empty", "unknown token", "unknown stop", "too long", "no answer"],
+)
+def test_requests_that_cannot_be_served_are_refused(engine: Engine, asked: Asked, said: str):
+    with pytest.raises(ArgumentError, match=said):
+        engine.add(asked)
+
+
+def test_a_choice_depends_on_its_own_seed_alone(engine: Engine):
+    how = Sampling(temperature=1.0, top_p=0.9, seed=11)
+    (alone,) = engine.generate([[3, 1, 4]], 9, sampling=how)
+    others = [
+        engine.add(Asked(prompt=(n, 2), most=12, sampling=Sampling(temperature=2.0, seed=n)))
+        for n in range(5)
+    ]
+    assert engine.generate([[3, 1, 4]], 9, sampling=how) == [alone]
+    assert len({tuple(one.answer) for one in others}) > 1
+    assert engine.generate([[3, 1, 4]], 9, sampling=replace(how, seed=12)) != [alone]
+
+
+def test_tokens_that_are_left_out_are_never_chosen(engine: Engine):
+    params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
+    prompt = [3, 1, 4]
+    logits = np.asarray(own(POSITIONS["counted"])(params, np.asarray([prompt]))[0, -1]) / 1.5
+    order = np.argsort(-logits)
+    odds = np.exp(logits - logits.max())[order] / np.exp(logits - logits.max()).sum()
+    before = np.cumsum(odds) - odds
+    for settings, left in (
+        ({"top_k": 3}, order[:3]),
+        ({"top_p": 0.4}, order[before < 0.4]),
+        ({"min_p": 0.3}, order[odds >= 0.3 * odds[0]]),
+    ):
+        found = {
+            engine.generate([prompt], 1, sampling=Sampling(temperature=1.5, seed=seed, **settings))[
+                0
+            ][0]
+            for seed in range(60)
+        }
+        assert found <= {*left.tolist()} and len(found) > 1
+
+
+def test_logarithms_of_probabilities_are_those_of_the_forward_pass(engine: Engine):
+    params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
+    request = engine.add(Asked(prompt=(3, 1, 4), most=4))
+    engine.run()
+    tokens = np.asarray([request.tokens])
+    right = jax.nn.log_softmax(own(POSITIONS["counted"])(params, tokens)[0], axis=-1)
+    picked = [float(right[at - 1, tokens[0, at]]) for at in range(3, 7)]
+    assert request.logprobs == pytest.approx(picked, abs=1e-5)
+
+
+def test_a_stream_that_nobody_reads_on_gives_its_pages_back(engine: Engine):
+    stream = engine.stream([3, 1, 4], 15)
+    first = [next(stream), next(stream)]
+    stream.close()
+    engine.run()
+    assert engine.schedule.pool.available == engine.schedule.pool.pages
+    assert engine.generate([[3, 1, 4]], 2) == [first]
+
+
+def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(engine: Engine):
+    (answer,) = engine.generate([[3, 1, 4]], 6)
+    stop = answer[2]
+    request = engine.add(Asked(prompt=(3, 1, 4), most=6, stop=frozenset({stop})))
+    engine.run()
+    assert request.answer == answer[: answer.index(stop)] and request.ended == "stop"

@@ -1,0 +1,168 @@
+"""Any requests, any sizes: every token is computed over exactly the tokens before it.
+
+In place of keys and values an entry of the cache holds the tokens up to its own. What a step would
+read is looked at before it is written.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.errors import ArgumentError
+from shardlib.serving.capacity import Capacity
+from shardlib.serving.pool import Pool
+from shardlib.serving.prefixes import digests
+from shardlib.serving.requests import Asked, Request
+from shardlib.serving.schedule import Schedule
+
+PROMPTS = st.lists(
+    st.tuples(
+        st.integers(0, 9),  # tokens of a beginning that requests share
+        st.integers(1, 9),  # tokens of its own
+        st.integers(1, 8),  # tokens of the answer
+        st.integers(0, 1),  # salt
+        st.integers(-1, 1),  # priority
+        st.sampled_from([None, 0, 3, 7]),  # steps after which it is cancelled
+        st.integers(0, 5),  # steps after which it arrives
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    PROMPTS, st.integers(1, 4), st.integers(1, 4), st.integers(0, 8), st.booleans(), st.integers()
+)
+def test_every_token_is_computed_over_the_tokens_before_it(
+    prompts: list[tuple[int, int, int, int, int, int | None, int]],
+    slots: int,
+    page: int,
+    spare: int,
+    prefixes: bool,
+    seed: int,
+):
+    draw = random.Random(seed)
+    shared = [draw.randrange(3) for _ in range(9)]
+    longest = max(a + b + c for a, b, c, *_ in prompts)
+    capacity = Capacity(
+        longest=max(longest, 2),
+        slots=slots,
+        page=page,
+        pages=-(-longest // page) + spare,
+        budget=slots + draw.randrange(6),
+        prefixes=prefixes,
+    )
+    pool = Pool(capacity.all_pages)
+    schedule = Schedule(pool, capacity)
+    entries: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+    requests = [
+        Request(
+            number=number,
+            asked=Asked(
+                prompt=(*shared[:begin], *(draw.randrange(3) for _ in range(own))),
+                most=most,
+                salt=f"tenant {salt}",
+                priority=priority,
+            ),
+        )
+        for number, (begin, own, most, salt, priority, *_) in enumerate(prompts)
+    ]
+    for step in range(2000):
+        for request, (*_, cancelled, arrives) in zip(requests, prompts, strict=True):
+            if arrives == step:
+                schedule.add(request)
+            request.cancelled |= cancelled is not None and step == arrives + cancelled
+        shares = schedule.next()
+        assert sum(share.count for share in shares) <= capacity.most_tokens
+        for share in shares:
+            request, tokens = share.request, tuple(share.request.tokens)
+            assert share.count >= 1 and share.first + share.count <= len(tokens)
+            for at in range(share.first):
+                held = entries[request.pages[at // page], at % page]
+                assert held == (request.asked.salt, tokens[: at + 1])
+            for at in range(share.first, share.first + share.count):
+                written = request.pages[at // page]
+                assert pool.users(written) == 1, "nobody writes to a page that another uses"
+                entries[written, at % page] = request.asked.salt, tokens[: at + 1]
+        schedule.done(shares)
+        for share in shares:
+            if share.first + share.count == share.request.count:
+                share.request.took(draw.randrange(3), -1.0)
+                if share.request.ended is not None:
+                    schedule.release(share.request)
+        used = {page for request in schedule.running for page in request.pages}
+        assert pool.used == len(used)
+        if all(request.ended is not None for request in requests):
+            break
+    assert all(request.ended is not None for request in requests), "somebody is never served"
+    assert pool.available == pool.pages
+    for request in requests:
+        if request.ended == "length":
+            assert len(request.answer) == request.asked.most
+
+
+def test_the_next_tokens_of_running_requests_come_before_prompts():
+    schedule = Schedule(Pool(32), Capacity(longest=32, slots=3, page=4, pages=32, budget=6))
+    requests = [Request(number=n, asked=Asked(prompt=(n,) * 9, most=4)) for n in range(3)]
+    for request in requests[:2]:
+        schedule.add(request)
+    counts: list[list[tuple[int, int]]] = []
+    for _ in range(4):
+        shares = schedule.next()
+        counts.append([(share.request.number, share.count) for share in shares])
+        schedule.done(shares)
+        for share in shares:
+            if share.first + share.count == share.request.count:
+                share.request.took(1, 0.0)
+        if len(counts) == 2:
+            schedule.add(requests[2])
+    assert counts == [[(0, 6)], [(0, 3), (1, 3)], [(0, 1), (1, 5)], [(0, 1), (1, 1), (2, 4)]]
+
+
+def test_higher_priority_is_served_first_and_loses_its_pages_last():
+    capacity = Capacity(longest=8, slots=2, page=2, pages=5, budget=8)
+    schedule = Schedule(Pool(5), capacity)
+    low = Request(number=0, asked=Asked(prompt=(1, 2, 3), most=5))
+    high = Request(number=1, asked=Asked(prompt=(4, 5, 6), most=5, priority=1))
+    schedule.add(low)
+    schedule.add(high)
+    ended: list[int] = []
+    for _ in range(40):
+        shares = schedule.next()
+        schedule.done(shares)
+        for share in shares:
+            if share.first + share.count == share.request.count:
+                share.request.took(1, 0.0)
+                if share.request.ended:
+                    ended.append(share.request.number)
+                    schedule.release(share.request)
+    assert ended == [1, 0] and schedule.preempted == 1
+
+
+def test_tenants_and_prompts_have_their_own_digests():
+    tokens = [1, 2, 3, 4, 5, 6]
+    ours = digests(tokens, size=2, salt="a")
+    assert len({*ours, *digests(tokens, size=2, salt="b")}) == 6
+    assert digests([9, *tokens[1:]], size=2, salt="a")[1:] != ours[1:]
+    assert digests(tokens, size=2, salt="a", before=ours[:1]) == ours
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"slots": 0}, "slots is 0; it is a whole number from 1 on"),
+        ({"page": True}, "page is True; it is a whole number from 1 on"),
+        ({"longest": 1}, "longest is 1; it is a whole number from 2 on"),
+        ({"slots": 8, "budget": 4}, "budget is 4; each of 8 slots has a token in a step"),
+        ({"pages": -1}, "pages is -1; it is a whole number from 1 on"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_sizes_that_are_not_usable_are_refused(wrong: dict[str, int], said: str):
+    with pytest.raises(ArgumentError, match=said):
+        Capacity(**wrong)

@@ -1,0 +1,107 @@
+"""A run is served as it is: `shardlib generate` continues a text with its newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from shardlib import models
+from shardlib.annotation.read import read
+from shardlib.cli import main
+from shardlib.errors import RunError
+from shardlib.serving.trained import trained_run
+from shardlib.training.config import TrainConfig
+from shardlib.training.loop import train
+from shardlib.untrusted import printable
+
+CARD = """
+name = "tiny"
+vocab_size = 256
+layers = 2
+embed = 16
+heads = 2
+kv_heads = 1
+head_dim = 8
+mlp = 32
+max_seq = 64
+compute_dtype = "float32"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps."""
+    home = tmp_path_factory.mktemp("served")
+    (home / "tiny.toml").write_text(CARD)
+    (home / "text.txt").write_text("".join(f"value_{n} = {n * 7} + {n}\n" for n in range(2000)))
+    config = TrainConfig(
+        data=home / "text.txt",
+        model=str(home / "tiny.toml"),
+        steps=6,
+        batch=8,
+        seq=32,
+        topology="cpu:8",
+        sample_bytes=0,
+        run=home / "run",
+        save_every=3,
+        quiet=True,
+    )
+    train(config, Console(quiet=True))
+    return home / "run"
+
+
+def run_command(*words: str) -> int:
+    """The exit code of `shardlib generate`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", *words])
+    return int(ended.value.code or 0)
+
+
+def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = (str(folder), "--prompt", "value_", "--most", "20", "--temperature", "0")
+    assert run_command(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    run = trained_run(folder)
+    assert found["step"] == run.step == 6
+    model = read(models.build(run.model)[0]).rebuild(*run.weights)
+    logits = jax.jit(lambda tokens: model(tokens))
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, :6] = list(b"value_")
+    for at in range(6, 26):
+        tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1, :256]))
+    assert found["bytes"] == tokens[0, 6:26].tolist()
+    assert run_command(*words) == 0
+    text = bytes(found["bytes"]).decode("utf-8", "replace")
+    assert capsys.readouterr().out == f"value_{printable(text)}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a", "--most", "64"], "1 bytes of the prompt and 64 of the answer are more"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature is -1"),
+        (["--prompt", "a", "--top-p", "0"], "top_p is 0"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_cannot_be_answered_is_said(
+    folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run_command(str(folder), *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_said(tmp_path: Path):
+    with pytest.raises(RunError, match=r"is no folder of a run: it has no run\.json"):
+        trained_run(tmp_path)
+    (tmp_path / "run.json").write_text(
+        json.dumps({"format": 1, "run": {}, "traced": {}, "versions": {}})
+    )
+    with pytest.raises(RunError, match="is no run of shardlib train"):
+        trained_run(tmp_path)
