@@ -117,6 +117,8 @@ def _compressor(kind: str, settings: Mapping[str, Any]) -> Compressor:
     if kind not in COMPRESSORS:
         near = difflib.get_close_matches(kind, COMPRESSORS, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
+        if kind in ("int8", "int4"):
+            meant = f"; did you mean 'quantised{':dtype=int4' if kind == 'int4' else ''}'?"
         raise PinError(f"by is {shown(kind)}; it is one of {', '.join(COMPRESSORS)}{meant}")
     form = COMPRESSORS[kind]
     known = [one.name for one in fields(form)]

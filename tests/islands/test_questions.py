@@ -107,3 +107,25 @@ def test_where_steps_wait_for_the_network_islands_are_spoken_of() -> None:
     assert "Every 50 steps a meeting, of which steps wait for" in late
     assert not spoken(planned("2*h100:8")) and not spoken(planned("v5e:4x4"))
     assert not spoken(planned(machine, exchange="diloco:2:10"))
+
+
+def test_islands_of_a_part_of_what_the_links_join_meet_over_the_links() -> None:
+    """A plan with half of a cluster's devices: its islands would be one in each cluster."""
+    config = models.load("gpt2-small")
+    assert isinstance(config, TransformerConfig)
+    init, model_loss = models.build(config)
+    batch = models.example_batch(config, 32, 128)
+    machine = "2@1gbit-100ms*2*h100:8"
+
+    def planned(**pin: object) -> shardlib.Plan:
+        return shardlib.plan(init, model_loss, optax.adamw(1e-3), batch, topology=machine, pin=pin)
+
+    plan = planned(mesh={"fsdp": 8}, zero=3)
+    (message,) = [one.message for one in plan.findings if one.code == "exact-exchange-exposed"]
+    found = re.findall(r"exchange=(\S+) waits for (\S+ .?s)", message)
+    assert [exchange for exchange, _ in found][-1] == "compressed:2:quantised"
+    for exchange, waits in found:
+        pinned = planned(exchange=exchange, mesh={"island": 2, "fsdp": 8}, zero=3)
+        if "powersgd" not in exchange:
+            assert waits == seconds_text(pinned.estimate.seconds.exchange)
+        assert pinned.estimate.seconds.exchange > 0.1

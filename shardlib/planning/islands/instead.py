@@ -13,10 +13,12 @@ from dataclasses import replace
 
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.errors import TopologyError
 from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.compressors import PowerSGD, Quantised
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.values import Exact, Several
+from shardlib.hardware.islands import used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import PlanData
@@ -55,9 +57,13 @@ def islands_instead(
     step = plan.estimate.step_seconds
     if not 2 <= islands <= MOST_ISLANDS or not (left_out or waits > TOLD * step):
         return ()
+    try:
+        on = used_by(machine, islands, inner.devices)
+    except TopologyError:  # there are no islands on a machine that a file describes
+        return ()
     rest = step / islands if left_out else step - waits
     odd = [size for size in rows if size % islands]
-    ways = [] if odd else list(_ways(plan, inner, machine, islands, rest))
+    ways = [] if odd else list(_ways(plan, inner, on, islands, rest))
     if not ways and not odd:
         return ()
     why = (
