@@ -11,7 +11,7 @@ import worlds
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.device_memory import PIPELINE_ON_GPUS, heap_share
-from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.totals import Totals, mapped_anew
 from shardlib.cost.pricing.variants.offload_and_partial_remat import offloaded
 from shardlib.cost.step.fusion import fuse
 from shardlib.cost.step.liveness import intervals, levels, points
@@ -284,3 +284,11 @@ def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage:
     assert after.device_bytes["activations"] == pytest.approx(2e9 * heap)
     transfer = stacks / pricer.topology.chip.host_bytes_per_s
     assert after.seconds["exposed"] == pytest.approx((3 if stage > 1 else 2) * transfer)
+
+
+def test_memory_that_is_mapped_anew_counts_from_half_of_what_an_allocator_gives_back():
+    """Predictions of a CPU's temporaries may be half of what its program has."""
+    mib = 1 << 20
+    sizes = np.array([0.0, 15.0, 16.0, 24.0, 32.0, 64.0]) * mib
+    found = mapped_anew({"temporaries": sizes, "parameters": np.full(6, 1e9)})
+    assert (found / mib).tolist() == [0.0, 0.0, 0.0, 12.0, 32.0, 64.0]

@@ -116,7 +116,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         seconds["overhead"]
         + pricer.constants.step_s
         + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
-        + pricer.constants.fresh * _mapped(memory) / pricer.topology.chip.hbm_bytes_per_s
+        + pricer.constants.fresh * mapped_anew(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (
         memory["temporaries"]
@@ -132,10 +132,15 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     )
 
 
-def _mapped(memory: Mapping[str, Array]) -> Array:
+def mapped_anew(memory: Mapping[str, Array]) -> Array:
     """Bytes of a device that a step touches first: all but what stays between steps, where they
-    are so many that the allocator gives them back.
+    are so many that the allocator gives them back. What is predicted may be half of what a CPU's
+    program has (20 MiB for 34, an MLP of three layers), so that from half of `GIVEN_BACK` on a part
+    counts, and from all of it on everything.
+
+    Args:
+        memory: bytes of a device by what they are for, by candidate.
     """
     resting = ("parameters", "frozen", "optimizer", "batch")
     found = sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
-    return np.where(found >= GIVEN_BACK, found, 0.0)
+    return found * np.clip(2 * found / GIVEN_BACK - 1, 0.0, 1.0)
