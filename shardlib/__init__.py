@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
+    from shardlib.serving.verified import verify_serving
     from shardlib.training.fit import fit
     from shardlib.training.settings import Settings
     from shardlib.verification.report import Verification
@@ -144,6 +145,7 @@ _HOME = {
     "plan_edge": "shardlib.frontend.edge",
     "scale": "shardlib.frontend.scale",
     "verify": "shardlib.compiler",
+    "verify_serving": "shardlib.serving.verified",
     "topology": "shardlib.hardware",
     "linen": "shardlib.annotation.linen",
     "attention": "shardlib.functions.attention",
@@ -251,6 +253,7 @@ __all__ = [
     "topology",
     "tree",
     "verify",
+    "verify_serving",
     "visit",
 ]
 

@@ -41,6 +41,7 @@ TESTS = {
     "servers": "processes",
     "serving": "compile",
     "serving/test_schedule.py": "unit",
+    "serving/test_verified.py": "processes",
     "servers/test_asynchronous.py": "unit",
     "servers/test_gate.py": "unit",
     "servers/test_loop.py": "unit",

@@ -16,14 +16,15 @@ import jax
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import Init, read
 from shardlib.errors import ArgumentError, raise_all
+from shardlib.lowering.mesh.device_mesh import device_mesh
 from shardlib.lowering.serving.program import Forward, traced_forward
-from shardlib.serving.capacity import Capacity
 from shardlib.serving.compared import compare
-from shardlib.serving.pool import Pool
-from shardlib.serving.requests import STOP, Asked, Request, Sampling
-from shardlib.serving.schedule import Schedule
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.pool import Pool
+from shardlib.serving.scheduling.requests import STOP, Asked, Request, Sampling
+from shardlib.serving.scheduling.schedule import Schedule
 from shardlib.serving.step import Step
-from shardlib.serving.weights import placed
+from shardlib.serving.weights import placed, serving_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,10 @@ class Engine:
             )
         model = read(init)
         traced = traced_forward(model, forward, longest=limits.longest)
-        where = placed(model, forward, tensor, given, limits.longest)
+        layout = serving_layout(
+            model, forward, tensor, topology=f"cpu:{tensor}", longest=limits.longest
+        )
+        where = placed(model, layout, device_mesh(layout.mesh, given[:tensor])[0])
         held = where.weights(*_weights(model, weights))
         if check:
             compare(model, forward, traced, held, page=limits.page)

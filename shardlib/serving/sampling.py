@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.serving.requests import Request
+from shardlib.serving.scheduling.requests import Request
 
 
 @jax.tree_util.register_dataclass

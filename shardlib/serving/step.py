@@ -6,7 +6,7 @@ everything else is an operand, so that nothing is compiled after `warm_up`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,10 +15,34 @@ import numpy as np
 from shardlib.annotation.model import Tree
 from shardlib.lowering.serving.pages import Pages, Token
 from shardlib.lowering.serving.program import TracedForward
-from shardlib.serving.capacity import Capacity
-from shardlib.serving.requests import Request
 from shardlib.serving.sampling import Choices, choices, choose
-from shardlib.serving.schedule import Share
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.requests import Request
+from shardlib.serving.scheduling.schedule import Share
+
+#: (weights, pages, tokens, where they stand, rows, choices) -> (tokens, logarithms, pages).
+StepFunction = Callable[..., tuple[jax.Array, jax.Array, Mapping[str, Pages]]]
+
+
+def step_function(forward: TracedForward) -> StepFunction:
+    """The function that a step computes.
+
+    Args:
+        forward: the traced forward pass.
+    """
+
+    def step(
+        weights: tuple[Tree, Tree],
+        pages: Mapping[str, Pages],
+        tokens: jax.Array,
+        where: Token,
+        rows: jax.Array,
+        how: Choices,
+    ) -> tuple[jax.Array, jax.Array, Mapping[str, Pages]]:
+        logits, pages = forward(*weights, pages, tokens, where, rows)
+        return *choose(logits, how), pages
+
+    return step
 
 
 class Step:
@@ -41,19 +65,10 @@ class Step:
         self.forward, self.weights, self.pages, self.sizes = forward, weights, pages, sizes
         self.entries = next(iter(pages.values()))[0].shape[1] * sizes.page
 
-        def step(
-            weights: tuple[Tree, Tree],
-            pages: Mapping[str, Pages],
-            tokens: jax.Array,
-            where: Token,
-            rows: jax.Array,
-            how: Choices,
-        ) -> tuple[jax.Array, jax.Array, Mapping[str, Pages]]:
-            logits, pages = forward(*weights, pages, tokens, where, rows)
-            return *choose(logits, how), pages
-
         shardings = jax.tree.map(lambda page: page.sharding, pages)
-        self._step = jax.jit(step, donate_argnums=1, out_shardings=(None, None, shardings))
+        self._step = jax.jit(
+            step_function(forward), donate_argnums=1, out_shardings=(None, None, shardings)
+        )
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     @property

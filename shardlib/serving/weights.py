@@ -6,23 +6,26 @@ their key heads where those divide; what does not is whole on every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.trees.paths import path_text
-from shardlib.axes import MeshShape
 from shardlib.compiler import plan
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
 from shardlib.jax_types import KeyPath, Leaf
-from shardlib.lowering.mesh.device_mesh import device_mesh
+from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import Forward, TracedForward
+from shardlib.planning.plan import Plan
 
 #: Rows and tokens of the batch that weights are laid out for; layouts hardly depend on it.
 ROWS, TOKENS = 8, 32
@@ -33,11 +36,11 @@ class Placed:
     """Where arrays of a served model live.
 
     Attributes:
-        mesh: of its devices.
+        mesh: of its devices, or of none where programs are only compiled.
         params: shardings, as a tree like the params.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     params: Tree
 
     @property
@@ -54,6 +57,28 @@ class Placed:
         """
         return jax.device_put(params, self.params), jax.device_put(state, self.whole)
 
+    def of_pages(self, forward: TracedForward, count: int, size: int) -> Mapping[str, Tree]:
+        """Pages without their contents, each with its sharding.
+
+        Args:
+            forward: what they are of.
+            count: of pages.
+            size: tokens of a page.
+        """
+        axes = parts_of(self.mesh, ("tensor",))
+        ways = math.prod(self.mesh.shape[axis] for axis in axes)
+
+        def page(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            heads = len(one.shape) > 4 and one.shape[3] % ways == 0
+            spec = PartitionSpec(None, None, None, axes) if heads else PartitionSpec()
+            return jax.ShapeDtypeStruct(
+                one.shape, one.dtype, sharding=NamedSharding(self.mesh, spec)
+            )
+
+        return {
+            name: tuple(map(page, pages)) for name, pages in forward.new_pages(count, size).items()
+        }
+
     def pages(self, forward: TracedForward, count: int, size: int) -> Mapping[str, Pages]:
         """Empty pages on their devices, for each call of attention.
 
@@ -62,53 +87,61 @@ class Placed:
             count: of pages.
             size: tokens of a page.
         """
-        ways = self.mesh.shape["tensor"]
-
-        def sharding(page: Leaf) -> NamedSharding:
-            heads = len(page.shape) > 4 and page.shape[3] % ways == 0
-            return NamedSharding(
-                self.mesh, PartitionSpec(None, None, None, "tensor") if heads else PartitionSpec()
-            )
-
-        shapes = {name: tuple(pages) for name, pages in forward.new_pages(count, size).items()}
+        wanted = self.of_pages(forward, count, size)
         return jax.jit(
-            lambda: jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes),
-            out_shardings=jax.tree.map(sharding, shapes),
+            lambda: jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), wanted),
+            out_shardings=jax.tree.map(lambda page: page.sharding, wanted),
         )()
 
 
-def placed(
-    model: Model, forward: Forward, tensor: int, devices: Sequence[jax.Device], longest: int
-) -> Placed:
-    """Lays a model out over some devices.
+def placed(model: Model, found: Plan, mesh: Mesh | AbstractMesh) -> Placed:
+    """Where the arrays of a model live under a plan.
 
     Args:
         model: from a front end in `annotation/`.
-        forward: its forward pass.
-        tensor: devices that share every layer; the first of `devices`.
-        devices: at least as many.
-        longest: tokens of the longest request.
-
-    Raises:
-        PinError, InfeasibleError: the model cannot be shared by so many devices.
+        found: see `serving_layout`.
+        mesh: of the plan.
     """
-    mesh, _ = device_mesh(MeshShape(tensor=tensor), devices[:tensor])
-    batch = jax.ShapeDtypeStruct((ROWS, longest if longest < TOKENS else TOKENS), jnp.int32)
-
-    def loss(module: Tree, tokens: jax.Array) -> jax.Array:
-        return jnp.mean(forward(module, tokens).astype(jnp.float32))
-
-    found = plan(
-        model,
-        loss,
-        optax.sgd(1.0),
-        batch,
-        topology=f"cpu:{tensor}",
-        pin={"mesh": {"tensor": tensor}, "zero": 0, "microbatches": 1},
-    )
     layouts = {one.path: named_sharding(mesh, one.compute) for one in found.parameters}
 
     def of(path: KeyPath, _: Leaf) -> NamedSharding:
         return layouts[path_text(path)]
 
     return Placed(mesh=mesh, params=jax.tree_util.tree_map_with_path(of, model.params))
+
+
+def serving_layout(
+    model: Model, forward: Forward, tensor: int, *, topology: str | Topology, longest: int
+) -> Plan:
+    """Lays a model out over some devices, by a plan that trains it on as many of twice the memory:
+    one for weights, and one for the gradients that nobody has here.
+
+    Args:
+        model: from a front end in `annotation/`.
+        forward: its forward pass.
+        tensor: devices that share every layer.
+        topology: the machine, of at least as many.
+        longest: tokens of the longest request.
+
+    Raises:
+        PinError, InfeasibleError: the model cannot be shared by so many devices.
+    """
+    batch = jax.ShapeDtypeStruct((ROWS, min(longest, TOKENS)), jnp.int32)
+
+    def loss(module: Tree, tokens: jax.Array) -> jax.Array:
+        return jnp.mean(forward(module, tokens).astype(jnp.float32))
+
+    machine = parse_topology(topology) if isinstance(topology, str) else topology
+    roomy = replace(
+        machine.chip,
+        hbm_bytes=2 * machine.chip.hbm_bytes,
+        reserved_bytes=2 * machine.chip.reserved_bytes,
+    )
+    return plan(
+        model,
+        loss,
+        optax.sgd(1.0),
+        batch,
+        topology=replace(machine, chip=roomy),
+        pin={"mesh": {"tensor": tensor}, "zero": 0, "microbatches": 1},
+    )

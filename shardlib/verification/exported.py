@@ -75,7 +75,7 @@ def export_step(program: Program, platform: str) -> ExportedStep:
         return step(state, batch)
 
     run.__name__ = run.__qualname__ = step.__name__
-    return _exported(
+    return exported(
         run,
         (program.state, program.batch),
         results=state,
@@ -100,7 +100,7 @@ def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: s
     def meet(*arguments: Any) -> tuple[Any, Any]:
         return meeting.function(*arguments), ()
 
-    return _exported(
+    return exported(
         meet,
         arguments,
         results=jax.tree.leaves(meeting.results()),
@@ -110,7 +110,7 @@ def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: s
     )
 
 
-def _exported(
+def exported(
     function: Function,
     arguments: tuple[Tree, ...],
     *,
@@ -149,10 +149,10 @@ def _exported(
     )
     try:
         with _jax_compat.in_mesh(mesh):
-            exported = export.export(
-                jitted, platforms=[platform], disabled_checks=_unstable_calls()
-            )(*leaves)
-        data = bytes(exported.serialize())
+            found = export.export(jitted, platforms=[platform], disabled_checks=_unstable_calls())(
+                *leaves
+            )
+        data = bytes(found.serialize())
     except Exception as error:
         raise VerificationError(
             f"{what} does not lower for {platform}: {type(error).__name__}: {str(error)[:800]}"

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
 def test_the_program_of_the_page_answers_as_its_forward_pass(capsys: pytest.CaptureFixture[str]):
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
     found = eval(capsys.readouterr().out)

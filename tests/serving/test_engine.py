@@ -18,9 +18,9 @@ from shardlib.annotation.read import read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts, LatentAttention
-from shardlib.serving.capacity import Capacity
 from shardlib.serving.engine import Engine
-from shardlib.serving.requests import Asked, Sampling
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.requests import Asked, Sampling
 
 VOCAB, LONGEST = 61, 32
 DENSE = TransformerConfig(

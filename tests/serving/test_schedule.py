@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ArgumentError
-from shardlib.serving.capacity import Capacity
-from shardlib.serving.pool import Pool
-from shardlib.serving.prefixes import digests
-from shardlib.serving.requests import Asked, Request
-from shardlib.serving.schedule import Schedule
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.pool import Pool
+from shardlib.serving.scheduling.prefixes import digests
+from shardlib.serving.scheduling.requests import Asked, Request
+from shardlib.serving.scheduling.schedule import Schedule
 
 PROMPTS = st.lists(
     st.tuples(

@@ -35,7 +35,7 @@ def generate_command(
     still be training; its newest whole checkpoint counts.
     """
     from shardlib.errors import ArgumentError
-    from shardlib.serving.requests import Sampling
+    from shardlib.serving.scheduling.requests import Sampling
 
     how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     given = prompt.encode("utf-8", "surrogateescape")
@@ -43,8 +43,8 @@ def generate_command(
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
     with quiet_stdout(as_json):
         from shardlib import models
-        from shardlib.serving.capacity import Capacity
         from shardlib.serving.engine import Engine
+        from shardlib.serving.scheduling.capacity import Capacity
         from shardlib.serving.trained import trained_run
 
         found = trained_run(run)

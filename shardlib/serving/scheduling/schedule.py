@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlib.serving.capacity import Capacity
-from shardlib.serving.pool import Pool
-from shardlib.serving.prefixes import digests
-from shardlib.serving.requests import CANCELLED, Request
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.pool import Pool
+from shardlib.serving.scheduling.prefixes import digests
+from shardlib.serving.scheduling.requests import CANCELLED, Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""What do compilers make of the programs that serve large models?
+
+    python benchmarks/serving_compiled.py
+
+Programs for the next tokens of 16 requests, and for 64 tokens of prompts and requests, each over
+pages of 4,096 tokens, compiled ahead of time for machines that are not here
+(`shardlib.verify_serving`); weights and cache in bfloat16. Stored are predicted and compiled bytes
+of a device, collectives and findings, for each version of JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+import shardlib
+from benchmarks.environment import RESULTS, write
+from shardlib import models, serving
+from shardlib.models.config import TransformerConfig
+
+#: (model, machine, devices along tensor, pages of 64 tokens)
+CASES = (
+    ("llama3-70b", "v6e:2x4", 8, 1024),
+    ("llama3-70b", "h100:8", 8, 1024),
+    ("llama3-8b", "v5e:2x4", 8, 1024),
+    ("llama3-8b", "h100:8", 2, 1024),
+)
+
+
+def case(name: str, machine: str, tensor: int, pages: int) -> list[dict[str, Any]]:
+    """Both programs of one case."""
+    config = models.load(name)
+    assert isinstance(config, TransformerConfig)
+    found = shardlib.verify_serving(
+        models.build(replace(config, param_dtype="bfloat16"))[0],
+        lambda model, tokens: model(tokens),
+        topology=machine,
+        tensor=tensor,
+        capacity=serving.Capacity(longest=4096, slots=16, page=64, pages=pages, budget=64),
+    )
+    for one in found:
+        print(one, flush=True)
+    return [{"model": name, **one.to_json()} for one in found]
+
+
+def main() -> None:
+    """Compiles all cases and writes the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases in whose JSON this text stands")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / f"serving_compiled_jax-{jax.__version__}.json"
+    )
+    args = parser.parse_args()
+    rows = [row for one in CASES if args.only in json.dumps(one) for row in case(*one)]
+    write(args.out, {"benchmark": "serving_compiled", "programs": rows})
+
+
+if __name__ == "__main__":
+    main()

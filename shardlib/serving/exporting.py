@@ -1,0 +1,103 @@
+"""The program of a step as bytes, for the process that compiles it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.trees.paths import path_text
+from shardlib.jax_types import Leaf
+from shardlib.lowering.serving.pages import Pages, Token
+from shardlib.lowering.serving.program import TracedForward
+from shardlib.serving.sampling import Choices
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.step import step_function
+from shardlib.serving.weights import Placed
+from shardlib.verification.exported import ExportedStep, exported
+
+
+def exported_step(
+    model: Model, traced: TracedForward, on: Placed, size: Capacity, tokens: int, platform: str
+) -> tuple[ExportedStep, dict[str, int]]:
+    """The program of so many tokens, with the longest requests, and bytes that a device has of
+    weights and pages.
+
+    Args:
+        model: from a front end in `annotation/`.
+        traced: its forward pass.
+        on: where arrays live.
+        size: how many requests and tokens are served.
+        tokens: of a step.
+        platform: "tpu", "cuda" or "cpu".
+
+    Raises:
+        VerificationError: it does not lower for the platform.
+    """
+
+    def whole(*shape: int, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=on.whole)
+
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.params,
+        on.params,
+    )
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
+    )
+    pages = on.of_pages(traced, size.all_pages, size.page)
+    rows = {"temperature": "float32", "top_p": "float32", "min_p": "float32"} | {
+        "top_k": "int32",
+        "position": "int32",
+        "seed": "uint32",
+    }
+    choices = {name: whole(size.slots, dtype=dtype) for name, dtype in rows.items()}
+    beside = (
+        whole(tokens, dtype="int32"),
+        Token(
+            position=whole(tokens, dtype="int32"),  # type: ignore[arg-type]  (abstract)
+            entry=whole(tokens, dtype="int32"),  # type: ignore[arg-type]
+            table=whole(tokens, size.table, dtype="int32"),  # type: ignore[arg-type]
+        ),
+        whole(size.slots, dtype="int32"),
+        Choices(**choices),  # type: ignore[arg-type]
+    )
+    function = step_function(traced)
+
+    def step(pages: Mapping[str, Pages], weights: tuple[Tree, Tree], beside: Tree) -> Tree:
+        tokens, logprobs, after = function(weights, pages, *beside)
+        return after, (tokens, logprobs)
+
+    step.__name__ = step.__qualname__ = f"shardlib_serve_{tokens}"
+    leaves = jax.tree.leaves(pages)
+    made = exported(
+        step,
+        (pages, (params, state), beside),
+        results=leaves,
+        mesh=on.mesh,
+        platform=platform,
+        what="the program that serves",
+    )
+    held = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path((params, state))]
+    others = len(made.arguments) - len(leaves) - len(held)
+    names = (
+        *(f"pages.{number}" for number in range(len(leaves))),
+        *(f"weights.{name}" for name in held),
+        *(f"operand.{number}" for number in range(others)),
+    )
+    predicted = {"weights": _bytes((params, state)), "pages": _bytes(pages)}
+    return replace(made, arguments=names), predicted
+
+
+def _bytes(tree: Tree) -> int:
+    """What a device has of some arrays."""
+
+    def size(leaf: Leaf) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

@@ -1,0 +1,255 @@
+"""What the compiler of a machine makes of the programs that serve a model there.
+
+    for program in verify_serving(init, forward, topology="v5e:2x4", tensor=8):
+        print(program)
+
+Neither the machine nor weights are needed. Three things go wrong silently in programs that serve:
+the compiler gathers weights where activations are a thousand times smaller, copies the cache that a
+step writes a row of, or keeps the old one beside the new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardlib.annotation.read import Init, read
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.mesh.device_mesh import abstract_mesh
+from shardlib.lowering.serving.program import Forward, traced_forward
+from shardlib.planning.plan import Plan
+from shardlib.planning.units.quantity import bytes_text
+from shardlib.report import Finding
+from shardlib.serving.exporting import exported_step
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.weights import placed, serving_layout
+from shardlib.untrusted.json_types import JsonObject
+from shardlib.verification.compiled_step import CompiledStep
+from shardlib.verification.exported import ExportedStep
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.timing import timed
+from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
+from shardlib.verification.targets import Target, require_compiler, target
+
+#: Part by which the arguments of a program may differ from what was predicted.
+ALLOWED = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedProgram:
+    """One of the programs that serve a model, compiled.
+
+    Attributes:
+        topology: the machine.
+        tensor: devices that share every layer.
+        tokens: of a step.
+        table: pages of a request.
+        predicted: bytes a device: "weights", "pages".
+        compiled: what the compiler made; None where it failed.
+        seconds: that it took.
+        findings: what is wrong.
+    """
+
+    topology: str
+    tensor: int
+    tokens: int
+    table: int
+    predicted: Mapping[str, int]
+    compiled: CompiledStep | None
+    seconds: float
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is an error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.predicted.items())
+        head = (
+            f"{self.tokens} tokens, {self.table} pages a request, on {self.topology}, tensor"
+            f" {self.tensor}: {parts} a device"
+        )
+        lines = [str(finding) for finding in self.findings]
+        if self.compiled is not None:
+            found = self.compiled.device_bytes
+            lines = [
+                f"compiled: {bytes_text(found['arguments'])} of arguments,"
+                f" {bytes_text(found['temporaries'])} of temporaries, peak"
+                f" {bytes_text(found['peak'])}",
+                *(
+                    f"{one.kind} over {'+'.join(one.axes) or 'no axes'}: {one.count} x"
+                    f" {bytes_text(one.bytes)} ({one.cause})"
+                    for one in self.compiled.collectives
+                ),
+                *lines,
+            ]
+        return "\n  ".join([head, *lines])
+
+    def to_json(self) -> JsonObject:
+        """The program as plain data."""
+        return {
+            "topology": self.topology,
+            "tensor": self.tensor,
+            "tokens": self.tokens,
+            "table": self.table,
+            "predicted": dict(self.predicted),
+            "compiled": None if self.compiled is None else self.compiled.to_json(),
+            "seconds": self.seconds,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def verify_serving(
+    init: Init,
+    forward: Forward,
+    *,
+    topology: str | Topology,
+    tensor: int,
+    capacity: Capacity | None = None,
+    limits: Limits | None = None,
+) -> tuple[ServedProgram, ...]:
+    """Compiles the programs for next tokens and for prompts, with the longest requests.
+
+    Args:
+        init, forward: see `Engine`.
+        topology: the machine.
+        tensor: devices that share every layer.
+        capacity: how many requests and tokens are served.
+        limits: time and memory that the compiler may take.
+
+    Raises:
+        ModelError: the model cannot be served with a cache.
+        PinError, InfeasibleError, TopologyError: it cannot be shared by so many devices, or no
+            compiler knows the machine.
+        MissingPackageError: the compiler is not installed.
+        VerificationError: the program does not lower for the platform.
+    """
+    machine = parse_topology(topology) if isinstance(topology, str) else topology
+    size = capacity or Capacity()
+    model = read(init)
+    traced = traced_forward(model, forward, longest=size.longest)
+    layout = serving_layout(model, forward, tensor, topology=machine, longest=size.longest)
+    where = target(machine, layout.mesh, layout.axis_order)
+    require_compiler(where.platform)
+    on = placed(model, layout, abstract_mesh(layout))
+    found: list[ServedProgram] = []
+    for tokens in size.token_sizes:
+        step, predicted = exported_step(model, traced, on, size, tokens, where.platform)
+        made = compile_apart(step, where, limits)
+        compiled, said = _judged(layout, machine, where, step, made, predicted)
+        found.append(
+            ServedProgram(
+                topology=machine.name,
+                tensor=tensor,
+                tokens=tokens,
+                table=size.table,
+                predicted=predicted,
+                compiled=compiled,
+                seconds=made.seconds,
+                findings=said,
+            )
+        )
+    return tuple(found)
+
+
+def _judged(
+    layout: Plan,
+    machine: Topology,
+    where: Target,
+    step: ExportedStep,
+    made: Compiled | Failure,
+    predicted: Mapping[str, int],
+) -> tuple[CompiledStep | None, tuple[Finding, ...]]:
+    if isinstance(made, Failure):
+        return None, (_finding(made.kind, "error", made.message[:600], "smaller sizes"),)
+    traffic = read_traffic(parse(made.text), layout.mesh, step.arguments, where.positions)
+    compiled = CompiledStep(
+        device_bytes=made.memory,
+        collectives=timed(traffic, layout.mesh, machine, layout.axis_order),
+        wire_bytes=sum(one.wire_bytes for one in traffic.found),
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
+        device_kind=made.device_kind,
+        unread=traffic.problems,
+    )
+    return compiled, tuple(
+        findings(
+            machine,
+            compiled,
+            donated=step.donated,
+            aliased=traffic.aliased,
+            predicted=predicted,
+        )
+    )
+
+
+def findings(
+    machine: Topology,
+    compiled: CompiledStep,
+    *,
+    donated: int,
+    aliased: int,
+    predicted: Mapping[str, int],
+) -> Iterator[Finding]:
+    """What is wrong with a program that serves.
+
+    Args:
+        machine: where it is to run.
+        compiled: what the compiler made.
+        donated: arrays of pages.
+        aliased: those of them that are written in place.
+        predicted: bytes a device: "weights", "pages".
+    """
+    found, pages = compiled.device_bytes, predicted["pages"]
+    gathered = [
+        one
+        for one in compiled.collectives
+        if one.kind == "all-gather" and one.cause.startswith("weights.")
+    ]
+    if gathered:
+        size = sum(one.total_bytes for one in gathered)
+        yield _finding(
+            "weights-gathered",
+            "error",
+            f"the program gathers {bytes_text(size)} of weights in a step:"
+            f" {', '.join(one.cause for one in gathered[:3])}",
+            "another number of devices along tensor",
+        )
+    if aliased < donated:
+        yield _finding(
+            "not-aliased",
+            "error",
+            f"{donated - aliased} of {donated} arrays of pages are not written in place",
+            "",
+        )
+    if found["temporaries"] >= pages:
+        yield _finding(
+            "cache-copied",
+            "warning",
+            f"temporaries of {bytes_text(found['temporaries'])} are more than the pages,"
+            f" {bytes_text(pages)}: the cache is copied, or a step reads all of it at once",
+            "fewer slots, or a smaller budget",
+        )
+    expected = sum(predicted.values())
+    if abs(found["arguments"] - expected) > ALLOWED * expected:
+        yield _finding(
+            "memory-differs",
+            "warning",
+            f"weights and pages are {bytes_text(expected)}, the arguments of the program"
+            f" {bytes_text(found['arguments'])}",
+            "",
+        )
+    if found["peak"] > machine.chip.usable_bytes:
+        yield _finding(
+            "does-not-fit",
+            "error",
+            f"the program needs {bytes_text(found['peak'])} of"
+            f" {bytes_text(machine.chip.usable_bytes)}",
+            "fewer pages, or more devices along tensor",
+        )
+
+
+def _finding(code: str, severity: str, message: str, hint: str) -> Finding:
+    return Finding(code=code, severity=severity, where="serving", message=message, hint=hint)

@@ -1,0 +1,140 @@
+"""Programs that serve, as compilers make them: at most two all-reduces a layer, pages written in
+place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import shardlib
+from shardlib import models
+from shardlib.collective import Collective
+from shardlib.hardware import topology
+from shardlib.models.config import TransformerConfig
+from shardlib.serving.engine import Engine
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.verified import findings
+from shardlib.verification.compiled_step import CompiledStep
+
+CONFIG = TransformerConfig(
+    name="served",
+    vocab_size=512,
+    layers=3,
+    embed=256,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    mlp=512,
+    max_seq=256,
+    compute_dtype="bfloat16",
+    param_dtype="bfloat16",
+)
+SIZES = Capacity(longest=256, slots=4, page=16, pages=256, budget=16)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        "cpu:4",
+        pytest.param("v5e:2x2", marks=pytest.mark.compiler("tpu")),
+        pytest.param("h100:4", marks=pytest.mark.compiler("gpu")),
+    ],
+)
+def test_layers_are_reduced_and_pages_written_in_place(machine: str):
+    found = shardlib.verify_serving(
+        models.build(CONFIG)[0],
+        lambda model, tokens: model(tokens),
+        topology=machine,
+        tensor=4,
+        capacity=SIZES,
+    )
+    assert [one.tokens for one in found] == [4, 16]
+    for one in found:
+        assert one.ok and one.compiled is not None, str(one)
+        assert not {finding.code for finding in one.findings} - {"cache-copied"}, str(one)
+        layer = [
+            each
+            for each in one.compiled.collectives
+            if each.count >= CONFIG.layers and "argsort" not in each.cause
+        ]
+        assert len(layer) == 1 and layer[0].axes == ("tensor",), str(one)
+        assert layer[0].kind == "all-reduce" and layer[0].count <= 2 * CONFIG.layers, str(one)
+        gathered = [each for each in one.compiled.collectives if each.kind == "all-gather"]
+        assert all(each.bytes <= 4.1 * SIZES.slots * CONFIG.vocab_size for each in gathered)
+        held = one.compiled.device_bytes
+        assert held["arguments"] == pytest.approx(sum(one.predicted.values()), rel=0.03)
+        assert one.to_json()["predicted"] == one.predicted
+
+
+def test_what_was_predicted_is_what_an_engine_has():
+    tensor = 4
+    engine = Engine(
+        models.build(replace(CONFIG, param_dtype="float32"))[0],
+        lambda model, tokens: model(tokens),
+        capacity=SIZES,
+        tensor=tensor,
+        check=False,
+    )
+    (one, _) = shardlib.verify_serving(
+        models.build(replace(CONFIG, param_dtype="float32"))[0],
+        lambda model, tokens: model(tokens),
+        topology="cpu:4",
+        tensor=tensor,
+        capacity=SIZES,
+    )
+
+    def on_first(tree: object) -> int:
+        first = jax.devices()[0]
+        return sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
+
+    assert one.predicted == {
+        "weights": on_first(engine.compute.weights),
+        "pages": on_first(engine.compute.pages),
+    }
+
+
+def test_what_is_wrong_is_said():
+    step = CompiledStep(
+        device_bytes={
+            "arguments": 2000,
+            "outputs": 0,
+            "aliased": 0,
+            "temporaries": 600,
+            "peak": 10**12,
+        },
+        collectives=(
+            Collective(kind="all-gather", axes=("tensor",), bytes=64, count=3, cause="weights.out"),
+            Collective(kind="all-gather", axes=("tensor",), bytes=64, cause="weights.a, pages.0"),
+            Collective(kind="all-gather", axes=("tensor",), bytes=8, cause="jit(argsort)/sort"),
+        ),
+        wire_bytes=0.0,
+        compute_seconds=0.0,
+        device_kind="",
+    )
+    said = list(
+        findings(
+            topology("h100:8"),
+            step,
+            donated=4,
+            aliased=3,
+            predicted={"weights": 1000, "pages": 500},
+        )
+    )
+    assert [(one.code, one.severity) for one in said] == [
+        ("weights-gathered", "error"),
+        ("not-aliased", "error"),
+        ("cache-copied", "warning"),
+        ("memory-differs", "warning"),
+        ("does-not-fit", "error"),
+    ]
+    assert "weights.out" in said[0].message and "argsort" not in said[0].message
+    assert np.all([one.where == "serving" for one in said])
