@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.compiler import plan
+from shardlib.errors import ModelError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.jax_types import KeyPath, Leaf
@@ -126,7 +127,6 @@ def serving_layout(
     Raises:
         PinError, InfeasibleError: the model cannot be shared by so many devices.
     """
-    batch = jax.ShapeDtypeStruct((ROWS, min(longest, TOKENS)), jnp.int32)
 
     def loss(module: Tree, tokens: jax.Array) -> jax.Array:
         return jnp.mean(forward(module, tokens).astype(jnp.float32))
@@ -137,11 +137,18 @@ def serving_layout(
         hbm_bytes=2 * machine.chip.hbm_bytes,
         reserved_bytes=2 * machine.chip.reserved_bytes,
     )
-    return plan(
-        model,
-        loss,
-        optax.sgd(1.0),
-        batch,
-        topology=replace(machine, chip=roomy),
-        pin={"mesh": {"tensor": tensor}, "zero": 0, "microbatches": 1},
-    )
+
+    def of(seq: int) -> Plan:
+        return plan(
+            model,
+            loss,
+            optax.sgd(1.0),
+            jax.ShapeDtypeStruct((ROWS, seq), jnp.int32),
+            topology=replace(machine, chip=roomy),
+            pin={"mesh": {"tensor": tensor}, "zero": 0, "microbatches": 1},
+        )
+
+    try:
+        return of(min(longest, TOKENS))
+    except ModelError:  # a model may want whole blocks of tokens
+        return of(longest)

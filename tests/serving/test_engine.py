@@ -44,6 +44,7 @@ FAMILIES = {
     "window in some layers": replace(
         DENSE, layers=4, sliding_window=5, global_every=2, rope_local_theta=500.0
     ),
+    "blocks of queries": replace(DENSE, attention_block=8),
     "experts": replace(DENSE, experts=EXPERTS),
     "experts in some layers": replace(DENSE, layers=4, experts=replace(EXPERTS, every=2)),
     "latent": replace(
