@@ -118,13 +118,12 @@ class Engine:
         events = [Event(request=one, token=None) for one in before if one.ended is not None]
         if not shares:
             return events
-        slots = list(self.schedule.slots)
-        found = self.compute(shares, slots)
-        ends = [share.request for share in shares if share.ends]
+        found = self.compute(shares, self.schedule.slots)
         self.schedule.done(shares)
         self.steps += 1
-        for request in ends:
-            request.took(*found[next(n for n, one in enumerate(slots) if one is request)])
+        for share in [one for one in shares if one.ends]:
+            request = share.request
+            request.took(*found[share.slot])
             stopped = request.ended is not None
             new = None if stopped and request.ended == STOP else request.answer[-1]
             events.append(Event(request=request, token=new))

@@ -110,7 +110,7 @@ class Step:
             )
             given.table[here, : len(held)] = held
             at += share.count
-            given.rows[next(n for n, one in enumerate(slots) if one is request)] = at - 1
+            given.rows[share.slot] = at - 1
         return self._run(given, slots)
 
     def _empty(self, tokens: int, table: int) -> _Given:

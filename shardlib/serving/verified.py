@@ -27,11 +27,9 @@ from shardlib.serving.weights import placed, serving_layout
 from shardlib.untrusted.json_types import JsonObject
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.exported import ExportedStep
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.timing import timed
-from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
 from shardlib.verification.targets import Target, require_compiler, target
+from shardlib.verification.verify import read_compiled
 
 #: Part by which the arguments of a program may differ from what was predicted.
 ALLOWED = 0.03
@@ -165,15 +163,7 @@ def _judged(
 ) -> tuple[CompiledStep | None, tuple[Finding, ...]]:
     if isinstance(made, Failure):
         return None, (_finding(made.kind, "error", made.message[:600], "smaller sizes"),)
-    traffic = read_traffic(parse(made.text), layout.mesh, step.arguments, where.positions)
-    compiled = CompiledStep(
-        device_bytes=made.memory,
-        collectives=timed(traffic, layout.mesh, machine, layout.axis_order),
-        wire_bytes=sum(one.wire_bytes for one in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
-        device_kind=made.device_kind,
-        unread=traffic.problems,
-    )
+    compiled, traffic = read_compiled(layout, machine, where, step, made)
     return compiled, tuple(
         findings(
             machine,

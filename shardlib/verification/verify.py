@@ -15,6 +15,7 @@ from shardlib.verification.compare import compare, other_compiler
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.compiler_failures import failed
 from shardlib.verification.exported import ExportedStep, export_step
+from shardlib.verification.hlo.found import Traffic
 from shardlib.verification.hlo.hlo import parse
 from shardlib.verification.hlo.overlap import scheduled
 from shardlib.verification.hlo.timing import timed
@@ -76,6 +77,28 @@ def judge(
             versions={},
             findings=(failed(made, plan),),
         )
+    compiled, traffic = read_compiled(plan, topology, where, step, made)
+    findings = compare(
+        plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased
+    )
+    return Verification(
+        plan=plan,
+        compiled=compiled,
+        compile_seconds=made.seconds,
+        versions=made.versions,
+        findings=(*findings, *other_compiler(plan, made.versions)),
+    )
+
+
+def read_compiled(
+    plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled
+) -> tuple[CompiledStep, Traffic]:
+    """What a compiled program is, and the collectives that it runs.
+
+    Args:
+        plan: whose mesh it runs on.
+        topology, where, step, made: see `judge`.
+    """
     module = parse(made.text)
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
@@ -88,13 +111,4 @@ def judge(
         reductions=traffic.reductions,
         scheduled=scheduled(module, plan.mesh) if len(where.positions) == 1 else (),
     )
-    findings = compare(
-        plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased
-    )
-    return Verification(
-        plan=plan,
-        compiled=compiled,
-        compile_seconds=made.seconds,
-        versions=made.versions,
-        findings=(*findings, *other_compiler(plan, made.versions)),
-    )
+    return compiled, traffic

@@ -184,9 +184,22 @@ def test_positions_are_found_however_they_are_made(how: str):
             ),
             "is not causal",
         ),
+        (
+            lambda params, tokens: (
+                jax.lax.cond(
+                    tokens.sum() >= 0,
+                    own(POSITIONS["counted"]),
+                    lambda params, tokens: params["embed"][tokens] @ params["out"],
+                    params,
+                    tokens,
+                )
+                + own(POSITIONS["counted"])(params, tokens)
+            ),
+            "1 of 2 calls of shardlib.attention stand in a branch",
+        ),
         (lambda params, tokens: params["embed"][tokens].sum(), "gives \\[\\]; logits are"),
     ],
-    ids=["positions by sums", "no attention", "not causal", "no logits"],
+    ids=["positions by sums", "no attention", "not causal", "in a branch", "no logits"],
 )
 def test_what_a_cache_cannot_serve_is_refused(run: Callable[..., jax.Array], said: str):
     with pytest.raises(ModelError, match=said):

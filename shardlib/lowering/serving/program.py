@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError
+from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.serving.calls import CachedCall, cached_calls
 from shardlib.lowering.serving.evaluate import Cached, evaluate
@@ -117,6 +118,13 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
             f"the forward pass of tokens [1, 1] gives {list(shape)}; logits are [1, 1, vocab]"
         )
     calls = cached_calls(program)
+    all_calls = sum(isinstance(form, Attention) for form, _ in called(jaxpr))
+    if len(calls) < all_calls:
+        raise ModelError(
+            f"{all_calls - len(calls)} of {all_calls} calls of shardlib.attention stand in a"
+            " branch, a while loop or a custom derivative, where a cache cannot follow"
+            " them\nTry: jax.lax.scan over layers, or layers that are written out"
+        )
     found = positions(program, flatten(trace(longest)), longest)
     return TracedForward(
         model=model,

@@ -26,11 +26,13 @@ class Share:
 
     Attributes:
         request: whose.
+        slot: that it has.
         first: position of the first token.
         count: of tokens.
     """
 
     request: Request
+    slot: int
     first: int
     count: int
 
@@ -60,10 +62,6 @@ class Schedule:
         """Requests that have a slot."""
         return [request for request in self.slots if request is not None]
 
-    def slot_of(self, request: Request) -> int:
-        """The slot that a running request has."""
-        return next(slot for slot, one in enumerate(self.slots) if one is request)
-
     def add(self, request: Request) -> None:
         """A request waits for a slot."""
         self.waiting.append(request)
@@ -79,7 +77,12 @@ class Schedule:
                 continue
             count = min(request.waiting, left)
             if count and self._room(request, request.computed + count, shares):
-                shares[request.number] = Share(request=request, first=request.computed, count=count)
+                shares[request.number] = Share(
+                    request=request,
+                    slot=self.slots.index(request),
+                    first=request.computed,
+                    count=count,
+                )
                 left -= count
         return list(shares.values())
 
