@@ -74,11 +74,9 @@ def test_processes_that_mean_something_else_end_before_they_compute(tmp_path: Pa
 def test_one_that_fails_does_not_wait_for_the_others(tmp_path: Path):
     begin = time.monotonic()
     code, _, err = launched(tmp_path / "run", "raise")
-    assert (
-        code == 1
-        and "[1] ValueError: there is no more data\n" in err
-        and "process 1 of 2 failed with exit code 1; ending the 1 that is left\n" in err
-    )
+    # Process 0 fails in the exchange that 1 left, and may be gone before it.
+    assert code == 1 and "[1] ValueError: there is no more data\n" in err
+    assert re.search(r"process [01] of 2 failed with exit code 1; ending the 1 that is left\n", err)
     assert time.monotonic() - begin < 45
 
 
