@@ -63,6 +63,12 @@ class Transformer(nnx.Module):
         """Logits [batch, seq, vocab], float32, for int32 tokens [batch, seq]."""
         return self.forward(tokens)[0]
 
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """Normalised states [batch, seq, embed] before the logits, for int32 tokens [batch,
+        seq].
+        """
+        return self._states(tokens, None, None)[0]
+
     def forward(
         self,
         tokens: jax.Array,
@@ -78,6 +84,12 @@ class Transformer(nnx.Module):
                 one document.
             positions: of every token in its document, int32 [batch, seq]; by default in its row.
         """
+        x, terms = self._states(tokens, segments, positions)
+        return self._logits(x), terms
+
+    def _states(
+        self, tokens: jax.Array, segments: jax.Array | None, positions: jax.Array | None
+    ) -> tuple[jax.Array, Terms]:
         config, seq = self.config, tokens.shape[1]
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(config.compute_dtype)
         if config.embed_scale:
@@ -93,7 +105,7 @@ class Transformer(nnx.Module):
         for stack, count in self._stacks():
             x, found = _run(stack, x, config, range(first, first + count), segments)
             terms, first = terms | found, first + count
-        return self._logits(self.norm(x)), terms
+        return self.norm(x), terms
 
     def rebalance(self, loads: jax.Array) -> None:
         """Moves the biases of routers towards the mean load, from loads [layers, experts]."""

@@ -12,6 +12,8 @@ engine.py     all of it: requests in, tokens out
 exporting.py  the program of a step, for the process that compiles it
 verified.py   the same programs by the compilers of other machines
 trained.py    a run of `shardlib train`, as it is served
+text.py       texts as tokens, and tokens as a text that grows
+words.py      from a word to what is served: model, weights, tokenizer, name
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from shardlib.serving.engine import Engine, Event
     from shardlib.serving.scheduling.capacity import Capacity
     from shardlib.serving.scheduling.requests import Asked, Request, Sampling
+    from shardlib.serving.words import Served, named
 
 _HOME = {
     "Asked": "shardlib.serving.scheduling.requests",
@@ -30,9 +33,11 @@ _HOME = {
     "Event": "shardlib.serving.engine",
     "Request": "shardlib.serving.scheduling.requests",
     "Sampling": "shardlib.serving.scheduling.requests",
+    "Served": "shardlib.serving.words",
+    "named": "shardlib.serving.words",
 }
 
-__all__ = ["Asked", "Capacity", "Engine", "Event", "Request", "Sampling"]
+__all__ = ["Asked", "Capacity", "Engine", "Event", "Request", "Sampling", "Served", "named"]
 
 
 def __getattr__(name: str) -> Any:

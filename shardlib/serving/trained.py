@@ -72,3 +72,17 @@ def trained_run(folder: Path) -> TrainedRun:
         weights=(restored.state.params, restored.state.model_state),
         step=restored.step,
     )
+
+
+def newer_step(folder: Path, step: int) -> bool:
+    """Whether a run has a whole checkpoint of a later step.
+
+    Args:
+        folder: of the run.
+        step: that is known.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    steps = RunFolder(folder).saved()
+    return bool(steps) and steps[-1] > step

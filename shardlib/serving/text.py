@@ -1,0 +1,135 @@
+"""What a model reads and writes: texts as tokens, and back.
+
+>>> text = ByteText()
+>>> text.encode("é"), text.decode([195, 169])
+([195, 169], 'é')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+#: What stands in a text for bytes that are no character, or not yet one.
+UNKNOWN = "\ufffd"
+#: Tokens that `Pieces` decodes again at most, where none of them ends with a whole character.
+LONGEST_KEPT = 32
+
+
+class Text(Protocol):
+    """A tokenizer, and how a conversation is written for the model.
+
+    Attributes:
+        ends: tokens that end an answer.
+        template: of conversations, in Jinja; None for plain lines, see `plain_chat`.
+        variables: what the template finds beside the messages, such as "bos_token".
+    """
+
+    @property
+    def ends(self) -> frozenset[int]: ...
+
+    @property
+    def template(self) -> str | None: ...
+
+    @property
+    def variables(self) -> Mapping[str, str]: ...
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Tokens of a text.
+
+        Args:
+            text: any.
+            begin: whether tokens that the model wants in front of every text are put there; what a
+                template wrote has them already.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens; what is no character, or not yet one, is U+FFFD.
+
+        Args:
+            tokens: of the model.
+        """
+        ...
+
+
+class ByteText:
+    """Every byte of UTF-8 is a token, and nothing ends an answer."""
+
+    ends: frozenset[int] = frozenset()
+    template: str | None = None
+    variables: Mapping[str, str] = {}
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Bytes of a text; half of a surrogate pair, which JSON can hold, becomes "?".
+
+        Args:
+            text: any.
+            begin: nothing is put in front.
+        """
+        del begin
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some bytes.
+
+        Args:
+            tokens: below 256.
+        """
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+class Pieces:
+    """A text that is written token by token: each piece is given as soon as it cannot change.
+
+    A last character that is not whole waits. Only the last tokens are decoded again, since some
+    tokenizers write the first token of a text without its space.
+
+    >>> pieces = Pieces(ByteText())
+    >>> [pieces.add(byte) for byte in "né".encode()], pieces.end()
+    (['n', '', 'é'], '')
+
+    Args:
+        text: of the model.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._tokens: list[int] = []  # that are decoded again
+        self._sent = 0  # characters of theirs that were given
+        self._new = 0  # of the tokens, since all was given
+
+    def add(self, token: int) -> str:
+        """One more token; returns what is new of the text."""
+        self._tokens.append(token)
+        self._new += 1
+        text = self._text.decode(self._tokens)
+        whole = len(text) - text.endswith(UNKNOWN)
+        piece, self._sent = text[self._sent : whole], max(self._sent, whole)
+        if whole == len(text):
+            self._keep(self._new, waiting=0)
+            self._new = 0
+        elif len(self._tokens) > LONGEST_KEPT:
+            self._keep(LONGEST_KEPT // 2, waiting=1)
+        return piece
+
+    def end(self) -> str:
+        """What waited for more."""
+        return self._text.decode(self._tokens)[self._sent :]
+
+    def _keep(self, tokens: int, *, waiting: int) -> None:
+        self._tokens = self._tokens[-tokens:]
+        self._sent = len(self._text.decode(self._tokens)) - waiting
+
+
+def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation for a model that has no template of its own: a line for each message.
+
+    >>> plain_chat([{"role": "user", "content": "Hello."}])
+    'user: Hello.\\nassistant:'
+
+    Args:
+        messages: each with a "role" and a "content".
+    """
+    lines = [f"{one['role']}: {one['content']}\n" for one in messages]
+    return "".join([*lines, "assistant:"])
