@@ -84,6 +84,8 @@ class Engine:
         )
         where = placed(model, layout, device_mesh(layout.mesh, given[:tensor])[0])
         held = where.weights(*_weights(model, weights))
+        self._placed = lambda given: where.weights(*_weights(model, given))
+        self._fresh: tuple[Tree, Tree] | None = None
         if check:
             compare(model, forward, traced, held, page=limits.page)
         count = limits.all_pages
@@ -92,6 +94,36 @@ class Engine:
         self.schedule = Schedule(Pool(count), limits)
         self.steps = 0
         self._numbers = itertools.count()
+
+    @property
+    def room(self) -> int:
+        """Tokens of a request at most, prompt and answer together."""
+        return min(self.capacity.longest, self.capacity.all_pages * self.capacity.page)
+
+    @property
+    def replacing(self) -> bool:
+        """Whether other weights wait for the requests that have begun."""
+        return self._fresh is not None
+
+    def replace(self, weights: Tree | int) -> None:
+        """Serves with other weights as soon as all requests that have begun have ended; the others
+        wait for that, so that every answer is of one model. Pages of the old weights are not used
+        again.
+
+        Args:
+            weights: as the engine was given them, of the same shapes.
+
+        Raises:
+            ArgumentError: they are of other shapes.
+        """
+        fresh, old = self._placed(weights), self.compute.weights
+
+        def shapes(tree: Tree) -> list[object]:
+            return [jax.tree.structure(tree), *((x.shape, x.dtype) for x in jax.tree.leaves(tree))]
+
+        if shapes(fresh) != shapes(old):
+            raise ArgumentError("the weights are those of another model: their shapes differ")
+        self._fresh, self.schedule.closed = fresh, True
 
     def add(self, asked: Asked) -> Request:
         """A request waits to be served.
@@ -103,8 +135,7 @@ class Engine:
             ArgumentError: no tokens, tokens that the model does not have, or more than a request,
                 or all pages, can hold.
         """
-        room = min(self.capacity.longest, self.capacity.all_pages * self.capacity.page)
-        failures = asked.failures(vocab=self.forward.vocab, room=room)
+        failures = asked.failures(vocab=self.forward.vocab, room=self.room)
         if failures:
             raise_all(ArgumentError, "the request cannot be served", failures)
         request = Request(number=next(self._numbers), asked=asked)
@@ -113,6 +144,10 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Computes one step; returns what is new, nothing where there is nothing to do."""
+        if self._fresh is not None and not self.schedule.begun:
+            self.compute.weights, self._fresh = self._fresh, None
+            self.schedule.pool.forget()
+            self.schedule.closed = False
         before = [*self.schedule.running, *self.schedule.waiting]
         shares = self.schedule.next()
         events = [Event(request=one, token=None) for one in before if one.ended is not None]

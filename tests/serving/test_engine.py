@@ -292,3 +292,30 @@ def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(engine: Engine):
     request = engine.add(Asked(prompt=(3, 1, 4), most=6, stop=frozenset({stop})))
     engine.run()
     assert request.answer == answer[: answer.index(stop)] and request.ended == "stop"
+
+
+def test_other_weights_wait_for_answers_that_have_begun(engine: Engine):
+    first, second = (read(shardlib.tree(own_weights, AXES)).init(seed) for seed in (0, 5))
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    old = engine.generate([prompt], 9)[0]
+    begun = engine.add(Asked(prompt=tuple(prompt), most=9))
+    while not begun.answer:
+        engine.step()
+    engine.replace(second)
+    later = engine.add(Asked(prompt=tuple(prompt), most=9))
+    assert engine.replacing
+    engine.run()
+    assert begun.answer == old and not engine.replacing
+    assert later.answer != old and later.reused == 0, "pages of the old weights"
+    assert engine.generate([prompt], 9)[0] == later.answer
+    own_engine = Engine(
+        shardlib.tree(own_weights, AXES),
+        own(POSITIONS["counted"]),
+        weights=second,
+        capacity=engine.capacity,
+    )
+    assert own_engine.generate([prompt], 9)[0] == later.answer
+    engine.replace(first)
+    assert engine.generate([prompt], 9)[0] == old
+    with pytest.raises(ArgumentError, match="their shapes differ"):
+        engine.replace((first[0] | {"embed": np.zeros((61, 8), np.float32)}, first[1]))

@@ -89,6 +89,11 @@ class Pool:
         if digest not in self._page and page not in self._digest:
             self._page[digest], self._digest[page] = page, digest
 
+    def forget(self) -> None:
+        """No page can be found again; those that were kept are free."""
+        self._free += list(self._kept)
+        self._kept, self._digest, self._page = {}, {}, {}
+
     def held(self, digests: Sequence[bytes]) -> list[int]:
         """Pages that hold a prefix, up to the first that is not there.
 

@@ -48,6 +48,10 @@ class Schedule:
     Args:
         pool: pages of the cache.
         capacity: how many requests and tokens are served.
+
+    Attributes:
+        closed: whether those that have no token of their answer yet wait for a slot, whatever is
+            free.
     """
 
     def __init__(self, pool: Pool, capacity: Capacity) -> None:
@@ -55,12 +59,18 @@ class Schedule:
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
         self.slots: list[Request | None] = [None] * capacity.slots
         self.waiting: list[Request] = []
+        self.closed = False
         self.preempted = 0
 
     @property
     def running(self) -> list[Request]:
         """Requests that have a slot."""
         return [request for request in self.slots if request is not None]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a request has a slot, or waits with a part of its answer."""
+        return bool(self.running) or any(request.answer for request in self.waiting)
 
     def add(self, request: Request) -> None:
         """A request waits for a slot."""
@@ -121,8 +131,9 @@ class Schedule:
 
     def _admit(self) -> None:
         self.waiting.sort(key=lambda request: request.rank)
-        while self.waiting and None in self.slots:
-            request = self.waiting[0]
+        ready = [request for request in self.waiting if request.answer or not self.closed]
+        while ready and None in self.slots:
+            request = ready.pop(0)
             tokens = request.tokens
             known = digests(tokens[:-1], size=self.size, salt=request.asked.salt)
             found = self.pool.held(known) if self.prefixes else []
@@ -136,7 +147,7 @@ class Schedule:
             request.computed = len(found) * self.size
             request.reused = max(request.reused, min(request.computed, len(request.asked.prompt)))
             self.slots[self.slots.index(None)] = request
-            del self.waiting[0]
+            self.waiting.remove(request)
 
     def _room(self, request: Request, tokens: int, shares: dict[int, Share]) -> bool:
         """Takes pages for so many tokens; whether the request still has its slot then."""
