@@ -4,7 +4,7 @@
     engine.generate([[5, 2, 7]], most=16)
 
 scheduling/   requests, pages, and which tokens the next step computes
-sampling.py   the next token of each row, from logits
+sampling/     the next token of each row, from logits
 step.py       the compiled programs of a step
 weights.py    where weights and pages live
 compared.py   logits with a cache beside those of the forward pass itself
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlib.serving.engine import Engine, Event
     from shardlib.serving.scheduling.capacity import Capacity
-    from shardlib.serving.scheduling.requests import Asked, Request, Sampling
+    from shardlib.serving.scheduling.requests import Asked, Request, Told
+    from shardlib.serving.scheduling.settings import Sampling
     from shardlib.serving.words import Served, named
 
 _HOME = {
@@ -32,12 +33,13 @@ _HOME = {
     "Engine": "shardlib.serving.engine",
     "Event": "shardlib.serving.engine",
     "Request": "shardlib.serving.scheduling.requests",
-    "Sampling": "shardlib.serving.scheduling.requests",
+    "Sampling": "shardlib.serving.scheduling.settings",
     "Served": "shardlib.serving.words",
+    "Told": "shardlib.serving.scheduling.requests",
     "named": "shardlib.serving.words",
 }
 
-__all__ = ["Asked", "Capacity", "Engine", "Event", "Request", "Sampling", "Served", "named"]
+__all__ = ["Asked", "Capacity", "Engine", "Event", "Request", "Sampling", "Served", "Told", "named"]
 
 
 def __getattr__(name: str) -> Any:

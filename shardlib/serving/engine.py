@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -21,8 +21,9 @@ from shardlib.lowering.serving.program import Forward, traced_forward
 from shardlib.serving.compared import compare
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.pool import Pool
-from shardlib.serving.scheduling.requests import STOP, Asked, Request, Sampling
-from shardlib.serving.scheduling.schedule import Schedule
+from shardlib.serving.scheduling.requests import STOP, Asked, Request, Told
+from shardlib.serving.scheduling.schedule import Schedule, Share
+from shardlib.serving.scheduling.settings import Sampling, whole
 from shardlib.serving.step import Step
 from shardlib.serving.weights import placed, serving_layout
 
@@ -142,6 +143,25 @@ class Engine:
         self.schedule.add(request)
         return request
 
+    def add_several(self, asked: Asked, count: int) -> list[Request]:
+        """Several answers to one prompt wait to be served. The pages that the prompt fills are
+        computed once, and shared.
+
+        Args:
+            asked: what is asked; each answer after the first has the next seed.
+            count: of answers, at least 1.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        if not whole(count) or count < 1:
+            raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
+        how = asked.sampling
+        return [
+            self.add(replace(asked, sampling=replace(how, seed=(how.seed + number) % (1 << 32))))
+            for number in range(count)
+        ]
+
     def step(self) -> list[Event]:
         """Computes one step; returns what is new, nothing where there is nothing to do."""
         if self._fresh is not None and not self.schedule.begun:
@@ -153,18 +173,34 @@ class Engine:
         events = [Event(request=one, token=None) for one in before if one.ended is not None]
         if not shares:
             return events
-        found = self.compute(shares, self.schedule.slots)
-        self.schedule.done(shares)
+        found = self.compute(shares)
         self.steps += 1
-        for share in [one for one in shares if one.ends]:
-            request = share.request
-            request.took(*found[share.slot])
-            stopped = request.ended is not None
-            new = None if stopped and request.ended == STOP else request.answer[-1]
-            events.append(Event(request=request, token=new))
-            if stopped:
-                self.schedule.release(request)
+        kept = {
+            share.request.number: self._take(share, told, events)
+            for share, told in zip(shares, found, strict=True)
+        }
+        self.schedule.done(shares, kept)
+        for share in shares:
+            if share.request.ended is not None:
+                self.schedule.release(share.request)
         return events
+
+    def _take(self, share: Share, told: Sequence[Told], events: list[Event]) -> int:
+        """A request takes what its rows tell; returns how many of the drafted tokens are kept."""
+        request, kept = share.request, 0
+        if not share.ends:
+            request.scores += told
+            return 0
+        scored = len(told) - 1 - len(share.drafted)
+        request.scores += told[:scored]
+        for one, guess in zip(told[scored:], (*share.drafted, None), strict=True):
+            request.took(one.token, one.logprob, one.likeliest)
+            new = None if request.ended == STOP else one.token
+            events.append(Event(request=request, token=new))
+            if request.ended is not None or one.token != guess:
+                break
+            kept += 1
+        return kept
 
     def run(self) -> None:
         """Serves until every request has ended."""

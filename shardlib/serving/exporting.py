@@ -14,7 +14,7 @@ from shardlib.annotation.trees.paths import path_text
 from shardlib.jax_types import Leaf
 from shardlib.lowering.serving.pages import Pages, Token
 from shardlib.lowering.serving.program import TracedForward
-from shardlib.serving.sampling import Choices
+from shardlib.serving.sampling.choices import choices
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.step import step_function
 from shardlib.serving.weights import Placed
@@ -51,12 +51,8 @@ def exported_step(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
     )
     pages = on.of_pages(traced, size.all_pages, size.page)
-    rows = {"temperature": "float32", "top_p": "float32", "min_p": "float32"} | {
-        "top_k": "int32",
-        "position": "int32",
-        "seed": "uint32",
-    }
-    choices = {name: whole(size.slots, dtype=dtype) for name, dtype in rows.items()}
+    rows = min(size.rows, tokens)
+    how = choices([None] * rows, vocab=traced.vocab, longest=size.table * size.page)
     beside = (
         whole(tokens, dtype="int32"),
         Token(
@@ -64,14 +60,14 @@ def exported_step(
             entry=whole(tokens, dtype="int32"),  # type: ignore[arg-type]
             table=whole(tokens, size.table, dtype="int32"),  # type: ignore[arg-type]
         ),
-        whole(size.slots, dtype="int32"),
-        Choices(**choices),  # type: ignore[arg-type]
+        whole(rows, dtype="int32"),
+        jax.tree.map(lambda one: whole(*one.shape, dtype=str(one.dtype)), how),
     )
     function = step_function(traced)
 
     def step(pages: Mapping[str, Pages], weights: tuple[Tree, Tree], beside: Tree) -> Tree:
-        tokens, logprobs, after = function(weights, pages, *beside)
-        return after, (tokens, logprobs)
+        chosen, after = function(weights, pages, *beside)
+        return after, tuple(jax.tree.leaves(chosen))
 
     step.__name__ = step.__qualname__ = f"shardlib_serve_{tokens}"
     leaves = jax.tree.leaves(pages)

@@ -15,13 +15,14 @@ import numpy as np
 from shardlib.annotation.model import Tree
 from shardlib.lowering.serving.pages import Pages, Token
 from shardlib.lowering.serving.program import TracedForward
-from shardlib.serving.sampling import Choices, choices, choose
+from shardlib.serving.sampling.choices import Choices, Row, choices
+from shardlib.serving.sampling.choose import Chosen, choose
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Request
+from shardlib.serving.scheduling.requests import Told
 from shardlib.serving.scheduling.schedule import Share
 
-#: (weights, pages, tokens, where they stand, rows, choices) -> (tokens, logarithms, pages).
-StepFunction = Callable[..., tuple[jax.Array, jax.Array, Mapping[str, Pages]]]
+#: (weights, pages, tokens, where they stand, rows, choices) -> (what is chosen, pages).
+StepFunction = Callable[..., tuple[Chosen, Mapping[str, Pages]]]
 
 
 def step_function(forward: TracedForward) -> StepFunction:
@@ -38,9 +39,9 @@ def step_function(forward: TracedForward) -> StepFunction:
         where: Token,
         rows: jax.Array,
         how: Choices,
-    ) -> tuple[jax.Array, jax.Array, Mapping[str, Pages]]:
+    ) -> tuple[Chosen, Mapping[str, Pages]]:
         logits, pages = forward(*weights, pages, tokens, where, rows)
-        return *choose(logits, how), pages
+        return choose(logits, how), pages
 
     return step
 
@@ -67,7 +68,7 @@ class Step:
 
         shardings = jax.tree.map(lambda page: page.sharding, pages)
         self._step = jax.jit(
-            step_function(forward), donate_argnums=1, out_shardings=(None, None, shardings)
+            step_function(forward), donate_argnums=1, out_shardings=(None, shardings)
         )
         self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
 
@@ -80,64 +81,134 @@ class Step:
         """Compiles all programs."""
         for tokens in self.sizes.token_sizes:
             for table in self.sizes.table_sizes:
-                self._run(self._empty(tokens, table), [None] * self.sizes.slots)
+                self._run(operands(self.sizes, self.entries, tokens, table), [])
 
     def __call__(
-        self, shares: Sequence[Share], slots: Sequence[Request | None]
-    ) -> list[tuple[int, float]]:
-        """Computes a step; returns the next token of every slot and its logarithm, which counts for
-        those requests alone that have all their tokens computed.
+        self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
+    ) -> list[list[Told]]:
+        """Computes a step; returns what is chosen in the rows of each share.
 
         Args:
             shares: what to compute.
-            slots: requests by slot.
+            allowed: tokens that may come next, as bits of uint32, for each row of a request, by its
+                number; all where there is none.
         """
         count = sum(share.count for share in shares)
         longest = max(len(share.request.pages) for share in shares)
-        given = self._empty(
+        given = operands(
+            self.sizes,
+            self.entries,
             next(size for size in self.sizes.token_sizes if size >= count),
             next(size for size in self.sizes.table_sizes if size >= longest),
         )
-        at = 0
+        at, rows, masks = 0, list[Row](), dict[int, np.ndarray]()
         for share in shares:
             request, here = share.request, slice(at, at + share.count)
             position = np.arange(share.first, share.first + share.count)
             held = np.asarray(request.pages, np.int32)
-            given.tokens[here] = request.tokens[share.first : share.first + share.count]
+            given.tokens[here] = share.tokens
             given.position[here] = position
             given.entry[here] = held[position // self.sizes.page] * self.sizes.page + (
                 position % self.sizes.page
             )
             given.table[here, : len(held)] = held
             at += share.count
-            given.rows[share.slot] = at - 1
-        return self._run(given, slots)
+            given.rows[len(rows) : len(rows) + share.rows] = np.arange(at - share.rows, at)
+            for number, mask in enumerate((allowed or {}).get(request.number, ())):
+                masks[len(rows) + number] = mask
+            rows += rows_of(share)
+        found = iter(self._run(given, rows, masks))
+        return [[next(found) for _ in range(share.rows)] for share in shares]
 
-    def _empty(self, tokens: int, table: int) -> _Given:
-        return _Given(
-            tokens=np.zeros(tokens, np.int32),
-            position=np.zeros(tokens, np.int32),
-            entry=np.full(tokens, self.entries, np.int32),
-            table=np.zeros((tokens, table), np.int32),
-            rows=np.zeros(self.sizes.slots, np.int32),
-        )
-
-    def _run(self, given: _Given, slots: Sequence[Request | None]) -> list[tuple[int, float]]:
+    def _run(
+        self, given: Given, rows: Sequence[Row], masks: Mapping[int, np.ndarray] | None = None
+    ) -> list[Told]:
         where = Token(position=given.position, entry=given.entry, table=given.table)
-        beside = given.tokens, where, given.rows, choices(slots)
         size = given.table.shape
+        how = choices(
+            [*rows, *[None] * (len(given.rows) - len(rows))],
+            vocab=self.forward.vocab,
+            longest=size[1] * self.sizes.page,
+            allowed=masks,
+        )
+        beside = given.tokens, where, given.rows, how
         if size not in self._programs:
             self._programs[size] = self._step.lower(self.weights, self.pages, *beside).compile()
-        tokens, logprobs, self.pages = self._programs[size](self.weights, self.pages, *beside)
-        return list(zip(np.asarray(tokens).tolist(), np.asarray(logprobs).tolist(), strict=True))
+        found, self.pages = self._programs[size](self.weights, self.pages, *beside)
+        return told(found, rows)
+
+
+def rows_of(share: Share) -> list[Row]:
+    """The rows of a share, in order.
+
+    Args:
+        share: that a step computes.
+    """
+    request, end = share.request, share.first + share.count
+    found: list[Row] = []
+    for position in range(end - share.rows, end):
+        drafted = position + 1 - request.count
+        if drafted >= 0:
+            found.append(Row(request=request, drafted=share.drafted[:drafted]))
+        else:
+            found.append(Row(request=request, given=request.tokens[position + 1]))
+    return found
+
+
+def told(found: Chosen, rows: Sequence[Row]) -> list[Told]:
+    """What is chosen in each row, on the host.
+
+    Args:
+        found: of a program.
+        rows: that count.
+    """
+    tokens, logprobs = np.asarray(found.token).tolist(), np.asarray(found.logprob).tolist()
+    listed = any(row.request.asked.top for row in rows)
+    likeliest, values = (
+        (np.asarray(found.likeliest).tolist(), np.asarray(found.logprobs).tolist())
+        if listed
+        else ([[]] * len(tokens), [[]] * len(tokens))
+    )
+    return [
+        Told(
+            token=tokens[at],
+            logprob=logprobs[at],
+            likeliest=tuple(zip(likeliest[at], values[at], strict=True))[: row.request.asked.top],
+        )
+        for at, row in enumerate(rows)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Operands of a step, NumPy arrays that are filled in place."""
+class Given:
+    """Operands of a step, NumPy arrays that are filled in place.
+
+    Attributes:
+        tokens, position, entry: int32 [T], see `Token`.
+        table: int32 [T, M].
+        rows: int32 [R], tokens whose logits are wanted.
+    """
 
     tokens: np.ndarray
     position: np.ndarray
     entry: np.ndarray
     table: np.ndarray
     rows: np.ndarray
+
+
+def operands(sizes: Capacity, entries: int, tokens: int, table: int) -> Given:
+    """Operands of a step that computes nothing.
+
+    Args:
+        sizes: of the programs.
+        entries: of the cache.
+        tokens: of the program.
+        table: pages of a request.
+    """
+    return Given(
+        tokens=np.zeros(tokens, np.int32),
+        position=np.zeros(tokens, np.int32),
+        entry=np.full(tokens, entries, np.int32),
+        table=np.zeros((tokens, table), np.int32),
+        rows=np.zeros(min(tokens, sizes.rows), np.int32),
+    )

@@ -20,7 +20,8 @@ from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts, LatentAttention
 from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked, Sampling
+from shardlib.serving.scheduling.requests import Asked
+from shardlib.serving.scheduling.settings import Sampling
 
 VOCAB, LONGEST = 61, 32
 DENSE = TransformerConfig(
@@ -319,3 +320,70 @@ def test_other_weights_wait_for_answers_that_have_begun(engine: Engine):
     assert engine.generate([prompt], 9)[0] == old
     with pytest.raises(ArgumentError, match="their shapes differ"):
         engine.replace((first[0] | {"embed": np.zeros((61, 8), np.float32)}, first[1]))
+
+
+def test_prompts_have_logarithms_too(engine: Engine):
+    params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
+    prompt = (3, 1, 4, 1, 5, 9, 2, 6, 5)
+    engine.generate([prompt], 1)  # its pages are kept, and are of no use to a prompt with scores
+    others = [engine.add(Asked(prompt=(n, 2), most=12)) for n in range(2)]
+    request = engine.add(Asked(prompt=prompt, most=2, top=3, scored=True))
+    engine.run()
+    right = np.asarray(
+        jax.nn.log_softmax(
+            own(POSITIONS["counted"])(params, np.asarray([request.tokens]))[0], axis=-1
+        )
+    )
+    told = [*request.scores, *request.told]
+    assert [one.token for one in told] == request.tokens[1:] and len(request.scores) == 8
+    for at, one in enumerate(told):
+        assert one.logprob == pytest.approx(right[at, one.token], abs=1e-5)
+        order = np.argsort(-right[at])[:3]
+        assert [token for token, _ in one.likeliest] == order.tolist()
+        assert [each for _, each in one.likeliest] == pytest.approx(right[at, order], abs=1e-5)
+    assert all(len(other.answer) == 12 for other in others)
+
+
+def test_answers_to_one_prompt_share_what_it_fills(engine: Engine):
+    prompt = tuple((7 * n + 3) % VOCAB for n in range(10))
+    how = Sampling(temperature=1.5, seed=2**32 - 1)
+    alone = [
+        engine.generate([prompt], 5, sampling=replace(how, seed=seed))[0]
+        for seed in (2**32 - 1, 0, 1)
+    ]
+    asked = Asked(prompt=(*prompt[1:], 5, 5), most=5, sampling=how)
+    before = engine.steps
+    requests = engine.add_several(asked, 3)
+    shared = False
+    while engine.schedule.waiting or engine.schedule.running:
+        engine.step()
+        held = [set(request.pages[:2]) for request in engine.schedule.running]
+        shared |= len(held) == 3 and held[0] == held[1] == held[2]
+    assert shared and [request.reused for request in requests] == [0, 8, 8]
+    assert engine.steps > before and len({tuple(one.answer) for one in requests}) == 3
+    asked = replace(asked, prompt=prompt)
+    requests = engine.add_several(asked, 3)
+    engine.run()
+    assert [request.answer for request in requests] == alone
+
+
+def test_penalties_and_least_tokens_are_those_of_the_answer_so_far(engine: Engine):
+    params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
+    prompt, how = (3, 1, 4), Sampling(presence=2.0, repetition=1.3)
+    (plain,) = engine.generate([prompt], 9)
+    request = engine.add(Asked(prompt=prompt, most=9, least=5, stop=frozenset(plain), sampling=how))
+    engine.run()
+    tokens = list(prompt)
+    for at in range(9):
+        logits = np.asarray(own(POSITIONS["counted"])(params, np.asarray([tokens]))[0, -1])
+        said = list(set(tokens))
+        logits = logits.copy()
+        logits[said] = np.where(logits[said] < 0, logits[said] * 1.3, logits[said] / 1.3)
+        logits[list(set(tokens[3:]))] -= 2.0
+        if at < 5:
+            logits[list(set(plain))] = -np.inf
+        best = int(np.argmax(logits))
+        if best in plain:
+            break
+        tokens.append(best)
+    assert request.answer == tokens[3:] and len(request.answer) >= 5

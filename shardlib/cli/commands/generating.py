@@ -35,7 +35,7 @@ def generate_command(
     still be training; its newest whole checkpoint counts.
     """
     from shardlib.errors import ArgumentError
-    from shardlib.serving.scheduling.requests import Sampling
+    from shardlib.serving.scheduling.settings import Sampling
 
     how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     given = prompt.encode("utf-8", "surrogateescape")

@@ -17,8 +17,9 @@ class Capacity:
         page: tokens of a page of the cache.
         pages: of the cache; None for those of as many requests of half the length as there are
             slots, and at least of one of the full length.
-        budget: tokens that a step computes at most; None for 64, or as many as slots.
+        budget: tokens that a step computes at most; None for 64, or as many as slots and drafts.
         prefixes: whether requests that begin alike share pages.
+        drafts: tokens that a step may guess ahead for each request, see `Engine`.
 
     Raises:
         ArgumentError: sizes that are not usable, or do not fit each other.
@@ -30,9 +31,10 @@ class Capacity:
     pages: int | None = None
     budget: int | None = None
     prefixes: bool = True
+    drafts: int = 0
 
     def __post_init__(self) -> None:
-        least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1}
+        least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "drafts": 0}
         failures = [
             f"{name} is {value!r}; it is a whole number from {start} on"
             for name, start in least.items()
@@ -59,12 +61,17 @@ class Capacity:
     @property
     def most_tokens(self) -> int:
         """Tokens that a step computes at most."""
-        return max(64, self.slots) if self.budget is None else self.budget
+        return max(64, self.rows) if self.budget is None else self.budget
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a step whose logits are wanted at most."""
+        return self.slots * (1 + self.drafts)
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
-        """Tokens of the programs, rising: for the next tokens alone, and with prompts."""
-        return tuple(sorted({self.slots, self.most_tokens}))
+        """Tokens of the programs, rising: for the next tokens alone, with drafts, with prompts."""
+        return tuple(sorted({self.slots, min(self.rows, self.most_tokens), self.most_tokens}))
 
     @property
     def table_sizes(self) -> tuple[int, ...]:

@@ -2,65 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from shardlib.errors import ArgumentError, raise_all
+from shardlib.serving.scheduling.settings import MOST_LISTED, Sampling, whole
 
 #: Why a request has ended.
 LENGTH, STOP, CANCELLED = "length", "stop", "cancelled"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: likeliest tokens that are left to choose from; 0 for all.
-        top_p: the fewest likeliest tokens whose probabilities add up to it are left.
-        min_p: tokens at least so likely, over the likeliest, are left.
-        seed: of the choices: the same seed, prompt and settings give the same tokens, whatever
-            else is served.
-
-    Raises:
-        ArgumentError: a figure is not usable.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        failures = [
-            f"{name} is {value!r}; it is a number {what}"
-            for name, value, what, right in (
-                ("temperature", self.temperature, "from 0 on", lambda x: x >= 0),
-                ("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1),
-                ("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1),
-            )
-            if not _number(value) or not right(value)
-        ]
-        failures += [
-            f"{name} is {value!r}; it is a whole number {what}"
-            for name, value, what, right in (
-                ("top_k", self.top_k, "from 0 on", lambda x: x >= 0),
-                ("seed", self.seed, "from 0 to 2^32 - 1", lambda x: 0 <= x < 1 << 32),
-            )
-            if not _whole(value) or not right(value)
-        ]
-        if failures:
-            raise_all(ArgumentError, "the next token cannot be chosen so", failures)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +17,25 @@ class Asked:
     Attributes:
         prompt: tokens, at least one.
         most: tokens of the answer at most.
+        least: tokens of the answer before one of `stop` may come.
         sampling: how each is chosen.
         stop: tokens that end the answer; they are not part of it.
         salt: requests of different salts share no pages.
         priority: of several the highest is served first.
+        top: likeliest tokens that are listed beside each of the answer, with their logarithms.
+        scored: whether the tokens of the prompt have logarithms, too, all but the first; they share
+            no pages then, and are computed as slowly as so many next tokens.
     """
 
     prompt: tuple[int, ...]
     most: int = 16
-    sampling: Sampling = Sampling()
+    least: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
     stop: frozenset[int] = frozenset()
     salt: str = ""
     priority: int = 0
+    top: int = 0
+    scored: bool = False
 
     def failures(self, *, vocab: int, room: int) -> list[str]:
         """Why a model cannot serve it; empty where it can.
@@ -91,20 +45,48 @@ class Asked:
             room: tokens of a request at most.
         """
         found = [] if self.prompt else ["the prompt is empty"]
-        for what, tokens in (("the prompt has", self.prompt), ("stop has", sorted(self.stop))):
-            wrong = [one for one in tokens if not _whole(one) or not 0 <= one < vocab]
+        for what, tokens in (
+            ("the prompt has", self.prompt),
+            ("stop has", self.stop),
+            ("bias has", self.sampling.bias),
+            ("barred has", self.sampling.barred),
+        ):
+            wrong = [one for one in tokens if not whole(one) or not 0 <= one < vocab]
             if wrong:
                 found.append(f"{what} {wrong[0]!r}; tokens are whole numbers from 0 to {vocab - 1}")
-        if not _whole(self.priority):
+        if len({*self.sampling.barred, *(self.stop if self.least else ())}) >= vocab:
+            found.append("no token is left to choose from")
+        if not whole(self.priority):
             found.append(f"priority is {self.priority!r}; it is a whole number")
-        if not _whole(self.most) or self.most < 1:
+        if not whole(self.top) or not 0 <= self.top <= MOST_LISTED:
+            found.append(f"top is {self.top!r}; from 0 to {MOST_LISTED} tokens are listed")
+        if not whole(self.most) or self.most < 1:
             found.append(f"most is {self.most!r}; an answer has at least one token")
         elif len(self.prompt) + self.most > room:
             found.append(
                 f"{len(self.prompt)} tokens of the prompt and {self.most} of the answer are more"
                 f" than the {room} that a request may have"
             )
+        if not whole(self.least) or self.least < 0 or (whole(self.most) and self.least > self.most):
+            found.append(f"least is {self.least!r}; it is a whole number from 0 to most")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A token, as the model sees it.
+
+    Attributes:
+        token: which.
+        logprob: natural logarithm of its probability under the model itself, before temperature,
+            bias and penalties.
+        likeliest: the likeliest tokens in its place and their logarithms, falling, as many as the
+            request lists.
+    """
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -115,7 +97,8 @@ class Request:
         number: in the order of arrival.
         asked: what is asked.
         answer: tokens so far.
-        logprobs: natural logarithms of their probabilities, under the temperature asked for.
+        told: of each of them.
+        scores: of the tokens of the prompt but the first, where they are asked for.
         pages: that hold its keys and values.
         computed: tokens whose keys and values they hold.
         digests: of the full ones.
@@ -126,14 +109,20 @@ class Request:
 
     number: int
     asked: Asked
-    answer: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list[int])
+    told: list[Told] = field(default_factory=list[Told])
+    scores: list[Told] = field(default_factory=list[Told])
+    pages: list[int] = field(default_factory=list[int])
     computed: int = 0
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list[bytes])
     reused: int = 0
     ended: str | None = None
     cancelled: bool = False
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Natural logarithms of the probabilities of the answer's tokens, see `Told`."""
+        return [one.logprob for one in self.told]
 
     @property
     def tokens(self) -> list[int]:
@@ -151,21 +140,29 @@ class Request:
         return self.count - self.computed
 
     @property
+    def unscored(self) -> bool:
+        """Whether tokens of the prompt still lack the logarithms that are asked for."""
+        return self.asked.scored and len(self.scores) < len(self.asked.prompt) - 1
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Who is served first: higher priority, then who came first."""
         return -self.asked.priority, self.number
 
-    def took(self, token: int, logprob: float) -> None:
+    def took(
+        self, token: int, logprob: float, likeliest: tuple[tuple[int, float], ...] = ()
+    ) -> None:
         """Takes the next token.
 
         Args:
             token: as chosen.
             logprob: of it.
+            likeliest: tokens in its place, see `Told`.
         """
         if token in self.asked.stop:
             self.ended = STOP
             return
         self.answer.append(token)
-        self.logprobs.append(logprob)
+        self.told.append(Told(token=token, logprob=logprob, likeliest=likeliest[: self.asked.top]))
         if len(self.answer) >= self.asked.most:
             self.ended = LENGTH

@@ -11,7 +11,7 @@ its prompt are shared. At least its last token is computed, since there are no l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.serving.scheduling.capacity import Capacity
@@ -29,17 +29,27 @@ class Share:
         slot: that it has.
         first: position of the first token.
         count: of tokens.
+        drafted: tokens at its end that the answer might have next.
+        rows: tokens at its end whose logits are wanted.
     """
 
     request: Request
     slot: int
     first: int
     count: int
+    drafted: tuple[int, ...] = ()
+    rows: int = 0
 
     @property
     def ends(self) -> bool:
         """Whether the request has its next token afterwards."""
-        return self.first + self.count == self.request.count
+        return self.first + self.count - len(self.drafted) == self.request.count
+
+    @property
+    def tokens(self) -> list[int]:
+        """That it computes."""
+        known = self.count - len(self.drafted)
+        return [*self.request.tokens[self.first : self.first + known], *self.drafted]
 
 
 class Schedule:
@@ -57,10 +67,12 @@ class Schedule:
     def __init__(self, pool: Pool, capacity: Capacity) -> None:
         self.pool, self.size = pool, capacity.page
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
+        self.rows = capacity.rows
         self.slots: list[Request | None] = [None] * capacity.slots
         self.waiting: list[Request] = []
         self.closed = False
         self.preempted = 0
+        self._known: dict[int, tuple[int, list[bytes]]] = {}
 
     @property
     def running(self) -> list[Request]:
@@ -70,41 +82,65 @@ class Schedule:
     @property
     def begun(self) -> bool:
         """Whether a request has a slot, or waits with a part of its answer."""
-        return bool(self.running) or any(request.answer for request in self.waiting)
+        return bool(self.running) or any(map(_begun, self.waiting))
 
     def add(self, request: Request) -> None:
         """A request waits for a slot."""
         self.waiting.append(request)
 
-    def next(self) -> list[Share]:
-        """What the next step computes; empty where there is nothing to do."""
+    def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
+        """What the next step computes; empty where there is nothing to do.
+
+        Args:
+            drafts: tokens that answers might have next, by number of the request; they are computed
+                where there is room.
+        """
         self._end_cancelled()
         self._admit()
         shares: dict[int, Share] = {}
-        left = self.budget
-        for request in sorted(self.running, key=lambda one: (one.waiting > 1, one.rank)):
+        running = sorted(self.running, key=lambda one: (one.waiting > 1, one.rank))
+        left, rows = self.budget, self.rows - len(running)
+        waits = sum(one.waiting == 1 for one in running)
+        for request in running:
             if request not in self.running:  # it gave its pages to one before it
                 continue
-            count = min(request.waiting, left)
-            if count and self._room(request, request.computed + count, shares):
-                shares[request.number] = Share(
-                    request=request,
-                    slot=self.slots.index(request),
-                    first=request.computed,
-                    count=count,
-                )
-                left -= count
+            count, drafted = min(request.waiting, left), tuple[int, ...]()
+            unscored = max(len(request.scores), request.computed)
+            if request.unscored:
+                count = min(count, unscored + rows + 1 - request.computed)
+            if not count or not self._room(request, request.computed + count, shares):
+                continue
+            if request.waiting == 1:
+                waits -= 1
+                guessed = tuple((drafts or {}).get(request.number, ()))
+                drafted = guessed[: max(min(left - 1 - waits, rows), 0)]
+                drafted = drafted[: self._spare(request, 1 + len(drafted)) - 1]
+            end = request.computed + count
+            wanted = end - unscored if request.unscored else int(end == request.count)
+            share = Share(
+                request=request,
+                slot=self.slots.index(request),
+                first=request.computed,
+                count=count + len(drafted),
+                drafted=drafted,
+                rows=wanted + len(drafted),
+            )
+            shares[request.number] = share
+            left, rows = left - share.count, rows - max(share.rows - 1, 0)
         return list(shares.values())
 
-    def done(self, shares: Sequence[Share]) -> None:
+    def done(self, shares: Sequence[Share], kept: Mapping[int, int] | None = None) -> None:
         """A step has computed what `next` said; full pages can be shared from now on.
 
         Args:
             shares: as `next` gave them.
+            kept: how many of the drafted tokens have become part of the answer, by number of the
+                request; none where it says nothing.
         """
         for share in shares:
             request = share.request
-            request.computed += share.count
+            accepted = (kept or {}).get(request.number, 0)
+            request.computed += share.count - len(share.drafted) + accepted
             if not self.prefixes:
                 continue
             known = len(request.digests)
@@ -120,6 +156,7 @@ class Schedule:
         for page in request.pages:
             self.pool.drop(page)
         request.pages, request.computed, request.digests = [], 0, []
+        self._known.pop(request.number, None)
         self.slots = [None if one is request else one for one in self.slots]
 
     def _end_cancelled(self) -> None:
@@ -131,12 +168,14 @@ class Schedule:
 
     def _admit(self) -> None:
         self.waiting.sort(key=lambda request: request.rank)
-        ready = [request for request in self.waiting if request.answer or not self.closed]
-        while ready and None in self.slots:
-            request = ready.pop(0)
-            tokens = request.tokens
-            known = digests(tokens[:-1], size=self.size, salt=request.asked.salt)
-            found = self.pool.held(known) if self.prefixes else []
+        ready = [one for one in self.waiting if _begun(one) or not self.closed]
+        for request in ready:
+            if None not in self.slots:
+                return
+            tokens, known = request.tokens, self._digests(request)
+            found = self.pool.held(known) if not request.unscored else []
+            if not request.unscored and self._coming(known[len(found) : len(found) + 1]):
+                continue  # another one computes its next page: it waits, and shares that
             more = -(-len(tokens) // self.size) - len(found)
             if not self.pool.takes(found, more):
                 return
@@ -148,6 +187,36 @@ class Schedule:
             request.reused = max(request.reused, min(request.computed, len(request.asked.prompt)))
             self.slots[self.slots.index(None)] = request
             self.waiting.remove(request)
+
+    def _digests(self, request: Request) -> list[bytes]:
+        """Of the pages that a request will fill, before its last token; none where nothing is
+        shared.
+        """
+        if not self.prefixes:
+            return []
+        count, known = self._known.get(request.number, (0, []))
+        if count != request.count:
+            known = digests(request.tokens[:-1], size=self.size, salt=request.asked.salt)
+            self._known[request.number] = request.count, known
+        return known
+
+    def _coming(self, page: Sequence[bytes]) -> bool:
+        """Whether a running request computes a page."""
+        return any(
+            one in self._known[request.number][1][len(request.digests) :]
+            for one in page
+            for request in self.running
+            if request.number in self._known
+        )
+
+    def _spare(self, request: Request, wanted: int) -> int:
+        """How many of the tokens a request may compute without taking pages from another."""
+        wanted = min(wanted, request.asked.most - len(request.answer))
+        while (room := len(request.pages) * self.size - request.computed) < wanted:
+            if not self.pool.available:
+                break
+            request.pages.append(self.pool.take())
+        return min(room, wanted)
 
     def _room(self, request: Request, tokens: int, shares: dict[int, Share]) -> bool:
         """Takes pages for so many tokens; whether the request still has its slot then."""
@@ -163,3 +232,8 @@ class Schedule:
             if last is request:
                 return False
         return True
+
+
+def _begun(request: Request) -> bool:
+    """Whether weights have told something of a request."""
+    return bool(request.answer or request.scores)

@@ -1,0 +1,142 @@
+"""Logits are changed before a choice: bias, penalties, tokens that are left out.
+
+In the order of vLLM: the bias is added, what has been said is penalised, and then tokens are left
+out. The repetition penalty (Keskar et al., arXiv:1909.05858, as `transformers` has it) counts
+prompt and answer; the frequency and presence penalties, as OpenAI defines them, the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.serving.scheduling.requests import Asked
+from shardlib.serving.scheduling.settings import MOST_BIASED
+
+#: Bits of a word of a mask.
+BITS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Edits:
+    """Changes of the logits of each row, arrays [R, ...].
+
+    Attributes:
+        any: whether a row has any, a boolean scalar.
+        frequency, presence, repetition: float32 [R].
+        said: int32 [R, L], tokens before; those past the last are as large as the vocabulary.
+        prompt: int32 [R], how many of them are the prompt's.
+        biased: int32 [R, B], tokens with a bias, padded likewise.
+        bias: float32 [R, B].
+        allowed: uint32 [R, W], a bit for each token that may be chosen.
+    """
+
+    any: jax.Array | np.ndarray
+    frequency: jax.Array | np.ndarray
+    presence: jax.Array | np.ndarray
+    repetition: jax.Array | np.ndarray
+    said: jax.Array | np.ndarray
+    prompt: jax.Array | np.ndarray
+    biased: jax.Array | np.ndarray
+    bias: jax.Array | np.ndarray
+    allowed: jax.Array | np.ndarray
+
+
+def edits(
+    rows: Sequence[tuple[Asked, Sequence[int], int] | None],
+    *,
+    vocab: int,
+    longest: int,
+    allowed: Mapping[int, np.ndarray],
+) -> Edits:
+    """The changes that rows ask for.
+
+    Args:
+        rows: what each asks for, the tokens before the one that is chosen, and how many of them are
+            the answer's.
+        vocab: size of the logits.
+        longest: tokens of a request at most.
+        allowed: tokens that may come next, as bits of uint32, by row.
+    """
+    count = len(rows)
+    found = Edits(
+        any=np.zeros((), bool),
+        frequency=np.zeros(count, np.float32),
+        presence=np.zeros(count, np.float32),
+        repetition=np.ones(count, np.float32),
+        said=np.full((count, longest), vocab, np.int32),
+        prompt=np.zeros(count, np.int32),
+        biased=np.full((count, min(MOST_BIASED, vocab)), vocab, np.int32),
+        bias=np.zeros((count, min(MOST_BIASED, vocab)), np.float32),
+        allowed=np.full((count, -(-vocab // BITS)), 0xFFFFFFFF, np.uint32),
+    )
+    some = False
+    for at, row in enumerate(rows):
+        if row is None:
+            continue
+        asked, tokens, answered = row
+        how, mask = asked.sampling, allowed.get(at)
+        if how.penalises:
+            some = True
+            found.frequency[at], found.presence[at] = how.frequency, how.presence
+            found.repetition[at] = how.repetition
+            found.said[at, : len(tokens)] = tokens
+            found.prompt[at] = len(tokens) - answered
+        if how.bias:
+            some = True
+            found.biased[at, : len(how.bias)] = list(how.bias)
+            found.bias[at, : len(how.bias)] = list(how.bias.values())
+        barred = {*how.barred, *(asked.stop if answered < asked.least else ())}
+        if mask is not None:
+            some = True
+            found.allowed[at] = mask
+        if barred:
+            some = True
+            out = np.zeros(found.allowed.shape[1] * BITS, bool)
+            out[list(barred)] = True
+            found.allowed[at] &= ~bits(out)
+    return Edits(**{**vars(found), "any": np.asarray(some)})
+
+
+def bits(which: np.ndarray) -> np.ndarray:
+    """Booleans as bits, the first in the lowest of the first word.
+
+    Args:
+        which: bool [W times 32].
+    """
+    return np.packbits(which, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def edited(logits: jax.Array, how: Edits) -> jax.Array:
+    """Logits after the changes, float32 [R, vocab]; tokens that are left out have minus infinity.
+
+    Args:
+        logits: float32 [R, vocab].
+        how: of each row.
+    """
+    return jax.lax.cond(jnp.asarray(how.any), _edited, lambda logits, _: logits, logits, how)
+
+
+def _edited(logits: jax.Array, how: Edits) -> jax.Array:
+    rows, vocab = logits.shape
+    at = jnp.arange(rows)[:, None]
+    logits = logits.at[at, how.biased].add(how.bias, mode="drop")
+    said = jnp.asarray(how.said)
+    answer = jnp.arange(said.shape[1])[None] >= jnp.asarray(how.prompt)[:, None]
+    nothing = jnp.zeros((rows, vocab), jnp.float32)
+    seen = nothing.at[at, said].add(1.0, mode="drop") > 0
+    counts = nothing.at[at, said].add(answer.astype(jnp.float32), mode="drop")
+    repetition = jnp.asarray(how.repetition)[:, None]
+    weaker = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen, weaker, logits)
+    logits -= counts * jnp.asarray(how.frequency)[:, None]
+    logits -= (counts > 0) * jnp.asarray(how.presence)[:, None]
+    token = jnp.arange(vocab)
+    words = jnp.asarray(how.allowed)[:, token // BITS]
+    allowed = (words >> (token % BITS).astype(jnp.uint32)[None]) & 1
+    return jnp.where(allowed == 1, logits, -jnp.inf)
