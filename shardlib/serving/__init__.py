@@ -12,7 +12,9 @@ engine.py     all of it: requests in, tokens out
 exporting.py  the program of a step, for the process that compiles it
 verified.py   the same programs by the compilers of other machines
 trained.py    a run of `shardlib train`, as it is served
+folders/      folders of Hugging Face, as they are served
 text.py       texts as tokens, and tokens as a text that grows
+served.py     model, weights, tokenizer and name together
 words.py      from a word to what is served: model, weights, tokenizer, name
 """
 
@@ -22,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlib.serving.engine import Engine, Event
+    from shardlib.serving.folders.folder import read_folder
     from shardlib.serving.scheduling.capacity import Capacity
     from shardlib.serving.scheduling.requests import Asked, Request, Told
     from shardlib.serving.scheduling.settings import Sampling
-    from shardlib.serving.words import Served, named
+    from shardlib.serving.served import Served
+    from shardlib.serving.words import named
 
 _HOME = {
     "Asked": "shardlib.serving.scheduling.requests",
@@ -34,12 +38,24 @@ _HOME = {
     "Event": "shardlib.serving.engine",
     "Request": "shardlib.serving.scheduling.requests",
     "Sampling": "shardlib.serving.scheduling.settings",
-    "Served": "shardlib.serving.words",
+    "Served": "shardlib.serving.served",
     "Told": "shardlib.serving.scheduling.requests",
     "named": "shardlib.serving.words",
+    "read_folder": "shardlib.serving.folders.folder",
 }
 
-__all__ = ["Asked", "Capacity", "Engine", "Event", "Request", "Sampling", "Served", "Told", "named"]
+__all__ = [
+    "Asked",
+    "Capacity",
+    "Engine",
+    "Event",
+    "Request",
+    "Sampling",
+    "Served",
+    "Told",
+    "named",
+    "read_folder",
+]
 
 
 def __getattr__(name: str) -> Any:

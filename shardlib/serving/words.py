@@ -8,99 +8,37 @@ A new kind of word is a function of the word that gives a `Served`, and one line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import jax
 
 from shardlib import models
 from shardlib.annotation.model import Tree
-from shardlib.annotation.read import Init
 from shardlib.errors import ModelError
-from shardlib.lowering.serving.program import Forward
 from shardlib.models.config import TransformerConfig
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.text import ByteText, Text
+from shardlib.serving.folders.folder import is_folder, read_folder
+from shardlib.serving.served import Newer, Served
+from shardlib.serving.text import ByteText
 from shardlib.serving.trained import newer_step, trained_run
 from shardlib.training.run.folder import RunFolder
-
-#: Weights that are newer than those of a version, and their version; None where there are none.
-Newer = Callable[[str], tuple[Tree, str] | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """What is served.
-
-    Attributes:
-        name: by which requests ask for it.
-        init: what makes the model, as `Engine` takes it.
-        forward: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab].
-        weights: as `Engine` takes them.
-        longest: tokens that the model looks at.
-        text: its tokenizer.
-        hidden: (model, int32 tokens [batch, seq]) -> states [batch, seq, width] before the logits,
-            which embeddings are made of; None where the model does not give them.
-        version: of the weights, in words; empty where they have none.
-        newer: asks for newer weights; None where there never are any.
-        warning: what whoever starts the server should know; empty for nothing.
-    """
-
-    name: str
-    init: Init
-    forward: Forward
-    weights: Tree | int
-    longest: int
-    text: Text
-    hidden: Forward | None = None
-    version: str = ""
-    newer: Newer | None = None
-    warning: str = ""
-
-    def engine(
-        self,
-        capacity: Capacity,
-        *,
-        tensor: int = 1,
-        devices: Sequence[jax.Device] | None = None,
-    ) -> Engine:
-        """An engine that serves it.
-
-        Args:
-            capacity: how many requests and tokens are served.
-            tensor: devices that share every layer.
-            devices: to choose from; all by default.
-
-        Raises:
-            ArgumentError, ModelError: see `Engine`.
-        """
-        return Engine(
-            self.init,
-            self.forward,
-            weights=self.weights,
-            capacity=capacity,
-            tensor=tensor,
-            devices=devices,
-        )
 
 
 def named(word: str) -> Served:
     """Finds what a word names.
 
     Args:
-        word: folder of a run of `shardlib train`; or a preset, configuration file or model card,
-            which is served with random weights.
+        word: folder of a run of `shardlib train`, or of Hugging Face; or a preset, configuration
+            file or model card, which is served with random weights.
 
     Raises:
         ModelError: nothing of that name, or a model that cannot be served.
         RunError: a folder that is no run of `shardlib train`.
         CheckpointError: a run without a checkpoint that is good.
         MissingFileError: a file that is not there.
+        MissingPackageError: a folder of Hugging Face, without the library `tokenizers`.
     """
     if Path(word).is_dir() and RunFolder(Path(word)).manifest.exists():
         return _run(Path(word))
+    if Path(word).is_dir() and is_folder(Path(word)):
+        return read_folder(word)
     return _random(word)
 
 

@@ -67,16 +67,17 @@ def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.Cap
     assert run_command(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     run = trained_run(folder)
-    assert found["step"] == run.step == 6
+    assert found["version"] == "step 6"
+    assert run.step == 6
     model = read(models.build(run.model)[0]).rebuild(*run.weights)
     logits = jax.jit(lambda tokens: model(tokens))
     tokens = np.zeros((1, 64), np.int32)
     tokens[0, :6] = list(b"value_")
     for at in range(6, 26):
         tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1, :256]))
-    assert found["bytes"] == tokens[0, 6:26].tolist()
+    assert found["tokens"] == tokens[0, 6:26].tolist()
     assert run_command(*words) == 0
-    text = bytes(found["bytes"]).decode("utf-8", "replace")
+    text = bytes(found["tokens"]).decode("utf-8", "replace")
     assert capsys.readouterr().out == f"value_{printable(text)}\n"
 
 
@@ -84,7 +85,7 @@ def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.Cap
     ("words", "said"),
     [
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "a", "--most", "64"], "1 bytes of the prompt and 64 of the answer are more"),
+        (["--prompt", "a", "--most", "64"], "1 tokens of the prompt and 64 of the answer are more"),
         (["--prompt", "a", "--temperature", "-1"], "temperature is -1"),
         (["--prompt", "a", "--top-p", "0"], "top_p is 0"),
     ],

@@ -12,6 +12,7 @@ that one device keeps, what is written at once is one tensor of one layer.
 from __future__ import annotations
 
 from shardlib.checkpointing.huggingface.reading import Imported, load
+from shardlib.checkpointing.huggingface.whole import load_weights
 from shardlib.checkpointing.huggingface.writing import save
 
-__all__ = ["Imported", "load", "save"]
+__all__ = ["Imported", "load", "load_weights", "save"]

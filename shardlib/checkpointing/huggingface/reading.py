@@ -75,7 +75,7 @@ def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0
         config, table, {path: tuple(leaf.shape) for path, leaf in {**params, **state}.items()}
     )
     with Files(folder=root) as files:
-        spelling, findings = _matched(files, table, stored(located), config, root)
+        spelling, findings = matched(files, table, stored(located), config, root)
         arrays = {
             one.path: _array(files, one, {**params, **state}[one.path], spelling) for one in located
         }
@@ -108,14 +108,25 @@ def held_state(model_state: Tree) -> dict[str, Tree]:
     return {path: leaf for path, leaf in named_leaves(model_state).items() if path.endswith(STATE)}
 
 
-def _matched(
+def matched(
     files: Files,
     table: Names,
     wanted: Mapping[str, Stored],
     config: TransformerConfig | EncoderDecoderConfig,
     folder: Path,
 ) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    """Our spelling of names -> the files', and what was passed over."""
+    """Our spelling of names -> the files', and what was passed over.
+
+    Args:
+        files: the open files.
+        table: names of the family.
+        wanted: tensors that the model has.
+        config: what was read.
+        folder: for messages.
+
+    Raises:
+        CheckpointError: tensors are missing, of other shapes or unknown.
+    """
     spelling = {
         name: spelled
         for name in wanted

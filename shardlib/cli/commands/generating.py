@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,72 +13,90 @@ from shardlib.cli.output import echo, quiet_stdout
 
 
 def generate_command(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, as `shardlib train --run` made.")
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|FOLDER",
+            help="Folder of a run, as `shardlib train --run` made, or of Hugging Face.",
+        ),
     ],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text that is continued.")],
-    most: Annotated[int, typer.Option("--most", "-n", min=1, help="Bytes of the answer.")] = 200,
+    most: Annotated[
+        int, typer.Option("--most", "-n", min=1, help="Tokens of the answer; bytes, of a run.")
+    ] = 200,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="0 takes the likeliest byte.")
-    ] = 0.8,
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="0 takes the likeliest; by default what the folder says, 0.8 of a run.",
+        ),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Likeliest bytes to choose from; 0: all.")
-    ] = 0,
+        int | None, typer.Option("--top-k", help="Likeliest tokens to choose from; 0: all.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Probability that the bytes to choose from have.")
-    ] = 1.0,
+        float | None,
+        typer.Option("--top-p", help="Probability that the tokens to choose from have."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the choices.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text with what a run has learned, byte by byte, as it is written. The run may
-    still be training; its newest whole checkpoint counts.
+    """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
+    written. A run may still be training; its newest whole checkpoint counts.
     """
     from shardlib.errors import ArgumentError
+    from shardlib.serving.scheduling.requests import Asked
     from shardlib.serving.scheduling.settings import Sampling
 
-    how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    given = prompt.encode("utf-8", "surrogateescape")
-    if not given:
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    how = {name: value for name, value in given.items() if value is not None}
+    asked = replace(Sampling(temperature=0.8), **how)  # before anything is read
+    if not prompt:
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
     with quiet_stdout(as_json):
-        from shardlib import models
-        from shardlib.serving.engine import Engine
         from shardlib.serving.scheduling.capacity import Capacity
-        from shardlib.serving.trained import trained_run
+        from shardlib.serving.text import Pieces
+        from shardlib.serving.words import named
 
-        found = trained_run(run)
-        longest = found.model.max_seq
-        if len(given) + most > longest:
+        found = named(model)
+        if found.warning:
+            echo(f"warning: {found.warning}", err=True)
+        tokens = tuple(found.text.encode(prompt))
+        if len(tokens) + most > found.longest:
             raise ArgumentError(
-                f"{len(given)} bytes of the prompt and {most} of the answer are more than the"
-                f" {longest} that the model of {run} looks at\nTry: a shorter prompt, or a smaller"
+                f"{len(tokens)} tokens of the prompt and {most} of the answer are more than the"
+                f" {found.longest} that {found.name} looks at\nTry: a shorter prompt, or a smaller"
                 " --most"
             )
-        engine = Engine(
-            models.build(found.model)[0],
-            lambda model, tokens: model(tokens)[..., :256],
-            weights=found.weights,
-            capacity=Capacity(longest=longest, slots=1),
-        )
-    text = codecs.getincrementaldecoder("utf-8")("replace")
+        engine = found.engine(Capacity(longest=_room(len(tokens) + most, found.longest), slots=1))
+    if found.sampling is not None:
+        asked = replace(found.sampling, **how)
+    pieces = Pieces(found.text)
     if not as_json:
-        echo(text.decode(given), nl=False)
-    answer = bytearray()
-    for byte in engine.stream(list(given), most, sampling=how):
-        answer.append(byte)
-        if not as_json:
-            echo(text.decode(bytes([byte])), nl=False)
+        echo(prompt, nl=False)
+    request = engine.add(Asked(prompt=tokens, most=most, sampling=asked, stop=found.text.ends))
+    while request.ended is None:
+        for event in engine.step():
+            if event.token is not None and not as_json:
+                echo(pieces.add(event.token), nl=False)
     if not as_json:
-        echo(text.decode(b"", final=True))
+        echo(pieces.end())
         return
     echo(
         json.dumps(
             {
-                "run": str(run),
-                "step": found.step,
+                "model": found.name,
+                "version": found.version,
                 "prompt": prompt,
-                "text": bytes(answer).decode("utf-8", "replace"),
-                "bytes": list(answer),
+                "text": found.text.decode(request.answer),
+                "tokens": request.answer,
             }
         )
     )
+
+
+def _room(tokens: int, longest: int) -> int:
+    """Tokens of the longest request: no more than needed, but whole blocks of them, since a model
+    may want these.
+    """
+    return min(longest, -(-tokens // 1024) * 1024)

@@ -1,0 +1,6 @@
+"""Models that come in folders of Hugging Face.
+
+text.py        text and tokens: tokenizer.json, and how conversations are written
+generation.py  how answers are made unless somebody asks otherwise: generation_config.json
+folder.py      a folder, as it is served
+"""
