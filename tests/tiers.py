@@ -40,6 +40,7 @@ TESTS = {
     "schedules": "unit",
     "servers": "processes",
     "serving": "compile",
+    "serving/test_fairness.py": "unit",
     "serving/test_schedule.py": "unit",
     "serving/test_verified.py": "processes",
     "servers/test_asynchronous.py": "unit",

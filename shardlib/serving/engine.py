@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from shardlib.lowering.serving.program import Forward, traced_forward
 from shardlib.serving.compared import compare
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.pool import Pool
-from shardlib.serving.scheduling.requests import STOP, Asked, Request, Told
+from shardlib.serving.scheduling.requests import LATE, STOP, Asked, Request, Told
 from shardlib.serving.scheduling.schedule import Schedule, Share
 from shardlib.serving.scheduling.settings import Sampling, whole
 from shardlib.serving.step import Step
@@ -94,6 +95,8 @@ class Engine:
         self.compute = Step(traced, held, where.pages(traced, count, limits.page), limits)
         self.schedule = Schedule(Pool(count), limits)
         self.steps = 0
+        self.clock = time.monotonic
+        self._due: dict[Request, float] = {}
         self._numbers = itertools.count()
 
     @property
@@ -141,6 +144,8 @@ class Engine:
             raise_all(ArgumentError, "the request cannot be served", failures)
         request = Request(number=next(self._numbers), asked=asked)
         self.schedule.add(request)
+        if asked.seconds is not None:
+            self._due[request] = self.clock() + asked.seconds
         return request
 
     def add_several(self, asked: Asked, count: int) -> list[Request]:
@@ -169,6 +174,7 @@ class Engine:
             self.schedule.pool.forget()
             self.schedule.closed = False
         before = [*self.schedule.running, *self.schedule.waiting]
+        self._end_late()
         shares = self.schedule.next()
         events = [Event(request=one, token=None) for one in before if one.ended is not None]
         if not shares:
@@ -184,6 +190,13 @@ class Engine:
             if share.request.ended is not None:
                 self.schedule.release(share.request)
         return events
+
+    def _end_late(self) -> None:
+        self._due = {one: due for one, due in self._due.items() if one.ended is None}
+        if self._due:
+            now = self.clock()
+            for request in [one for one, due in self._due.items() if due <= now]:
+                self.schedule.end(request, LATE)
 
     def _take(self, share: Share, told: Sequence[Told], events: list[Event]) -> int:
         """A request takes what its rows tell; returns how many of the drafted tokens are kept."""

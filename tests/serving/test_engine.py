@@ -387,3 +387,22 @@ def test_penalties_and_least_tokens_are_those_of_the_answer_so_far(engine: Engin
             break
         tokens.append(best)
     assert request.answer == tokens[3:] and len(request.answer) >= 5
+
+
+def test_a_request_ends_when_its_time_is_over(engine: Engine):
+    now = [100.0]
+    engine.clock = lambda: now[0]
+    running = engine.add(Asked(prompt=(3, 1, 4), most=20, seconds=5))
+    waiting = [engine.add(Asked(prompt=(3, n), most=20, seconds=7)) for n in range(5)]
+    for _ in range(4):
+        engine.step()
+    now[0] = 105.0
+    events = engine.step()
+    assert running.ended == "late" and len(running.answer) >= 2
+    assert [event.token for event in events if event.request is running] == [None]
+    now[0] = 107.5
+    engine.step()
+    assert {one.ended for one in waiting} == {"late"}
+    assert engine.schedule.pool.available == engine.schedule.pool.pages
+    with pytest.raises(ArgumentError, match="seconds is 0; it is a number above 0"):
+        engine.add(Asked(prompt=(1,), seconds=0))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardlib.errors import ArgumentError, raise_all
 
@@ -20,6 +21,8 @@ class Capacity:
         budget: tokens that a step computes at most; None for 64, or as many as slots and drafts.
         prefixes: whether requests that begin alike share pages.
         drafts: tokens that a step may guess ahead for each request, see `Engine`.
+        tenants: shares of tenants in what is computed, by the salt of their requests; 1 of all
+            others.
 
     Raises:
         ArgumentError: sizes that are not usable, or do not fit each other.
@@ -32,6 +35,7 @@ class Capacity:
     budget: int | None = None
     prefixes: bool = True
     drafts: int = 0
+    tenants: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "drafts": 0}
@@ -45,6 +49,11 @@ class Capacity:
             failures.append(
                 f"budget is {self.budget}; each of {self.slots} slots has a token in a step"
             )
+        failures += [
+            f"the share of {name!r} is {share!r}; it is a number above 0"
+            for name, share in self.tenants.items()
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1e9
+        ]
         if failures:
             raise_all(ArgumentError, "the model cannot be served so", failures)
 

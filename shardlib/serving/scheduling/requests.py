@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardlib.serving.scheduling.settings import MOST_LISTED, Sampling, whole
+from shardlib.serving.scheduling.settings import MOST_LISTED, Sampling, number, whole
 
 #: Why a request has ended.
-LENGTH, STOP, CANCELLED = "length", "stop", "cancelled"
+LENGTH, STOP, CANCELLED, LATE = "length", "stop", "cancelled", "late"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,10 @@ class Asked:
         least: tokens of the answer before one of `stop` may come.
         sampling: how each is chosen.
         stop: tokens that end the answer; they are not part of it.
-        salt: requests of different salts share no pages.
-        priority: of several the highest is served first.
+        salt: a tenant: requests of different salts share no pages, and of several tenants that wait
+            the one that has had the least is served first.
+        priority: of several the highest is served first; it takes slots of lower ones.
+        seconds: after which it ends with what it has; None for as long as it takes.
         top: likeliest tokens that are listed beside each of the answer, with their logarithms.
         scored: whether the tokens of the prompt have logarithms, too, all but the first; they share
             no pages then, and are computed as slowly as so many next tokens.
@@ -34,6 +36,7 @@ class Asked:
     stop: frozenset[int] = frozenset()
     salt: str = ""
     priority: int = 0
+    seconds: float | None = None
     top: int = 0
     scored: bool = False
 
@@ -58,6 +61,8 @@ class Asked:
             found.append("no token is left to choose from")
         if not whole(self.priority):
             found.append(f"priority is {self.priority!r}; it is a whole number")
+        if self.seconds is not None and (not number(self.seconds) or self.seconds <= 0):
+            found.append(f"seconds is {self.seconds!r}; it is a number above 0")
         if not whole(self.top) or not 0 <= self.top <= MOST_LISTED:
             found.append(f"top is {self.top!r}; from 0 to {MOST_LISTED} tokens are listed")
         if not whole(self.most) or self.most < 1:

@@ -5,7 +5,8 @@
     no page left                                the request that ranks last gives its pages back,
                                                 and starts anew later, with its answer so far
 
-A request is admitted when there is a slot and its pages are there; pages that hold the beginning of
+Of requests of one priority those of the tenant that has had the least are first (`fairness.py`). A
+request is admitted when there is a slot and its pages are there; pages that hold the beginning of
 its prompt are shared. At least its last token is computed, since there are no logits otherwise.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.fairness import Counters
 from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.prefixes import digests
 from shardlib.serving.scheduling.requests import CANCELLED, Request
@@ -67,7 +69,7 @@ class Schedule:
     def __init__(self, pool: Pool, capacity: Capacity) -> None:
         self.pool, self.size = pool, capacity.page
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
-        self.rows = capacity.rows
+        self.rows, self.tenants = capacity.rows, Counters(capacity.tenants)
         self.slots: list[Request | None] = [None] * capacity.slots
         self.waiting: list[Request] = []
         self.closed = False
@@ -86,7 +88,20 @@ class Schedule:
 
     def add(self, request: Request) -> None:
         """A request waits for a slot."""
+        active = {one.asked.salt for one in (*self.running, *self.waiting)}
+        self.tenants.came(request.asked.salt, active)
         self.waiting.append(request)
+
+    def end(self, request: Request, why: str) -> None:
+        """Ends a request between steps.
+
+        Args:
+            request: that waits or has a slot.
+            why: see `Request.ended`.
+        """
+        request.ended = why
+        self.release(request)
+        self.waiting = [one for one in self.waiting if one is not request]
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
         """What the next step computes; empty where there is nothing to do.
@@ -98,7 +113,7 @@ class Schedule:
         self._end_cancelled()
         self._admit()
         shares: dict[int, Share] = {}
-        running = sorted(self.running, key=lambda one: (one.waiting > 1, one.rank))
+        running = sorted(self.running, key=lambda one: (one.waiting > 1, self._order(one)))
         left, rows = self.budget, self.rows - len(running)
         waits = sum(one.waiting == 1 for one in running)
         for request in running:
@@ -141,6 +156,7 @@ class Schedule:
             request = share.request
             accepted = (kept or {}).get(request.number, 0)
             request.computed += share.count - len(share.drafted) + accepted
+            self._charge(request)
             if not self.prefixes:
                 continue
             known = len(request.digests)
@@ -157,25 +173,43 @@ class Schedule:
             self.pool.drop(page)
         request.pages, request.computed, request.digests = [], 0, []
         self._known.pop(request.number, None)
+        if request.ended is not None:
+            self.tenants.ended(request.number)
         self.slots = [None if one is request else one for one in self.slots]
 
     def _end_cancelled(self) -> None:
         for request in (*self.running, *self.waiting):
             if request.cancelled:
-                request.ended = CANCELLED
-                self.release(request)
-        self.waiting = [request for request in self.waiting if request.ended is None]
+                self.end(request, CANCELLED)
+
+    def _order(self, request: Request) -> tuple[int, float, int]:
+        """Who is served first: higher priority, whose tenant has had less, who came first."""
+        return -request.asked.priority, self.tenants.of(request.asked.salt), request.number
+
+    def _charge(self, request: Request, free: int = 0) -> None:
+        self.tenants.charge(
+            request.asked.salt, number=request.number, tokens=request.count, free=free
+        )
 
     def _admit(self) -> None:
-        self.waiting.sort(key=lambda request: request.rank)
         ready = [one for one in self.waiting if _begun(one) or not self.closed]
-        for request in ready:
+        while True:
             if None not in self.slots:
+                ready = self.tenants.poorer(ready, self.running)
+            if not ready:
                 return
+            request = min(ready, key=self._order)
+            ready.remove(request)
             tokens, known = request.tokens, self._digests(request)
             found = self.pool.held(known) if not request.unscored else []
             if not request.unscored and self._coming(known[len(found) : len(found) + 1]):
                 continue  # another one computes its next page: it waits, and shares that
+            if None not in self.slots:
+                richer = self.tenants.yields(request, self.running, self.waiting)
+                if richer is None:
+                    continue
+                self._preempt(richer)
+                found = self.pool.held(known) if not request.unscored else []
             more = -(-len(tokens) // self.size) - len(found)
             if not self.pool.takes(found, more):
                 return
@@ -187,6 +221,7 @@ class Schedule:
             request.reused = max(request.reused, min(request.computed, len(request.asked.prompt)))
             self.slots[self.slots.index(None)] = request
             self.waiting.remove(request)
+            self._charge(request, free=request.computed)
 
     def _digests(self, request: Request) -> list[bytes]:
         """Of the pages that a request will fill, before its last token; none where nothing is
@@ -225,13 +260,17 @@ class Schedule:
                 request.pages.append(self.pool.take())
                 continue
             last = max(self.running, key=lambda one: one.rank)
-            self.release(last)
             shares.pop(last.number, None)
-            self.waiting.append(last)
-            self.preempted += 1
+            self._preempt(last)
             if last is request:
                 return False
         return True
+
+    def _preempt(self, request: Request) -> None:
+        """A request gives its slot and pages back, and waits."""
+        self.release(request)
+        self.waiting.append(request)
+        self.preempted += 1
 
 
 def _begun(request: Request) -> bool:

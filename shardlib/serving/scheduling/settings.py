@@ -56,7 +56,7 @@ class Sampling:
                 ("presence", self.presence, "from -2 to 2", lambda x: -2 <= x <= 2),
                 ("repetition", self.repetition, "above 0", lambda x: x > 0),
             )
-            if not _number(value) or not right(value)
+            if not number(value) or not right(value)
         ]
         failures += [
             f"{name} is {value!r}; it is a whole number {what}"
@@ -69,7 +69,7 @@ class Sampling:
         failures += [
             f"bias of token {token!r} is {value!r}; it is a number from -100 to 100"
             for token, value in self.bias.items()
-            if not _number(value) or not -100 <= value <= 100
+            if not number(value) or not -100 <= value <= 100
         ][:3]
         if len(self.bias) > MOST_BIASED:
             failures.append(f"{len(self.bias)} tokens have a bias; at most {MOST_BIASED} may")
@@ -94,5 +94,10 @@ def whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: object) -> bool:
+def number(value: object) -> bool:
+    """Whether a value is a number, and finite; no boolean is.
+
+    Args:
+        value: any.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
