@@ -45,6 +45,7 @@ ENTRIES = {
     "compile": "DESIGN.md and `shardlib.__all__`",
     "verify": "DESIGN.md and `shardlib.__all__`",
     "scale": "`shardlib.__all__`",
+    "plan_serving": "DESIGN.md and `shardlib.__all__`",
     "fit": "`shardlib.__all__`",
     "attention": "`shardlib.__all__`",
     "route": "`shardlib.__all__`",

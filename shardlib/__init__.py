@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from shardlib.exchanges.values import Exact
     from shardlib.frontend.edge import plan_edge
     from shardlib.frontend.scale import scale
+    from shardlib.frontend.serving import plan_serving
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
     from shardlib.functions.mean import WeightedMean
@@ -143,6 +144,7 @@ _HOME = {
     "compile": "shardlib.compiler",
     "plan": "shardlib.compiler",
     "plan_edge": "shardlib.frontend.edge",
+    "plan_serving": "shardlib.frontend.serving",
     "scale": "shardlib.frontend.scale",
     "verify": "shardlib.compiler",
     "verify_serving": "shardlib.serving.verified",
@@ -248,6 +250,7 @@ __all__ = [
     "linen",
     "plan",
     "plan_edge",
+    "plan_serving",
     "route",
     "scale",
     "topology",

@@ -39,7 +39,17 @@ FLOORS = {
 #: Rooms within rooms, from the lowest to the highest; what is not listed may stand anywhere, as
 #: long as there is no circle.
 ORDER = {
-    "cost": ["terms", "step", "profiles", "machine", "items", "tables", "estimate", "pricing"],
+    "cost": [
+        "terms",
+        "step",
+        "profiles",
+        "machine",
+        "items",
+        "tables",
+        "estimate",
+        "pricing",
+        "serving",
+    ],
     "planning": [
         "units",
         "decisions",
@@ -56,6 +66,7 @@ ORDER = {
         "questions",
         "planner",
         "edge",
+        "serving",
     ],
     "lowering": [
         "mesh",

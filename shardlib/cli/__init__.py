@@ -24,7 +24,6 @@ from typing import NoReturn
 from shardlib.cli.app import app
 from shardlib.cli.commands import (
     examining,
-    generating,
     launching,
     planning,
     scaling,
@@ -32,6 +31,7 @@ from shardlib.cli.commands import (
     training,
     verifying,
 )
+from shardlib.cli.commands.serving import generating
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import LaunchError, ShardlibError

@@ -1,7 +1,9 @@
-"""Sets of numbers, as a command line spells them.
+"""Numbers as a command line spells them.
 
 >>> numbers("0-3,8", "--lost"), sizes("8..64"), sizes("8,24,16")
 ((0, 1, 2, 3, 8), (8, 16, 32, 64), (8, 16, 24))
+>>> duration("500ms", "--ttft"), duration("0.5", "--ttft")
+(0.5, 0.5)
 """
 
 from __future__ import annotations
@@ -54,3 +56,19 @@ def sizes(text: str) -> tuple[int, ...]:
         once = ",".join(map(str, dict.fromkeys(found)))
         raise PlanError(f"{text!r} names {', '.join(dict.fromkeys(twice))} twice\nTry: {once}")
     return tuple(found)
+
+
+def duration(text: str, what: str) -> float:
+    """Seconds: "500ms", "2s", "300us", or a plain number of them.
+
+    Args:
+        text: as it is spelled.
+        what: the option, for messages.
+
+    Raises:
+        PlanError: something else is written there.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|)\s*", text)
+    if match is None or not float(match[1]):
+        raise PlanError(f"{what} {text!r} is no duration\nTry: {what} 500ms")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}[match[2]]

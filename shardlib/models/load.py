@@ -9,7 +9,8 @@ these attributes:
 - `batch`: a pytree of arrays or `jax.ShapeDtypeStruct`;
 - optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names),
   `name`, `wrt` (what is trained) and `rows` (how the loss depends on the rows of its batch), see
-  `shardlib.plan`.
+  `shardlib.plan`; and `forward`, `(model, tokens) -> logits`, for serving, see
+  `shardlib.plan_serving`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.presets import PRESETS
 
 #: What a user's function may return.
-_KEYS = ("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt", "rows")
+_KEYS = ("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt", "rows", "forward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class UserModel:
     batch_axes: Any = None
     wrt: Any = None
     rows: str = "prove"
+    forward: Callable[..., Any] | None = None
 
 
 def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
@@ -103,7 +105,7 @@ def _user_model(spec: str) -> UserModel:
     ]
     failures += [
         f"{name!r} is {type(values[name]).__name__}, not callable"
-        for name in ("loss",)
+        for name in ("loss", "forward")
         if values.get(name) is not None and not callable(values[name])
     ]
     failures += [

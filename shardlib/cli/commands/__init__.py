@@ -1,4 +1,4 @@
 """The commands of `shardlib`, a file for those that belong together: `planning`, `scaling`,
-`verifying`, `training`, `generating`, `launching` (with `here`, `submitting` and `launch_words`),
+`verifying`, `training`, `serving`, `launching` (with `here`, `submitting` and `launch_words`),
 `examining` and `tables`.
 """

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile
+from shardlib.cli.commands.serving.planning import Serving, explain_serving, plan_to_serve
 from shardlib.cli.groups import spread
 from shardlib.cli.inputs import make_plan, read_plan, replanned, with_source
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.cli.pins import parse_allow, parse_pins, pin_text
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +71,7 @@ def plan_command(
     ],
     sizes: Sizes,
     searching: Searching,
+    serving: Serving,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", callback=writable, help="Write the plan here, as JSON."),
@@ -85,11 +84,23 @@ def plan_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best way to spread a model over a topology."""
+    """Find the best way to spread a model over a topology, or with --serve to answer requests
+    there.
+    """
     from shardlib.planning.decisions.plan_data import plan_to_data
     from shardlib.planning.emission.emit import require_written
     from shardlib.planning.text.explain import explain
 
+    if serving.asked(
+        batch=sizes.batch,
+        seq=sizes.seq,
+        allow=searching.allow,
+        refine=searching.refine,
+        framework=searching.framework,
+        emit=emit,
+    ):
+        plan_to_serve(model, topology, serving, searching.pin or [], out, as_json)
+        return
     pins = {**parse_pins(searching.pin or []), **parse_allow(searching.allow or [])}
     if emit is not None:
         require_written(searching.framework)
@@ -143,6 +154,8 @@ def explain_command(
     from shardlib.planning.text.diff import diff
     from shardlib.planning.text.explain import explain
 
+    if explain_serving(file, as_json, others=bool(why_not or alternatives or sensitivity or html)):
+        return
     plan = read_plan(file, changed=changed)
     data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}
     text = data["explanation"]

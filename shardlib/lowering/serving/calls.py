@@ -21,12 +21,16 @@ class CachedCall:
         form: what it computes.
         layers: how often it runs: iterations of the loops around it.
         kept: of a token, for each of the arrays of keys and then the values: shape and dtype.
+        heads: of queries.
+        width: elements of a query and of a value, of one head.
     """
 
     path: str
     form: Attention
     layers: int
     kept: tuple[jax.ShapeDtypeStruct, ...]
+    heads: int
+    width: int
 
     def pages(self, count: int, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What so many pages are: [layers, pages, tokens, ...] for each array that is kept.
@@ -111,4 +115,6 @@ def _cached(program: Program, call: Call, layers: int) -> CachedCall:
             jax.ShapeDtypeStruct(one.shape[2:], one.dtype)
             for one in (*operands.keys, operands.value)
         ),
+        heads=operands.queries[0].shape[2],
+        width=sum(one.shape[-1] for one in (*operands.queries, operands.value)),
     )

@@ -1,0 +1,12 @@
+"""A plan that serves: how many devices share a layer, how many requests they answer at a time.
+
+workload.py       what is asked for
+pins.py           decisions fixed by hand
+space.py          the choices, priced side by side
+two_meshes.py     prompts on one mesh, next tokens on another
+search.py         the best choice, and the curve of those that nothing beats
+estimate.py       what a plan is predicted to do
+serving_plan.py   the plan, and questions about it
+stored.py         its JSON
+text.py           it as text
+"""

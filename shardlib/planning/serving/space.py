@@ -1,0 +1,254 @@
+"""What can be chosen, and what each choice is predicted to do.
+
+    tensor     every number of devices that divides those of the machine
+    chunk      powers of two, up to the prompt
+    batch      every whole number of requests whose pages fit, up to `MOST_REQUESTS`
+
+For each tensor and chunk all batches are priced side by side. Requests are taken to be as long as
+the average, and to come evenly. In a step every request of the batch gets a token, and a share of
+the steps computes a chunk of prompts beside:
+
+    share = batch x prompt / (output x chunk),
+
+since a request needs its prompt once in as many steps as its answer has tokens. It stays below
+`BUSY`. A prompt waits behind others as in a queue of fixed service times (M/D/1),
+takes a step for each of its chunks, and half a step to begin with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.axes import MeshShape
+from shardlib.cost.machine.collectives import FREE, LinearCost, collective_cost
+from shardlib.cost.serving.constants import learned
+from shardlib.cost.serving.memory import limit, temporaries
+from shardlib.cost.serving.served_model import ServedModel
+from shardlib.cost.serving.split import split
+from shardlib.cost.serving.step_price import Load, Pricing
+from shardlib.hardware.placement import place
+from shardlib.hardware.topology import Topology
+from shardlib.planning.serving.pins import ServingPins
+from shardlib.planning.serving.workload import ServingWorkload
+
+Numbers = NDArray[np.float64]
+#: Requests that a replica serves at a time at most; the host does some work for each.
+MOST_REQUESTS = 4096
+#: Tokens of a page, unless they are pinned.
+PAGE = 16
+#: Share of the steps that compute a chunk at most: above it, prompts wait for ever longer.
+BUSY = 0.95
+#: The smallest and the largest chunk, tokens.
+CHUNKS = (64, 8192)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is planned: a model on a machine.
+
+    Attributes:
+        model: the forward pass.
+        cut: colours of its dims that are sharded.
+        topology: the machine.
+        workload: what is asked of it.
+        pins: what is fixed.
+    """
+
+    model: ServedModel
+    cut: frozenset[str]
+    topology: Topology
+    workload: ServingWorkload
+    pins: ServingPins
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.pins.page or PAGE
+
+    @property
+    def pages_each(self) -> int:
+        """Pages of a request at its end."""
+        return -(-self.workload.tokens // self.page)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of matmuls: 8-bit floats where weights are, if the chip has a rate."""
+        fast = "float8_e4m3fn" in dict(self.topology.chip.flops_per_s)
+        if self.workload.weights == "fp8" and fast:
+            return "float8_e4m3fn"
+        return "bfloat16" if self.workload.weights != "model" else self.model.dtype
+
+    def tensors(self) -> list[int]:
+        """Numbers of devices that may share a layer, rising."""
+        devices = self.topology.devices
+        return [
+            ways
+            for ways in range(1, devices + 1)
+            if devices % ways == 0 and self.pins.tensor in (None, ways)
+        ]
+
+    def chunks(self) -> list[int]:
+        """Sizes of chunks, rising."""
+        if self.pins.chunk is not None:
+            return [self.pins.chunk]
+        last = min(CHUNKS[1], max(CHUNKS[0], 1 << (self.workload.prompt - 1).bit_length()))
+        return [1 << power for power in range(CHUNKS[0].bit_length() - 1, last.bit_length())]
+
+    def replica(self, tensor: int) -> Replica | None:
+        """So many devices that share every layer; None where the links have no such group.
+
+        Args:
+            tensor: devices.
+        """
+        devices = self.topology.devices
+        reduce = FREE
+        if tensor > 1:
+            spans = place(MeshShape(data=devices // tensor, tensor=tensor), self.topology)
+            if spans is None:
+                return None
+            reduce = collective_cost("all-reduce", spans["tensor"], self.topology)
+        return Replica(asked=self, tensor=tensor, reduce=reduce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Devices that share every layer.
+
+    Attributes:
+        asked: what is planned.
+        tensor: devices.
+        reduce: an all-reduce over them.
+    """
+
+    asked: Asked
+    tensor: int
+    reduce: LinearCost
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        """What its steps cost."""
+        asked = self.asked
+        return Pricing(
+            split=split(
+                asked.model,
+                asked.cut,
+                self.tensor,
+                weights=asked.workload.weights,
+                cache=asked.workload.cache,
+            ),
+            chip=asked.topology.chip,
+            reduce=self.reduce,
+            constants=learned(),
+            dtype=asked.dtype,
+        )
+
+    @property
+    def request_bytes(self) -> float:
+        """Bytes of the pages of a request, on a device."""
+        return self.asked.pages_each * self.asked.page * self.pricing.split.kept
+
+    def short(self, batch: int, chunk: int) -> float:
+        """Bytes that a device lacks; none where it is not above 0.
+
+        Args:
+            batch: requests at a time.
+            chunk: tokens of prompts in a step.
+        """
+        split_ = self.pricing.split
+        needed = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
+        return needed + batch * self.request_bytes - limit(self.asked.topology.chip)
+
+    def most(self, chunk: int) -> int:
+        """Requests that fit at a time.
+
+        Args:
+            chunk: tokens of prompts in a step.
+        """
+        if self.short(1, chunk) > 0:
+            return 0
+        each = self.short(2, chunk) - self.short(1, chunk)
+        return min(MOST_REQUESTS, 1 + math.floor(-self.short(1, chunk) / each))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """Batches of one replica under one chunk, side by side.
+
+    Attributes:
+        replica: the devices.
+        chunk: tokens of prompts in a step.
+        batch: requests at a time.
+        tpot: seconds from token to token.
+        ttft: seconds from a request's begin to its first token.
+        requests: that a replica serves a second.
+        share: of the steps that compute a chunk of prompts.
+    """
+
+    replica: Replica
+    chunk: int
+    batch: Numbers
+    tpot: Numbers
+    ttft: Numbers
+    requests: Numbers
+    share: Numbers
+
+
+def priced(replica: Replica, chunk: int) -> Priced:
+    """All batches that fit.
+
+    Args:
+        replica: the devices.
+        chunk: tokens of prompts in a step.
+    """
+    load, pinned = replica.asked.workload, replica.asked.pins.batch
+    most = replica.most(chunk)
+    batch = np.arange(1, most + 1, dtype=float)
+    if pinned is not None:
+        batch = batch[batch == pinned]
+    share = batch * load.prompt / (load.output * chunk)
+    keep = share <= BUSY
+    batch, share = batch[keep], share[keep]
+    pricing, chunks = replica.pricing, math.ceil(load.prompt / chunk)
+    alone = pricing.seconds(Load(rows=batch, context=load.context))
+    beside = pricing.seconds(
+        Load(
+            rows=batch,
+            context=load.context,
+            prompt=float(chunk),
+            before=load.prompt / 2,
+            ended=chunk / load.prompt,
+        )
+    )
+    tpot = (1 - share) * alone + share * beside
+    service = chunks * beside
+    waiting = share / (2 * (1 - share)) * service
+    return Priced(
+        replica=replica,
+        chunk=chunk,
+        batch=batch,
+        tpot=tpot,
+        ttft=tpot / 2 + waiting + service,
+        requests=batch / (load.output * tpot),
+        share=share,
+    )
+
+
+def all_priced(asked: Asked) -> Iterator[Priced]:
+    """Every choice, by tensor and chunk.
+
+    Args:
+        asked: what is planned.
+    """
+    for tensor in asked.tensors():
+        replica = asked.replica(tensor)
+        if replica is not None:
+            for chunk in asked.chunks():
+                found = priced(replica, chunk)
+                if len(found.batch):
+                    yield found

@@ -1,0 +1,63 @@
+"""What is read off a traced forward pass, beside what is known of published models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardlib.cost.serving.cuts import cuts
+from shardlib.cost.serving.split import Experts, split
+from shardlib.cost.serving.step_price import visited
+from tests.planning.serving.small import served
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "kept"),
+    [
+        # kept: 2 arrays x layers x key heads x width, elements (model cards)
+        ("llama2-7b", 6.74e9, 6.61e9, 2 * 32 * 32 * 128),
+        ("llama3-8b", 8.03e9, 7.50e9, 2 * 32 * 8 * 128),
+        ("llama3-70b", 70.6e9, 69.5e9, 2 * 80 * 8 * 128),
+        ("llama3-405b", 405.9e9, 403.8e9, 2 * 126 * 8 * 128),
+        ("mixtral-8x7b", 46.7e9, 12.7e9, 2 * 32 * 8 * 128),  # arXiv:2401.04088: 47B and 13B
+    ],
+)
+def test_sizes_are_those_of_published_models(
+    name: str, parameters: float, active: float, kept: int
+):
+    model = served(name)
+    assert model.parameters == pytest.approx(parameters, rel=0.002)
+    assert sum(one.flops for one in model.products) == pytest.approx(2 * active, rel=0.01)
+    assert model.kept_bytes("bf16") == 2 * kept
+
+
+@pytest.mark.parametrize("name", ["llama3-70b", "llama2-7b", "mixtral-8x7b"])
+def test_layers_are_sharded_as_megatron_does(name: str):
+    """Heads and the width of the MLP are sharded, with two sums a layer (arXiv:1909.08053), and one
+    more for the embedding.
+    """
+    model = served(name)
+    found = split(model, cuts(model), 8, weights="bf16", cache="bf16")
+    layers = model.layers
+    assert sum(count for count, _ in found.sums) == 2 * layers + 1
+    norms = sum(one.elements for one in model.weights if len(one.dims) < 3)
+    assert found.weights * 8 == pytest.approx(2 * model.parameters, rel=0.01, abs=2 * 7 * norms)
+    assert found.kept * 8 == model.kept_bytes("bf16")
+    assert found.flops * 8 == pytest.approx(sum(one.flops for one in model.products), rel=0.01)
+
+
+def test_key_heads_are_copied_where_there_are_fewer():
+    model = served("llama3-70b")
+    found = split(model, cuts(model), 16, weights="bf16", cache="bf16")
+    assert found.kept * 8 == model.kept_bytes("bf16")
+
+
+def test_experts_are_read_as_tokens_visit_them():
+    draw = np.random.default_rng(0)
+    for tokens in (1, 4, 64):
+        drawn = [
+            len({int(one) for _ in range(tokens) for one in draw.permutation(16)[:2]})
+            for _ in range(400)
+        ]
+        found = visited(Experts(bytes=16.0, count=16, chosen=2), np.asarray(float(tokens)))
+        assert float(found) == pytest.approx(np.mean(drawn), rel=0.05)

@@ -1,0 +1,73 @@
+"""What a plan says of a device is what an engine and the compiler make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+import shardlib
+from shardlib import models
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts
+from shardlib.serving.engine import Engine
+from shardlib.serving.scheduling.capacity import Capacity
+
+CONFIG = TransformerConfig(
+    name="served",
+    vocab_size=512,
+    layers=3,
+    embed=256,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    mlp=512,
+    max_seq=256,
+    compute_dtype="float32",
+)
+MODELS = {
+    "dense": CONFIG,
+    "experts": replace(CONFIG, experts=Experts(count=4, per_token=2, mlp=256)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_bytes_of_a_device_are_those_of_an_engine(name: str, tensor: int):
+    def forward(model, tokens):
+        return model(tokens)
+
+    init = models.build(MODELS[name])[0]
+    plan = shardlib.plan_serving(
+        init,
+        forward,
+        topology=f"cpu:{tensor}",
+        prompt=100,
+        output=28,
+        weights="model",
+        cache="model",
+        pin={"tensor": tensor, "batch": 4, "page": 16},
+    )
+    engine = Engine(
+        init,
+        forward,
+        capacity=Capacity(
+            longest=256, slots=plan.choice.batch, page=plan.choice.page, pages=plan.choice.pages
+        ),
+        tensor=tensor,
+        check=False,
+    )
+    device = jax.devices()[0]
+
+    def held(tree) -> int:
+        return sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+
+    predicted = plan.estimate.device_bytes
+    assert held(engine.compute.weights) == pytest.approx(predicted.weights, rel=0.03)
+    assert held(engine.compute.pages) == predicted.cache
