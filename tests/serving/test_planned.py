@@ -52,12 +52,12 @@ def test_bytes_of_a_device_are_those_of_an_engine(name: str, tensor: int):
     engine = Engine(
         init,
         forward,
-        capacity=Capacity(
-            longest=256, slots=plan.choice.batch, page=plan.choice.page, pages=plan.choice.pages
-        ),
-        tensor=tensor,
+        capacity=Capacity.of(plan),
+        tensor=plan.choice.tensor,
         check=False,
     )
+    assert engine.capacity.slots == 4 and engine.capacity.longest == 128
+    assert engine.capacity.most_tokens == 4 + plan.choice.chunk
     device = jax.devices()[0]
 
     def held(tree) -> int:
@@ -68,6 +68,9 @@ def test_bytes_of_a_device_are_those_of_an_engine(name: str, tensor: int):
             if shard.device == device
         )
 
+    # and it serves a whole batch of the requests that were planned, side by side
+    answers = engine.generate([[1 + n] * 100 for n in range(4)], 4)
+    assert [len(one) for one in answers] == [4] * 4 and engine.schedule.preempted == 0
     predicted = plan.estimate.device_bytes
     assert held(engine.compute.weights) == pytest.approx(predicted.weights, rel=0.03)
     assert held(engine.compute.pages) == predicted.cache

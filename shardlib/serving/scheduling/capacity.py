@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from shardlib.errors import ArgumentError, raise_all
+from shardlib.planning.serving.serving_data import ServingData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,23 @@ class Capacity:
         ]
         if failures:
             raise_all(ArgumentError, "the model cannot be served so", failures)
+
+    @classmethod
+    def of(cls, plan: ServingData, *, longest: int | None = None) -> Self:
+        """What a replica of a plan serves.
+
+        Args:
+            plan: from `shardlib.plan_serving`.
+            longest: tokens of a request at most; those of a planned request if left out.
+        """
+        choice = plan.choice
+        return cls(
+            longest=plan.workload.tokens if longest is None else longest,
+            slots=choice.batch,
+            page=choice.page,
+            pages=choice.pages,
+            budget=choice.batch + choice.chunk,
+        )
 
     @property
     def table(self) -> int:
