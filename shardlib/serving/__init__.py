@@ -5,6 +5,7 @@
 
 scheduling/   requests, pages, and which tokens the next step computes
 sampling/     the next token of each row, from logits
+computing/    a user's model as what computes steps
 step.py       the compiled programs of a step
 weights.py    where weights and pages live
 compared.py   logits with a cache beside those of the forward pass itself

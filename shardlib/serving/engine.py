@@ -14,19 +14,16 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from shardlib.annotation.model import Model, Tree
-from shardlib.annotation.read import Init, read
+from shardlib.annotation.model import Tree
+from shardlib.annotation.read import Init
 from shardlib.errors import ArgumentError, raise_all
-from shardlib.lowering.mesh.device_mesh import device_mesh
-from shardlib.lowering.serving.program import Forward, traced_forward
-from shardlib.serving.compared import compare
+from shardlib.lowering.serving.program import Forward
+from shardlib.serving.computing.built import built
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.requests import LATE, STOP, Asked, Request, Told
 from shardlib.serving.scheduling.schedule import Schedule, Share
 from shardlib.serving.scheduling.settings import Sampling, whole
-from shardlib.serving.step import Step
-from shardlib.serving.weights import placed, serving_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,8 @@ class Engine:
     Args:
         init: what makes the model, as `shardlib.compile` takes it.
         forward: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab]; attention by
-            `shardlib.attention`.
+            `shardlib.attention`, or of one token with a cache of the model's own
+            (`computing/slotted.py`).
         weights: params, such as `state.params` of a training state; (params, state) where the model
             has state; or a seed that draws them.
         capacity: how many requests and tokens are served.
@@ -72,28 +70,19 @@ class Engine:
         devices: Sequence[jax.Device] | None = None,
         check: bool = True,
     ) -> None:
-        given = jax.devices() if devices is None else list(devices)
-        limits = capacity or Capacity()
-        if isinstance(tensor, bool) or not isinstance(tensor, int) or not 1 <= tensor <= len(given):
-            raise ArgumentError(
-                f"tensor is {tensor!r}; it is a whole number from 1 to the {len(given)} devices"
-                " that there are"
-            )
-        model = read(init)
-        traced = traced_forward(model, forward, longest=limits.longest)
-        layout = serving_layout(
-            model, forward, tensor, topology=f"cpu:{tensor}", longest=limits.longest
+        made = built(
+            init,
+            forward,
+            weights=weights,
+            capacity=capacity or Capacity(),
+            tensor=tensor,
+            devices=jax.devices() if devices is None else list(devices),
+            check=check,
         )
-        where = placed(model, layout, device_mesh(layout.mesh, given[:tensor])[0])
-        held = where.weights(*_weights(model, weights))
-        self._placed = lambda given: where.weights(*_weights(model, given))
+        self.capacity, self.forward, self.compute = made.capacity, made.forward, made.compute
+        self._placed = made.place
         self._fresh: tuple[Tree, Tree] | None = None
-        if check:
-            compare(model, forward, traced, held, page=limits.page)
-        count = limits.all_pages
-        self.capacity, self.forward = limits, traced
-        self.compute = Step(traced, held, where.pages(traced, count, limits.page), limits)
-        self.schedule = Schedule(Pool(count), limits)
+        self.schedule = Schedule(Pool(self.capacity.all_pages), self.capacity, chunk=made.chunk)
         self.steps = 0
         self.clock = time.monotonic
         self._due: dict[Request, float] = {}
@@ -266,16 +255,3 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles all programs, so that nothing is compiled while requests wait."""
         self.compute.warm_up()
-
-
-def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
-    """(params, state) of what a user gave."""
-    if isinstance(given, int):
-        return jax.jit(model.init)(given)
-    if isinstance(given, tuple) and len(given) == 2:
-        return given
-    if jax.tree.leaves(model.state):
-        raise ArgumentError(
-            "the model has state, and weights are params alone\nTry: (params, state)"
-        )
-    return given, model.state

@@ -17,6 +17,7 @@ from shardlib.lowering.serving.pages import Pages, Token
 from shardlib.lowering.serving.program import TracedForward
 from shardlib.serving.sampling.choices import Choices, Row, choices
 from shardlib.serving.sampling.choose import Chosen, choose
+from shardlib.serving.sampling.told import rows_of, told
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Told
 from shardlib.serving.scheduling.schedule import Share
@@ -136,47 +137,6 @@ class Step:
             self._programs[size] = self._step.lower(self.weights, self.pages, *beside).compile()
         found, self.pages = self._programs[size](self.weights, self.pages, *beside)
         return told(found, rows)
-
-
-def rows_of(share: Share) -> list[Row]:
-    """The rows of a share, in order.
-
-    Args:
-        share: that a step computes.
-    """
-    request, end = share.request, share.first + share.count
-    found: list[Row] = []
-    for position in range(end - share.rows, end):
-        drafted = position + 1 - request.count
-        if drafted >= 0:
-            found.append(Row(request=request, drafted=share.drafted[:drafted]))
-        else:
-            found.append(Row(request=request, given=request.tokens[position + 1]))
-    return found
-
-
-def told(found: Chosen, rows: Sequence[Row]) -> list[Told]:
-    """What is chosen in each row, on the host.
-
-    Args:
-        found: of a program.
-        rows: that count.
-    """
-    tokens, logprobs = np.asarray(found.token).tolist(), np.asarray(found.logprob).tolist()
-    listed = any(row.request.asked.top for row in rows)
-    likeliest, values = (
-        (np.asarray(found.likeliest).tolist(), np.asarray(found.logprobs).tolist())
-        if listed
-        else ([[]] * len(tokens), [[]] * len(tokens))
-    )
-    return [
-        Told(
-            token=tokens[at],
-            logprob=logprobs[at],
-            likeliest=tuple(zip(likeliest[at], values[at], strict=True))[: row.request.asked.top],
-        )
-        for at, row in enumerate(rows)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

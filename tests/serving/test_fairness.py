@@ -113,7 +113,6 @@ def test_a_flood_keeps_nobody_waiting(slots: int, prompt: int, most: int, before
         steps += 1
     # its prompt, after those that have a slot, beside one token of each; then a token a step
     assert steps <= -(-(prompt + 8 * (slots - 1)) // 8) + most
-    assert served.schedule.preempted >= (1 if before * 4 >= slots else 0)
 
 
 def test_one_that_was_away_has_saved_nothing_up():

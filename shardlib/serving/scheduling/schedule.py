@@ -60,15 +60,17 @@ class Schedule:
     Args:
         pool: pages of the cache.
         capacity: how many requests and tokens are served.
+        chunk: tokens of one request that a step computes at most; None for all of a step.
 
     Attributes:
         closed: whether those that have no token of their answer yet wait for a slot, whatever is
             free.
     """
 
-    def __init__(self, pool: Pool, capacity: Capacity) -> None:
+    def __init__(self, pool: Pool, capacity: Capacity, chunk: int | None = None) -> None:
         self.pool, self.size = pool, capacity.page
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
+        self.chunk = self.budget if chunk is None else chunk
         self.rows, self.tenants = capacity.rows, Counters(capacity.tenants)
         self.slots: list[Request | None] = [None] * capacity.slots
         self.waiting: list[Request] = []
@@ -119,7 +121,7 @@ class Schedule:
         for request in running:
             if request not in self.running:  # it gave its pages to one before it
                 continue
-            count, drafted = min(request.waiting, left), tuple[int, ...]()
+            count, drafted = min(request.waiting, left, self.chunk), tuple[int, ...]()
             unscored = max(len(request.scores), request.computed)
             if request.unscored:
                 count = min(count, unscored + rows + 1 - request.computed)

@@ -1,0 +1,157 @@
+"""A user's model as what computes steps: over pages, or with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.read import Init, read
+from shardlib.errors import ArgumentError
+from shardlib.lowering.mesh.device_mesh import device_mesh
+from shardlib.lowering.serving.program import Forward, TracedForward, traced_forward
+from shardlib.serving.compared import compare
+from shardlib.serving.computing.slotted import OwnCache, SlotStep, own_cache, slotted
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.requests import Told
+from shardlib.serving.scheduling.schedule import Share
+from shardlib.serving.step import Step
+from shardlib.serving.weights import placed, serving_layout
+
+
+class Computes(Protocol):
+    """Computes the steps of an engine.
+
+    Attributes:
+        weights: (params, state) on their devices.
+        compiled: programs that have been compiled.
+    """
+
+    weights: tuple[Tree, Tree]
+
+    @property
+    def compiled(self) -> int:
+        """Programs that have been compiled."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compiles all programs."""
+        ...
+
+    def __call__(
+        self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
+    ) -> list[list[Told]]:
+        """Computes a step; returns what is chosen in the rows of each share.
+
+        Args:
+            shares: what to compute.
+            allowed: tokens that may come next, see `Step`.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What computes the steps of an engine.
+
+    Attributes:
+        compute: does.
+        capacity: how many requests and tokens are served.
+        forward: the traced forward pass.
+        place: weights as a user gives them -> on their devices.
+        chunk: tokens of a prompt that a step computes at most.
+    """
+
+    compute: Computes
+    capacity: Capacity
+    forward: TracedForward | OwnCache
+    place: Callable[[Tree | int], tuple[Tree, Tree]]
+    chunk: int
+
+
+def built(
+    init: Init,
+    forward: Forward,
+    *,
+    weights: Tree | int,
+    capacity: Capacity,
+    tensor: int,
+    devices: Sequence[jax.Device],
+    check: bool,
+) -> Built:
+    """Makes what computes the steps of an engine.
+
+    Args:
+        init, forward, weights, capacity, tensor, devices, check: see `Engine`.
+
+    Raises:
+        ArgumentError, ModelError: see `Engine`.
+    """
+    if isinstance(tensor, bool) or not isinstance(tensor, int) or not 1 <= tensor <= len(devices):
+        raise ArgumentError(
+            f"tensor is {tensor!r}; it is a whole number from 1 to the {len(devices)} devices"
+            " that there are"
+        )
+    model = read(init)
+    own = own_cache(model, forward, longest=capacity.longest)
+    if own is not None:
+        return _slotted(own, weights, capacity, tensor, devices[0])
+    traced = traced_forward(model, forward, longest=capacity.longest)
+    layout = serving_layout(
+        model, forward, tensor, topology=f"cpu:{tensor}", longest=capacity.longest
+    )
+    where = placed(model, layout, device_mesh(layout.mesh, devices[:tensor])[0])
+
+    def place(given: Tree | int) -> tuple[Tree, Tree]:
+        return where.weights(*_weights(model, given))
+
+    held = place(weights)
+    if check:
+        compare(model, forward, traced, held, page=capacity.page)
+    return Built(
+        compute=Step(
+            traced, held, where.pages(traced, capacity.all_pages, capacity.page), capacity
+        ),
+        capacity=capacity,
+        forward=traced,
+        place=place,
+        chunk=capacity.most_tokens,
+    )
+
+
+def _slotted(
+    own: OwnCache, weights: Tree | int, capacity: Capacity, tensor: int, device: jax.Device
+) -> Built:
+    if tensor != 1:
+        raise ArgumentError(
+            f"tensor is {tensor}; a model with a cache of its own is served by one device\nTry:"
+            " attention by shardlib.attention, whose cache is sharded"
+        )
+    if capacity.drafts:
+        raise ArgumentError(
+            f"drafts is {capacity.drafts}; a cache of the model's own takes no token back"
+        )
+    sizes = slotted(capacity)
+
+    def place(given: Tree | int) -> tuple[Tree, Tree]:
+        return jax.device_put(_weights(own.model, given), device)
+
+    compute = SlotStep(own, place(weights), sizes)
+    return Built(compute=compute, capacity=sizes, forward=own, place=place, chunk=compute.chunk)
+
+
+def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
+    """(params, state) of what a user gave."""
+    if isinstance(given, int):
+        return jax.jit(model.init)(given)
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    if jax.tree.leaves(model.state):
+        raise ArgumentError(
+            "the model has state, and weights are params alone\nTry: (params, state)"
+        )
+    return given, model.state

@@ -1,0 +1,59 @@
+"""What the rows of a step are, and what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from shardlib.annotation.model import Tree
+from shardlib.serving.sampling.choices import Row
+from shardlib.serving.sampling.choose import Chosen
+from shardlib.serving.scheduling.requests import Told
+from shardlib.serving.scheduling.schedule import Share
+
+#: A user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab]; of a
+#: Linen model with a cache of its own (logits, updated collections).
+UserForward = Callable[[Tree, jax.Array], Tree]
+
+
+def rows_of(share: Share) -> list[Row]:
+    """The rows of a share, in order.
+
+    Args:
+        share: that a step computes.
+    """
+    request, end = share.request, share.first + share.count
+    found: list[Row] = []
+    for position in range(end - share.rows, end):
+        drafted = position + 1 - request.count
+        if drafted >= 0:
+            found.append(Row(request=request, drafted=share.drafted[:drafted]))
+        else:
+            found.append(Row(request=request, given=request.tokens[position + 1]))
+    return found
+
+
+def told(found: Chosen, rows: Sequence[Row]) -> list[Told]:
+    """What is chosen in each row, on the host.
+
+    Args:
+        found: of a program.
+        rows: that count.
+    """
+    tokens, logprobs = np.asarray(found.token).tolist(), np.asarray(found.logprob).tolist()
+    listed = any(row.request.asked.top for row in rows)
+    likeliest, values = (
+        (np.asarray(found.likeliest).tolist(), np.asarray(found.logprobs).tolist())
+        if listed
+        else ([[]] * len(tokens), [[]] * len(tokens))
+    )
+    return [
+        Told(
+            token=tokens[at],
+            logprob=logprobs[at],
+            likeliest=tuple(zip(likeliest[at], values[at], strict=True))[: row.request.asked.top],
+        )
+        for at, row in enumerate(rows)
+    ]
