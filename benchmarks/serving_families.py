@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import environment  # noqa: E402
-from shardlib.serving import Capacity  # noqa: E402
-from shardlib.serving.folders.folder import read_folder  # noqa: E402
+from shardlib import models  # noqa: E402
+from shardlib.models.config import TransformerConfig  # noqa: E402
+from shardlib.models.config_parts import Experts  # noqa: E402
+from shardlib.serving import Capacity, Served, read_folder  # noqa: E402
+from shardlib.serving.folders.writing import write_folder  # noqa: E402
+from shardlib.serving.text import ByteText  # noqa: E402
 from tests.models.configs import PUBLISHED, tiny  # noqa: E402
 from tests.serving.hf_folders import write_tokenizer  # noqa: E402
 
@@ -87,6 +92,80 @@ def ours(folder: Path) -> list[list[int]]:
     return engine.generate(PROMPTS, most=MOST)
 
 
+SMALL = TransformerConfig(
+    name="small",
+    vocab_size=256,
+    layers=3,
+    embed=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    max_seq=64,
+    compute_dtype="float32",
+)
+#: Transformers of ours that are written, by the family that they are written as.
+WRITTEN = {
+    "llama": replace(SMALL, tied=True),
+    "mistral": replace(SMALL, sliding_window=6),
+    "qwen3": replace(SMALL, qk_norm=True),
+    "gpt2": replace(
+        SMALL,
+        kv_heads=4,
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        tied=True,
+        learned_positions=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
+    "mixtral": replace(SMALL, mlp=24, experts=Experts(count=4, per_token=2, mlp=24)),
+    "gemma2": replace(
+        SMALL,
+        tied=True,
+        norm_offset=True,
+        embed_scale=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        sliding_window=6,
+        global_every=2,
+        attention_softcap=20.0,
+        logit_softcap=10.0,
+    ),
+}
+
+
+def written(family: str, folder: Path) -> dict[str, Any]:
+    """A transformer of ours with random weights: its tokens, and those of `transformers`, which
+    loads what is written of it.
+    """
+    config = WRITTEN[family]
+    served = Served(
+        name=family,
+        init=models.build(config)[0],
+        forward=lambda model, tokens: model(tokens),
+        weights=3,
+        longest=config.max_seq,
+        text=ByteText(),
+        config=config,
+    )
+    write_folder(served, folder)
+    found = served.engine(Capacity(longest=32, slots=3, page=4)).generate(PROMPTS, most=MOST)
+    data = json.loads((folder / "config.json").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    same_text = tokenizer("größer {7}")["input_ids"] == served.text.encode("größer {7}")
+    right = theirs(folder)
+    return {
+        "model_type": data["model_type"],
+        "as_wanted": data["model_type"] == family,
+        "equal": right == found,
+        "same_text": same_text,
+        "different_tokens": len({token for answer in right for token in answer}),
+    }
+
+
 def main() -> None:
     """Compares all families."""
     parser = argparse.ArgumentParser(
@@ -114,6 +193,11 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
+    sent = list[dict[str, Any]]()
+    for family in WRITTEN:
+        with tempfile.TemporaryDirectory() as place:
+            sent.append(written(family, Path(place) / "out"))
+        print(json.dumps(sent[-1]), flush=True)
     result = {
         **environment(),
         "torch": torch.__version__,
@@ -121,6 +205,7 @@ def main() -> None:
         "rows": rows,
         "equal": sum(row["equal"] for row in rows),
         "of": len(rows),
+        "written": sent,
     }
     if asked.write:
         told = {"transformers": transformers.__version__, "torch": torch.__version__}
@@ -129,7 +214,8 @@ def main() -> None:
         )
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['equal']} of {result['of']} families say the same tokens")
+    print(f"{result['equal']} of {result['of']} models say the same tokens")
+    print(f"{sum(row['equal'] for row in sent)} of {len(sent)} that are written do")
 
 
 if __name__ == "__main__":

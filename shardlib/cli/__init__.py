@@ -31,7 +31,7 @@ from shardlib.cli.commands import (
     training,
     verifying,
 )
-from shardlib.cli.commands.serving import generating
+from shardlib.cli.commands.serving import exporting, generating
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import LaunchError, ShardlibError
@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "train": training.train_command,
     "status": training.status_command,
     "generate": generating.generate_command,
+    "export": exporting.export_command,
     "models": tables.models_command,
     "topologies": tables.topologies_command,
 }

@@ -10,6 +10,7 @@ import jax
 from shardlib.annotation.model import Tree
 from shardlib.annotation.read import Init
 from shardlib.lowering.serving.program import Forward
+from shardlib.models.config import TransformerConfig
 from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.settings import Sampling
@@ -34,6 +35,7 @@ class Served:
             which embeddings are made of; None where the model does not give them.
         version: of the weights, in words; empty where they have none.
         newer: asks for newer weights; None where there never are any.
+        config: of the reference transformer; None for other models.
         sampling: how answers are made unless somebody asks otherwise; None where nothing is said.
         warning: what whoever starts the server should know; empty for nothing.
     """
@@ -47,6 +49,7 @@ class Served:
     hidden: Forward | None = None
     version: str = ""
     newer: Newer | None = None
+    config: TransformerConfig | None = None
     sampling: Sampling | None = None
     warning: str = ""
 

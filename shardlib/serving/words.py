@@ -95,6 +95,7 @@ def _bytes(
         weights=weights,
         longest=config.max_seq,
         text=ByteText(),
+        config=config,
         version=version,
         newer=newer,
         warning=warning,

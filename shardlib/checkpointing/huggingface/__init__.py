@@ -13,6 +13,6 @@ from __future__ import annotations
 
 from shardlib.checkpointing.huggingface.reading import Imported, load
 from shardlib.checkpointing.huggingface.whole import load_weights
-from shardlib.checkpointing.huggingface.writing import save
+from shardlib.checkpointing.huggingface.writing import save, save_weights
 
-__all__ = ["Imported", "load", "load_weights", "save"]
+__all__ = ["Imported", "load", "load_weights", "save", "save_weights"]

@@ -5,21 +5,19 @@ forgotten.
 from __future__ import annotations
 
 import json
-import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpointing.huggingface.files import DTYPES, INDEX
+from shardlib.annotation.trees.paths import Tree
+from shardlib.checkpointing.huggingface.files import INDEX
 from shardlib.checkpointing.huggingface.located import Stored, locate, stored
 from shardlib.checkpointing.huggingface.names import names
 from shardlib.checkpointing.huggingface.reading import held_state, read_config
+from shardlib.checkpointing.huggingface.tensors import WORDS, Gather, write_file
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.lowering.islands.learned import first_of, learned
@@ -27,10 +25,10 @@ from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.islands.state import IslandsState
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
+from shardlib.models import huggingface
 from shardlib.models.huggingface import CONFIG
 from shardlib.untrusted import read_json
-
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+from shardlib.untrusted.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +74,60 @@ def save(
         CheckpointError: the folder holds such files already, cannot be written, or the program is
             of another model.
     """
-    root, trained = Path(folder), learned(program, state)
-    described, family = read_config(Path(config))
-    leaves = {**named_leaves(trained.params), **held_state(trained.model_state)}
-    if dtype is not None and dtype not in _WORDS:
-        raise CheckpointError(f"dtype={dtype!r} is none of files\nTry: one of {', '.join(_WORDS)}")
+    trained = learned(program, state)
+    read_config(Path(config))
+    return _save(
+        (trained.params, trained.model_state),
+        Path(folder),
+        read_json(Path(config), "model configuration", ModelError, limits=CONFIG),
+        gather=Gather(first_of(program).mesh),
+        dtype=dtype,
+        max_bytes=max_bytes,
+    )
+
+
+def save_weights(
+    weights: tuple[Tree, Tree],
+    folder: str | Path,
+    config: JsonMapping,
+    *,
+    dtype: str | None = None,
+    max_bytes: int = 5_000_000_000,
+) -> tuple[str, ...]:
+    """Writes the weights of a model that is served, as `save` does.
+
+    Args:
+        weights: (params, state), arrays of this process.
+        folder: made where it is not there.
+        config: content of the `config.json`: it says how tensors are called, and is written, too.
+        dtype: "float32", "bfloat16", "float16"; by default what each parameter has.
+        max_bytes: size of a file, which only a single tensor may exceed.
+
+    Returns:
+        The names of the safetensors files.
+
+    Raises:
+        ModelError: the configuration is not understood.
+        CheckpointError: see `save`.
+    """
+    return _save(
+        weights, Path(folder), config, gather=Gather(None), dtype=dtype, max_bytes=max_bytes
+    )
+
+
+def _save(
+    weights: tuple[Tree, Tree],
+    root: Path,
+    config: JsonMapping,
+    *,
+    gather: Gather,
+    dtype: str | None,
+    max_bytes: int,
+) -> tuple[str, ...]:
+    described, family = huggingface.read(config), config["model_type"]
+    leaves = {**named_leaves(weights[0]), **held_state(weights[1])}
+    if dtype is not None and dtype not in WORDS:
+        raise CheckpointError(f"dtype={dtype!r} is none of files\nTry: one of {', '.join(WORDS)}")
     tensors = stored(
         locate(
             described,
@@ -101,10 +148,9 @@ def save(
     first = jax.process_index() == 0
     if first:
         _prepare(root)
-    gather = _Gather(first_of(program))
     try:
         for shard in shards:
-            _write(
+            write_file(
                 root / shard.name,
                 {name: (tensors[name], dtypes[name]) for name in shard.tensors},
                 leaves,
@@ -112,7 +158,7 @@ def save(
                 first,
             )
         if first:
-            _describe(root, Path(config), shards, tensors, dtypes, dtype)
+            _describe(root, config, shards, tensors, dtypes, dtype)
     except OSError as error:
         raise CheckpointError(
             f"the model could not be written to {root} ({error})\nTry: a folder with more room; the"
@@ -158,79 +204,15 @@ def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[_Shard]:
     ]
 
 
-class _Gather:
-    """Brings one layer's or one expert's part of a parameter to the host; over several processes by
-    way of every device of the mesh.
-    """
-
-    def __init__(self, program: Program) -> None:
-        whole = NamedSharding(program.mesh, PartitionSpec()) if jax.process_count() > 1 else None
-        self._part = jax.jit(_part, static_argnums=2, out_shardings=whole)
-
-    def __call__(self, leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:
-        return np.asarray(self._part(leaf, np.asarray(place, np.int32), len(place)))
-
-
-def _part(leaf: jax.Array, place: jax.Array, dims: int) -> jax.Array:
-    for i in range(dims):
-        leaf = jax.lax.dynamic_index_in_dim(leaf, place[i], keepdims=False)
-    return leaf
-
-
-def _write(
-    path: Path,
-    tensors: Mapping[str, tuple[Stored, str]],
-    leaves: Mapping[str, Any],
-    gather: _Gather,
-    first: bool,
-) -> None:
-    """Writes one file: the length of the header, the header, the tensors one after another; renamed
-    when it is whole.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (one, dtype) in tensors.items():
-        start, end = end, end + int(np.prod(one.shape)) * np.dtype(dtype).itemsize
-        header[name] = {
-            "dtype": _WORDS[dtype],
-            "shape": list(one.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
-    if not first:
-        for one, dtype in tensors.values():
-            _tensor(one, dtype, leaves, gather)
-        return
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for one, dtype in tensors.values():
-            _append(file, _tensor(one, dtype, leaves, gather))
-    os.replace(partial, path)
-
-
-def _append(file: BinaryIO, tensor: np.ndarray) -> None:
-    file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
-
-
-def _tensor(one: Stored, dtype: str, leaves: Mapping[str, Any], gather: _Gather) -> np.ndarray:
-    tensor = np.empty(one.shape, np.dtype(dtype))
-    for located, place in one.parts:
-        located.form.into(tensor, gather(leaves[located.path], place).astype(tensor.dtype))
-    return tensor
-
-
 def _describe(
     root: Path,
-    config: Path,
+    data: JsonMapping,
     shards: list[_Shard],
     tensors: Mapping[str, Stored],
     dtypes: Mapping[str, str],
     dtype: str | None,
 ) -> None:
     """Writes `config.json`, and the index where there are several files."""
-    data = read_json(config, "model configuration", ModelError, limits=CONFIG)
     (root / "config.json").write_text(
         json.dumps({**data, **({"dtype": dtype, "torch_dtype": dtype} if dtype else {})}, indent=2)
         + "\n",

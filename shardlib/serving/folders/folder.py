@@ -72,6 +72,7 @@ def read_folder(folder: str | Path, *, dtype: str | None = None) -> Served:
         weights=load_weights(root, model, config, family),
         longest=config.max_seq,
         text=text,
+        config=config,
         sampling=generation.sampling,
     )
 

@@ -1,1 +1,1 @@
-"""The commands of models that answer: `planning` (`plan --serve`), `generating`."""
+"""The commands of models that answer: `planning` (`plan --serve`), `generating`, `exporting`."""
