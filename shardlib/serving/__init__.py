@@ -1,4 +1,4 @@
-"""Models that answer: requests share programs, pages and prefixes. No network in here.
+"""Models that answer: requests share programs, pages and prefixes. No network but in `http/`.
 
     engine = serving.Engine(init, forward, weights=state.params)
     engine.generate([[5, 2, 7]], most=16)
@@ -17,6 +17,8 @@ folders/      folders of Hugging Face, as they are served
 text.py       texts as tokens, and tokens as a text that grows
 served.py     model, weights, tokenizer and name together
 words.py      from a word to what is served: model, weights, tokenizer, name
+hosting/      an engine for many clients at once: a thread, streams, texts
+http/         OpenAI's interface to it
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ByteText:
     variables: Mapping[str, str] = {}
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Bytes of a text; half of a surrogate pair, which JSON can hold, becomes "?".
+        """Bytes of a text; half of a surrogate pair becomes "?".
 
         Args:
             text: any.

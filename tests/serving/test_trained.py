@@ -15,6 +15,7 @@ from shardlib.annotation.read import read
 from shardlib.cli import main
 from shardlib.errors import RunError
 from shardlib.serving.trained import trained_run
+from shardlib.serving.words import named
 from shardlib.training.config import TrainConfig
 from shardlib.training.loop import train
 from shardlib.untrusted import printable
@@ -79,6 +80,20 @@ def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.Cap
     assert run_command(*words) == 0
     text = bytes(found["tokens"]).decode("utf-8", "replace")
     assert capsys.readouterr().out == f"value_{printable(text)}\n"
+
+
+def test_a_run_gives_the_weights_of_its_newest_checkpoint(folder: Path):
+    found = named(str(folder))
+    assert (found.name, found.version, found.warning) == ("run", "step 6", "")
+    assert found.newer is not None and found.newer("step 6") is None
+    fresh = found.newer("step 3")
+    assert fresh is not None and fresh[1] == "step 6"
+    jax.tree.map(np.testing.assert_array_equal, fresh[0], found.weights)
+    half = folder / "checkpoints" / "9.orbax-checkpoint-tmp"  # of a process that was killed
+    half.mkdir()
+    (folder / "checkpoints" / "8").mkdir()
+    assert found.newer("step 6") is None
+    assert named(str(folder)).version == "step 6"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,3 @@
-"""The commands of models that answer: `planning` (`plan --serve`), `generating`, `exporting`."""
+"""The commands of models that answer: `planning` (`plan --serve`), `generating`, `exporting`,
+`serve`.
+"""

@@ -1,0 +1,193 @@
+"""`shardlib serve`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardlib.cli.app import AsJson
+from shardlib.cli.groups import spread
+from shardlib.cli.output import echo, quiet_stdout
+from shardlib.errors import ArgumentError, MissingPackageError
+
+if TYPE_CHECKING:
+    from shardlib.serving.hosting.deployment import Deployment
+    from shardlib.serving.http.settings import Settings
+
+#: Addresses that only this machine reaches.
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the server is, and who may ask."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = (
+        8000
+    )
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File of bearer tokens, one a line; one is asked for."),
+    ] = None
+    waiting: Annotated[
+        int, typer.Option("--waiting", min=0, help="Requests of a model that wait at most.")
+    ] = 64
+    drain: Annotated[
+        float, typer.Option("--drain", help="Seconds that answers have to end in after SIGTERM.")
+    ] = 60.0
+    refresh: Annotated[
+        float, typer.Option("--refresh", help="Seconds between looks for newer checkpoints.")
+    ] = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How much each model has room for."""
+
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology", "-t", help="Devices that share each model; cpu:N simulates N. [one]"
+        ),
+    ] = None
+    longest: Annotated[
+        int | None,
+        typer.Option("--longest", help="Tokens of prompt and answer. [the model's, at most 4096]"),
+    ] = None
+    slots: Annotated[int, typer.Option("--slots", help="Requests served at a time.")] = 8
+    page: Annotated[int, typer.Option("--page", help="Tokens of a page of the cache.")] = 16
+    pages: Annotated[
+        int | None, typer.Option("--pages", help="Of the cache. [half of what slots could fill]")
+    ] = None
+    budget: Annotated[
+        int | None, typer.Option("--budget", help="Tokens of a step at most. [64, or --slots]")
+    ] = None
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes/--no-prefixes", help="Share what prompts begin with.")
+    ] = True
+
+
+@spread
+def serve_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]MODEL...",
+            help=(
+                "Folder of a run of `shardlib train`, or a preset or model card with random"
+                " weights. [a demonstration, trained for a minute the first time]"
+            ),
+        ),
+    ] = None,
+    *,
+    place: Place,
+    room: Room,
+    as_json: AsJson = False,
+) -> None:
+    """Serve models to any client of OpenAI's interface. A run may still be training: its newest
+    checkpoint is served, without dropping a request.
+    """
+    try:
+        from shardlib.serving.http import server, settings
+        from shardlib.serving.http.app import application
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"serving needs the package {error.name}\nTry: pip install 'shardlib[serve]'"
+        ) from error
+    tokens = () if place.token_file is None else settings.read_tokens(place.token_file)
+    limits = settings.Settings(
+        tokens=tokens,
+        waiting=place.waiting,
+        drain_seconds=place.drain,
+        refresh_seconds=place.refresh,
+    )
+    if place.host not in LOOPBACK and not tokens:
+        echo(
+            f"WARNING: whoever reaches {place.host} may ask; --token-file keeps others out",
+            err=True,
+        )
+    # What is taken is said before anything is made.
+    with server.listen(place.host, place.port) as at:
+        with quiet_stdout(as_json):
+            deployed = _hosted(models or [], room, limits)
+        names = [one.name for one in deployed]
+
+        def ready() -> None:
+            host, port = at.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            if as_json:
+                echo(json.dumps({"url": f"{url}/v1", "models": names}))
+            else:
+                echo(f"{', '.join(names)} at {url}/v1 for clients, at {url} for people")
+
+        server.run(application(deployed, limits), limits, at, ready=ready)
+
+
+def _hosted(models: list[str], room: Room, settings: Settings) -> list[Deployment]:
+    """The models of the command line, each with an engine of its own."""
+    tensor = 1
+    if room.topology is not None:
+        from shardlib.hardware import topology as find_topology
+
+        found = find_topology(room.topology)
+        tensor = found.devices
+        if found.name.startswith("cpu:"):
+            from shardlib.processes.devices import simulate_cpu_devices
+
+            simulate_cpu_devices(tensor)
+    from shardlib.serving.hosting.demonstration import demonstration
+    from shardlib.serving.hosting.deployment import deploy
+    from shardlib.serving.scheduling.capacity import Capacity
+    from shardlib.serving.words import named
+
+    def say(text: str) -> None:
+        echo(text, err=True)
+
+    words = [_split(word) for word in models or [str(demonstration(say))]]
+    deployed: list[Deployment] = []
+    for name, word in words:
+        served = named(word)
+        if any(one.name == (name or served.name) for one in deployed):
+            raise ArgumentError(
+                f"two models are called {name or served.name}\nTry: NAME={word}, for another name"
+            )
+        if served.warning:
+            say(f"WARNING: {served.warning}")
+        capacity = Capacity(
+            longest=room.longest or min(served.longest, 4096),
+            slots=room.slots,
+            page=room.page,
+            pages=room.pages,
+            budget=room.budget,
+            prefixes=room.prefixes,
+        )
+        if capacity.longest > served.longest:
+            raise ArgumentError(
+                f"--longest {capacity.longest} is more than the {served.longest} tokens that"
+                f" {word} looks at"
+            )
+        say(f"{name or served.name}: compiling" + (f" ({served.version})" * bool(served.version)))
+        deployed.append(
+            deploy(
+                served,
+                capacity,
+                name=name,
+                tensor=tensor,
+                waiting=settings.waiting,
+                buffer=settings.buffer,
+            )
+        )
+    return deployed
+
+
+def _split(word: str) -> tuple[str, str]:
+    """Name and model of a word; the name is empty where none is given."""
+    name, equals, model = word.partition("=")
+    if not equals or Path(word).exists() or "/" in name or not name:
+        return "", word
+    return name, model

@@ -1,0 +1,141 @@
+"""Tokens as the text of an answer, up to the first stop string.
+
+>>> from shardlib.serving import Told
+>>> from shardlib.serving.text import ByteText
+>>> answer = Answer(ByteText(), stop=("\\n\\n",))
+>>> [answer.add(Told(token=byte, logprob=-1)).text for byte in b"a\\nb\\n"]
+['a', '', '\\nb', '']
+>>> answer.add(Told(token=10, logprob=-1))
+Part(text='', tokens=(), ended='stop')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardlib.serving.scheduling.requests import STOP, Told
+from shardlib.serving.text import Pieces, Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A token of an answer.
+
+    Attributes:
+        text: of the token alone.
+        logprob: natural logarithm of its probability; None for the first token of a prompt.
+        likely: the likeliest tokens there, in falling order, with theirs.
+        offset: characters of the answer before it.
+    """
+
+    text: str
+    logprob: float | None
+    likely: tuple[tuple[str, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new of an answer.
+
+    Attributes:
+        text: that follows.
+        tokens: whose text has begun.
+        ended: why the answer is whole with it; None while it goes on.
+    """
+
+    text: str
+    tokens: tuple[Written, ...]
+    ended: str | None
+
+
+def written(text: Text, told: Told, offset: int) -> Written:
+    """A token as text.
+
+    Args:
+        text: the model's tokenizer.
+        told: the token.
+        offset: characters before it.
+    """
+    return Written(
+        text=text.decode([told.token]),
+        logprob=told.logprob,
+        likely=tuple((text.decode([one]), odds) for one, odds in told.likeliest),
+        offset=offset,
+    )
+
+
+def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
+    """A prompt as the beginning of what is answered.
+
+    Args:
+        text: the model's tokenizer.
+        prompt: its tokens.
+        scores: of the tokens but the first; empty where they were not asked for.
+    """
+    whole = text.decode(prompt)
+    if len(scores) != len(prompt) - 1:
+        return Part(whole, (), None)
+    first = Written(text=text.decode(prompt[:1]), logprob=None, likely=(), offset=0)
+    tokens, offset = [first], len(first.text)
+    for told in scores:
+        tokens.append(written(text, told, offset))
+        offset += len(tokens[-1].text)
+    return Part(whole, tuple(tokens), None)
+
+
+class Answer:
+    """The text of an answer, as its tokens come in.
+
+    Args:
+        text: the model's tokenizer.
+        stop: texts that end the answer; they are not part of it.
+        before: characters that stand in front of it.
+    """
+
+    def __init__(self, text: Text, *, stop: Sequence[str] = (), before: int = 0) -> None:
+        self._text, self._stop = text, tuple(stop)
+        self._pieces = Pieces(text)
+        self._held = ""  # that may be the beginning of a stop string
+        self._given = before
+        self._tokens: list[Written] = []  # whose text has not begun
+
+    def add(self, told: Told | None, *, ended: str | None = None) -> Part:
+        """One more token, or the end.
+
+        Args:
+            told: the token; None where the answer ends without one.
+            ended: why the answer ends with it.
+        """
+        if told is not None:
+            self._tokens.append(written(self._text, told, self._given + len(self._held)))
+            self._held += self._pieces.add(told.token)
+        if ended is not None:
+            self._held += self._pieces.end()
+        found = [at for one in self._stop if (at := self._held.find(one)) >= 0]
+        if found:
+            self._held = self._held[: min(found)]
+            return replace(self._give(len(self._held), last=False), ended=STOP)
+        if ended is not None:
+            return replace(self._give(len(self._held), last=True), ended=ended)
+        return self._give(len(self._held) - self._waiting(), last=False)
+
+    def _waiting(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        return max(
+            (
+                size
+                for one in self._stop
+                for size in range(1, len(one))
+                if self._held.endswith(one[:size])
+            ),
+            default=0,
+        )
+
+    def _give(self, size: int, *, last: bool) -> Part:
+        piece, self._held = self._held[:size], self._held[size:]
+        self._given += size
+        given = [one for one in self._tokens if last or one.offset < self._given]
+        self._tokens = self._tokens[len(given) :]
+        return Part(text=piece, tokens=tuple(given), ended=None)

@@ -1,0 +1,100 @@
+"""A model that is served, with all that requests of it need."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from shardlib.errors import ShardlibError
+from shardlib.serving.hosting.embedding import Embedder
+from shardlib.serving.hosting.stream import StreamError
+from shardlib.serving.hosting.templates import Renderer
+from shardlib.serving.hosting.worker import Worker
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.served import Served
+
+LOG = logging.getLogger("shardlib.serving")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model that is served.
+
+    Attributes:
+        name: by which requests ask for it.
+        served: what it is.
+        worker: its engine.
+        renderer: of conversations.
+        embedder: of texts; None where the model gives no hidden states.
+    """
+
+    name: str
+    served: Served
+    worker: Worker
+    renderer: Renderer = field(repr=False)
+    embedder: Embedder | None = None
+
+    async def follow(self, seconds: float) -> None:
+        """Serves newer weights as they come, for ever. What goes wrong with them is logged, and
+        those that are there serve on.
+
+        Args:
+            seconds: between two looks.
+        """
+        newer = self.served.newer
+        while newer is not None:
+            await asyncio.sleep(seconds)
+            try:
+                found = await asyncio.to_thread(newer, self.worker.version)
+                if found is None:
+                    continue
+                weights, version = found
+                change = self.worker.call(
+                    lambda weights=weights, version=version: self.worker.replace(weights, version)
+                )
+                await asyncio.wrap_future(change)
+                LOG.info("%s: %s is served from now on", self.name, version)
+                while self.worker.engine.replacing and not self.worker.error:
+                    await asyncio.sleep(0.1)
+            except StreamError:
+                return
+            except (ShardlibError, OSError) as error:
+                LOG.warning("%s: newer weights cannot be served: %s", self.name, error)
+
+
+def deploy(
+    served: Served,
+    capacity: Capacity,
+    *,
+    name: str = "",
+    tensor: int = 1,
+    waiting: int = 64,
+    buffer: int = 1024,
+) -> Deployment:
+    """Makes the engine of a model, and compiles everything that it will run.
+
+    Args:
+        served: the model.
+        capacity: how many requests and tokens.
+        name: by which requests ask for it; by default its own.
+        tensor: devices that share every layer.
+        waiting: requests that wait for a slot at most.
+        buffer: tokens that an answer may be ahead of who reads it.
+
+    Raises:
+        ArgumentError, ModelError: see `Engine`.
+    """
+    renderer = Renderer(served.text)
+    engine = served.engine(capacity, tensor=tensor)
+    engine.warm_up()
+    embedder = None if served.hidden is None else Embedder(engine, served.hidden)
+    if embedder is not None:
+        embedder.warm_up()
+    return Deployment(
+        name=name or served.name,
+        served=served,
+        worker=Worker(engine, waiting=waiting, buffer=buffer, version=served.version),
+        renderer=renderer,
+        embedder=embedder,
+    )

@@ -1,0 +1,89 @@
+"""The server as one application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from shardlib import __version__
+from shardlib.errors import ArgumentError
+from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http import faults
+from shardlib.serving.http.guard import Guard
+from shardlib.serving.http.page import PAGE, figures
+from shardlib.serving.http.routes import router
+from shardlib.serving.http.settings import Settings
+from shardlib.serving.http.watching import Watching
+
+
+def application(deployed: Sequence[Deployment], settings: Settings | None = None) -> FastAPI:
+    """The application that serves some models; it starts and stops their engines.
+
+    Args:
+        deployed: models, of different names.
+        settings: limits.
+
+    Raises:
+        ArgumentError: no models, or two of one name.
+    """
+    limits = settings or Settings()
+    names = [one.name for one in deployed]
+    if not names or len(set(names)) < len(names):
+        raise ArgumentError(
+            f"the models are {', '.join(names) or 'none'}; each has a name of its own\nTry:"
+            " NAME=MODEL"
+        )
+    models: Mapping[str, Deployment] = {one.name: one for one in deployed}
+    watching = Watching(models)
+    for name, one in models.items():
+        one.worker.watch = watching.of[name]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        del app
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(watching.look(models))]
+        for one in models.values():
+            one.worker.start(loop)
+            tasks.append(loop.create_task(one.follow(limits.refresh_seconds)))
+        yield
+        for task in tasks:
+            task.cancel()
+        for one in models.values():
+            await asyncio.to_thread(one.worker.stop)
+            one.renderer.close()
+
+    app = FastAPI(
+        title="shardlib", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    faults.install(app)
+    app.include_router(router(models, limits, int(time.time())))
+
+    @app.get("/health")
+    async def health() -> Response:
+        trouble = {name: one.worker.trouble for name, one in models.items()}
+        bad = any(trouble.values())
+        return JSONResponse(
+            {"status": "failed" if bad else "ok", "models": trouble}, 503 if bad else 200
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(watching.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/figures")
+    async def page_figures() -> Response:
+        return JSONResponse(figures(models, watching))
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return PAGE
+
+    app.add_middleware(Guard, settings=limits)
+    return app

@@ -1,0 +1,125 @@
+"""What is answered where something is wrong, in the form of OpenAI's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from shardlib.serving.hosting.load import FullError
+from shardlib.serving.hosting.stream import StreamError
+from shardlib.untrusted.json_types import JsonObject
+
+#: Kinds of errors by status; others are the client's.
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
+
+
+class Fault(HTTPException):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        code: for programs.
+        param: the field that is wrong, if one is.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        said = message.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+        super().__init__(status, said, dict(headers or {}))
+        self.code, self.param = code, param
+
+    @property
+    def body(self) -> JsonObject:
+        """As JSON."""
+        return {
+            "error": {
+                "message": self.detail,
+                "type": KINDS.get(self.status_code, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def response(self) -> JSONResponse:
+        """As an answer."""
+        return JSONResponse(self.body, self.status_code, headers=self.headers)
+
+
+def full(error: FullError) -> Fault:
+    """Too many requests are open."""
+    return Fault(
+        429,
+        f"the server is busy: {error}",
+        code="server_busy",
+        headers={"Retry-After": str(error.seconds)},
+    )
+
+
+def ended(error: StreamError) -> Fault:
+    """An answer ended early."""
+    return Fault(503, str(error), code="engine_failed" if error.dead else "answer_given_up")
+
+
+def _wrong_body(error: RequestValidationError) -> Fault:
+    """The first thing that is wrong with a body."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return Fault(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
+    where = [str(part) for part in first["loc"][1:]]
+    name = where[0] if where else None
+    spelled = ".".join(where) or "the body"
+    return Fault(400, f"{spelled}: {first['msg']}", code="invalid_value", param=name)
+
+
+def install(app: FastAPI) -> None:
+    """Has an application answer so.
+
+    Args:
+        app: whose handlers are set.
+    """
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        del request
+        assert isinstance(error, HTTPException)
+        if isinstance(error, Fault):
+            return error.response
+        return Fault(error.status_code, error.detail, headers=error.headers).response
+
+    async def wrong(request: Request, error: Exception) -> JSONResponse:
+        del request
+        assert isinstance(error, RequestValidationError)
+        return _wrong_body(error).response
+
+    async def busy(request: Request, error: Exception) -> JSONResponse:
+        del request
+        assert isinstance(error, FullError)
+        return full(error).response
+
+    async def dead(request: Request, error: Exception) -> JSONResponse:
+        del request
+        assert isinstance(error, StreamError)
+        return ended(error).response
+
+    async def other(request: Request, error: Exception) -> JSONResponse:
+        del request, error
+        return Fault(500, "the server has failed at this; its log says more").response
+
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, wrong)
+    app.add_exception_handler(FullError, busy)
+    app.add_exception_handler(StreamError, dead)
+    app.add_exception_handler(Exception, other)

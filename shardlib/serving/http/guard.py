@@ -1,0 +1,92 @@
+"""Who may ask, and how much: before anything of a body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardlib.serving.http.faults import Fault
+from shardlib.serving.http.settings import Settings
+
+
+class Guard:
+    """Lets requests with a token through whose bodies are small and come in time.
+
+    `scope["state"]["salt"]` is what the prefixes of a token are known by.
+
+    Args:
+        app: behind it.
+        settings: tokens and limits.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app, self.settings = app, settings
+        self._tokens = [token.encode() for token in settings.tokens]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            headers = dict(scope["headers"])
+            state = scope.setdefault("state", {})
+            state["salt"] = self._salt(scope["path"], headers.get(b"authorization", b""))
+            self._check_length(headers.get(b"content-length", b"0"))
+        except Fault as fault:
+            await fault.response(scope, receive, send)
+            return
+        await self.app(scope, _Counted(receive, self.settings), send)
+
+    def _salt(self, path: str, given: bytes) -> str:
+        if not self._tokens or not path.startswith("/v1"):
+            return ""
+        scheme, _, token = given.partition(b" ")
+        found = [hmac.compare_digest(token.strip(), one) for one in self._tokens]
+        if scheme.lower() != b"bearer" or not any(found):
+            raise Fault(
+                401,
+                "the request has no bearer token that is known here",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return hashlib.sha256(b"shardlib prefixes " + token.strip()).hexdigest()
+
+    def _check_length(self, given: bytes) -> None:
+        if not given.isdigit() or len(given) > 18 or int(given) > self.settings.body_bytes:
+            raise too_large(self.settings)
+
+
+def too_large(settings: Settings) -> Fault:
+    """The body is larger than is read."""
+    return Fault(413, f"the body has more than {settings.body_bytes} bytes", code="body_too_large")
+
+
+class _Counted:
+    """Receives a body of so many bytes in so many seconds at most; whether a length was said or
+    not.
+    """
+
+    def __init__(self, receive: Receive, settings: Settings) -> None:
+        self._receive, self._settings = receive, settings
+        self._bytes, self._whole = 0, False
+        self._end = asyncio.get_running_loop().time() + settings.body_seconds
+
+    async def __call__(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._end):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise Fault(
+                408, f"the body took more than {self._settings.body_seconds:g} seconds"
+            ) from error
+        self._bytes += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self._bytes > self._settings.body_bytes:
+            raise too_large(self._settings)
+        return message

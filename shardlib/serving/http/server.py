@@ -1,0 +1,169 @@
+"""The process that serves: connections, signals, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shardlib.errors import LaunchError
+from shardlib.serving.http.settings import Settings
+
+#: Bytes that wait in the system for the reader of a connection, about.
+SEND_BYTES = 1 << 17
+
+
+def protocol(settings: Settings) -> type[H11Protocol]:
+    """How connections are handled: as uvicorn does, and who sends no head in time is cut off.
+
+    Args:
+        settings: limits.
+    """
+
+    class Limited(H11Protocol):
+        def __init__(self, config: uvicorn.Config, *given: object, **named: object) -> None:
+            super().__init__(config, *given, **named)  # type: ignore[arg-type]
+            self.app_state = {**self.app_state, "abort": lambda: self.transport.abort()}
+            self._seen = 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._expect(0)
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._seen += 1
+            elif before is not None and before.response_complete:
+                self._expect(self._seen)  # the head of the next request has begun
+
+        def _expect(self, seen: int) -> None:
+            def check() -> None:
+                if self._seen == seen:
+                    self.transport.abort()
+
+            self.loop.call_later(settings.head_seconds, check)
+
+    return Limited
+
+
+class _Server(uvicorn.Server):
+    """One that ends in order when it is asked to, rather than of the signal that asked."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: name or address.
+        port: 0 for any.
+
+    Raises:
+        LaunchError: it cannot be had.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, number)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"{host}:{port} cannot be listened at ({error})\nTry: --port 0 for any that is free"
+        ) from error
+    return made
+
+
+def run(
+    app: FastAPI, settings: Settings, at: socket.socket, *, ready: Callable[[], None] | None = None
+) -> None:
+    """Serves until SIGTERM or SIGINT; answers that have begun may end then, and no others begin. A
+    second SIGINT ends it at once.
+
+    Args:
+        app: what is served.
+        settings: limits.
+        at: a socket that listens.
+        ready: is called when requests can come.
+    """
+    _server(app, settings, ready or (lambda: None)).run(sockets=[at])
+
+
+@contextlib.contextmanager
+def serving(
+    app: FastAPI, settings: Settings | None = None, *, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[str]:
+    """Serves in a thread until the end of the block, and gives the address.
+
+    Args:
+        app: what is served.
+        settings: limits.
+        host: address to listen at.
+        port: 0 for any that is free.
+
+    Raises:
+        LaunchError: there is no such place, or the server does not start.
+    """
+    started = threading.Event()
+    with listen(host, port) as at:
+        server = _server(app, settings or Settings(), started.set)
+        thread = threading.Thread(target=lambda: server.run(sockets=[at]), name="server")
+        thread.start()
+        while not started.wait(0.1):
+            if not thread.is_alive():
+                raise LaunchError("the server has not started")
+        try:
+            yield f"http://{host}:{at.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def _server(app: FastAPI, settings: Settings, ready: Callable[[], None]) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        http=protocol(settings),
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=settings.connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(max(1, settings.drain_seconds)),
+    )
+    server = _Server(config)
+    startup = server.startup
+
+    async def started(sockets: list[socket.socket] | None = None) -> None:
+        await startup(sockets)
+        if server.started:
+            ready()
+
+    server.startup = started
+    return server
