@@ -26,10 +26,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlib.serving.engine import Engine, Event
+    from shardlib.serving.engine import Engine
     from shardlib.serving.folders.folder import read_folder
     from shardlib.serving.scheduling.capacity import Capacity
-    from shardlib.serving.scheduling.requests import Asked, Request, Told
+    from shardlib.serving.scheduling.requests import Asked, Event, Request, Told
     from shardlib.serving.scheduling.settings import Sampling
     from shardlib.serving.served import Served
     from shardlib.serving.words import named
@@ -38,7 +38,7 @@ _HOME = {
     "Asked": "shardlib.serving.scheduling.requests",
     "Capacity": "shardlib.serving.scheduling.capacity",
     "Engine": "shardlib.serving.engine",
-    "Event": "shardlib.serving.engine",
+    "Event": "shardlib.serving.scheduling.requests",
     "Request": "shardlib.serving.scheduling.requests",
     "Sampling": "shardlib.serving.scheduling.settings",
     "Served": "shardlib.serving.served",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 
@@ -18,25 +18,14 @@ from shardlib.annotation.model import Tree
 from shardlib.annotation.read import Init
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.program import Forward
-from shardlib.serving.computing.built import built
+from shardlib.serving.computing.built import built, shapes
+from shardlib.serving.computing.drafting import draft_model
+from shardlib.serving.computing.drafts import DraftModel, Drafts, Ngrams
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.pool import Pool
-from shardlib.serving.scheduling.requests import LATE, STOP, Asked, Request, Told
+from shardlib.serving.scheduling.requests import LATE, STOP, Asked, Event, Request, Told
 from shardlib.serving.scheduling.schedule import Schedule, Share
 from shardlib.serving.scheduling.settings import Sampling, whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """A request has one more token, or has ended.
-
-    Attributes:
-        request: which.
-        token: the next one of its answer; None where it ended without one.
-    """
-
-    request: Request
-    token: int | None
 
 
 class Engine:
@@ -83,10 +72,27 @@ class Engine:
         self._placed = made.place
         self._fresh: tuple[Tree, Tree] | None = None
         self.schedule = Schedule(Pool(self.capacity.all_pages), self.capacity, chunk=made.chunk)
+        self._drafts: Drafts = Ngrams()
         self.steps = 0
         self.clock = time.monotonic
         self._due: dict[Request, float] = {}
         self._numbers = itertools.count()
+
+    def draft_with(self, init: Init, forward: Forward, *, weights: Tree | int = 0) -> None:
+        """Guesses `Capacity.drafts` tokens ahead with a smaller model, in place of what followed
+        the last time. It has as many pages; what is served is not changed by what it guesses.
+
+        Args:
+            init, forward, weights: of the model, see `Engine`; with the same vocabulary.
+
+        Raises:
+            ArgumentError: nothing is to be guessed, requests have a slot, or the vocabularies
+                differ.
+            ModelError: it cannot be served over pages.
+        """
+        if self.schedule.running:
+            raise ArgumentError("the model cannot guess: requests have a slot")
+        self._drafts = draft_model(init, forward, weights, beside=self.compute, sizes=self.capacity)
 
     @property
     def room(self) -> int:
@@ -109,12 +115,8 @@ class Engine:
         Raises:
             ArgumentError: they are of other shapes.
         """
-        fresh, old = self._placed(weights), self.compute.weights
-
-        def shapes(tree: Tree) -> list[object]:
-            return [jax.tree.structure(tree), *((x.shape, x.dtype) for x in jax.tree.leaves(tree))]
-
-        if shapes(fresh) != shapes(old):
+        fresh = self._placed(weights)
+        if shapes(fresh) != shapes(self.compute.weights):
             raise ArgumentError("the weights are those of another model: their shapes differ")
         self._fresh, self.schedule.closed = fresh, True
 
@@ -164,10 +166,17 @@ class Engine:
             self.schedule.closed = False
         before = [*self.schedule.running, *self.schedule.waiting]
         self._end_late()
-        shares = self.schedule.next()
+        guesses = (
+            self._drafts.guessed(self.schedule.running, self.capacity.drafts)
+            if self.capacity.drafts
+            else {}
+        )
+        shares = self.schedule.next(guesses)
         events = [Event(request=one, token=None) for one in before if one.ended is not None]
         if not shares:
             return events
+        if self.capacity.drafts:
+            shares = self._drafts.filled(shares)
         found = self.compute(shares)
         self.steps += 1
         kept = {
@@ -175,6 +184,7 @@ class Engine:
             for share, told in zip(shares, found, strict=True)
         }
         self.schedule.done(shares, kept)
+        self._drafts.done(shares, kept)
         for share in shares:
             if share.request.ended is not None:
                 self.schedule.release(share.request)
@@ -255,3 +265,5 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles all programs, so that nothing is compiled while requests wait."""
         self.compute.warm_up()
+        if isinstance(self._drafts, DraftModel):
+            self._drafts.step.warm_up()

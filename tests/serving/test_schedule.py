@@ -36,7 +36,13 @@ PROMPTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    PROMPTS, st.integers(1, 4), st.integers(1, 4), st.integers(0, 8), st.booleans(), st.integers()
+    PROMPTS,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 8),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(),
 )
 def test_every_token_is_computed_over_the_tokens_before_it(
     prompts: list[tuple[int, int, int, int, int, int | None, int]],
@@ -44,6 +50,7 @@ def test_every_token_is_computed_over_the_tokens_before_it(
     page: int,
     spare: int,
     prefixes: bool,
+    drafts: int,
     seed: int,
 ):
     draw = random.Random(seed)
@@ -56,6 +63,7 @@ def test_every_token_is_computed_over_the_tokens_before_it(
         pages=-(-longest // page) + spare,
         budget=slots + draw.randrange(6),
         prefixes=prefixes,
+        drafts=drafts,
     )
     pool = Pool(capacity.all_pages)
     schedule = Schedule(pool, capacity)
@@ -77,10 +85,16 @@ def test_every_token_is_computed_over_the_tokens_before_it(
             if arrives == step:
                 schedule.add(request)
             request.cancelled |= cancelled is not None and step == arrives + cancelled
-        shares = schedule.next()
+        guesses = {
+            request.number: [draw.randrange(3) for _ in range(draw.randint(0, drafts))]
+            for request in schedule.running
+        }
+        shares = schedule.next(guesses)
         assert sum(share.count for share in shares) <= capacity.most_tokens
+        assert sum(share.rows for share in shares) <= capacity.rows
         for share in shares:
-            request, tokens = share.request, tuple(share.request.tokens)
+            request, tokens = share.request, (*share.request.tokens, *share.drafted)
+            assert not share.drafted or share.ends
             assert share.count >= 1 and share.first + share.count <= len(tokens)
             for at in range(share.first):
                 held = entries[request.pages[at // page], at % page]
@@ -89,12 +103,18 @@ def test_every_token_is_computed_over_the_tokens_before_it(
                 written = request.pages[at // page]
                 assert pool.users(written) == 1, "nobody writes to a page that another uses"
                 entries[written, at % page] = request.asked.salt, tokens[: at + 1]
-        schedule.done(shares)
+        kept = {share.request.number: 0 for share in shares}
+        for share in [share for share in shares if share.ends]:
+            for guess in (*share.drafted, None):
+                chosen = draw.randrange(3)
+                share.request.took(chosen, -1.0)
+                if share.request.ended is not None or chosen != guess:
+                    break
+                kept[share.request.number] += 1
+        schedule.done(shares, kept)
         for share in shares:
-            if share.first + share.count == share.request.count:
-                share.request.took(draw.randrange(3), -1.0)
-                if share.request.ended is not None:
-                    schedule.release(share.request)
+            if share.request.ended is not None:
+                schedule.release(share.request)
         used = {page for request in schedule.running for page in request.pages}
         assert pool.used == len(used)
         if all(request.ended is not None for request in requests):

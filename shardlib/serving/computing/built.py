@@ -155,3 +155,13 @@ def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
             "the model has state, and weights are params alone\nTry: (params, state)"
         )
     return given, model.state
+
+
+def shapes(weights: Tree) -> list[object]:
+    """What weights of one model have in common.
+
+    Args:
+        weights: any.
+    """
+    leaves = jax.tree.leaves(weights)
+    return [jax.tree.structure(weights), *((leaf.shape, leaf.dtype) for leaf in leaves)]

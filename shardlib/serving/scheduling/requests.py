@@ -171,3 +171,16 @@ class Request:
         self.told.append(Told(token=token, logprob=logprob, likeliest=likeliest[: self.asked.top]))
         if len(self.answer) >= self.asked.most:
             self.ended = LENGTH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A request has one more token, or has ended.
+
+    Attributes:
+        request: which.
+        token: the next one of its answer; None where it ended without one.
+    """
+
+    request: Request
+    token: int | None

@@ -50,8 +50,7 @@ class Share:
     @property
     def tokens(self) -> list[int]:
         """That it computes."""
-        known = self.count - len(self.drafted)
-        return [*self.request.tokens[self.first : self.first + known], *self.drafted]
+        return [*self.request.tokens, *self.drafted][self.first : self.first + self.count]
 
 
 class Schedule:

@@ -1,0 +1,53 @@
+"""A smaller model is made to guess for another one."""
+
+from __future__ import annotations
+
+import jax
+
+from shardlib.annotation.model import Tree
+from shardlib.annotation.read import Init
+from shardlib.errors import ArgumentError, raise_all
+from shardlib.lowering.serving.program import Forward
+from shardlib.serving.computing.built import Computes, built
+from shardlib.serving.computing.drafts import DraftModel
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.step import Step
+
+
+def draft_model(
+    init: Init, forward: Forward, weights: Tree | int, *, beside: Computes, sizes: Capacity
+) -> DraftModel:
+    """Makes a model that guesses, on the first device of the one that is served.
+
+    Args:
+        init, forward, weights: of the model, see `Engine`.
+        beside: what computes the steps of the other one.
+        sizes: of that.
+
+    Raises:
+        ArgumentError: nothing is to be guessed, or the models do not fit each other.
+        ModelError: it cannot be served over pages.
+    """
+    if not sizes.drafts:
+        raise ArgumentError(
+            "the model cannot guess: drafts of the capacity is 0\nTry: Capacity(drafts=4)"
+        )
+    devices = jax.tree.leaves(beside.weights)[0].devices()
+    made = built(
+        init,
+        forward,
+        weights=weights,
+        capacity=sizes,
+        tensor=1,
+        devices=sorted(devices, key=lambda one: one.id)[:1],
+        check=False,
+    )
+    assert isinstance(beside, Step) and isinstance(made.compute, Step), "drafts need pages"
+    mine, other = made.forward.vocab, beside.forward.vocab
+    if mine != other:
+        raise_all(
+            ArgumentError,
+            "the model cannot guess",
+            [f"it knows {mine} tokens, and the model that is served {other}"],
+        )
+    return DraftModel(made.compute)
