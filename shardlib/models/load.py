@@ -10,7 +10,8 @@ these attributes:
 - optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names),
   `name`, `wrt` (what is trained) and `rows` (how the loss depends on the rows of its batch), see
   `shardlib.plan`; and `forward`, `(model, tokens) -> logits`, for serving, see
-  `shardlib.plan_serving`.
+  `shardlib.plan_serving`; and for `shardlib export`, `outputs`, `(model, batch) -> arrays by name`,
+  and `weights` (params, or a seed).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.presets import PRESETS
 
 #: What a user's function may return.
-_KEYS = ("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt", "rows", "forward")
+_KEYS = (
+    *("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt", "rows"),
+    *("forward", "outputs", "weights"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class UserModel:
     wrt: Any = None
     rows: str = "prove"
     forward: Callable[..., Any] | None = None
+    outputs: Callable[..., Any] | None = None
+    weights: Any = None
 
 
 def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
@@ -105,7 +111,7 @@ def _user_model(spec: str) -> UserModel:
     ]
     failures += [
         f"{name!r} is {type(values[name]).__name__}, not callable"
-        for name in ("loss", "forward")
+        for name in ("loss", "forward", "outputs")
         if values.get(name) is not None and not callable(values[name])
     ]
     failures += [

@@ -334,7 +334,7 @@ def test_user_functions_that_do_not_work(tmp_path: Path, monkeypatch: pytest.Mon
         message("user_model_b:make")
         == "what user_model_b:make returned is no model:\n  - 'loss' is missing\n  - 'batch' is"
         " missing\n  - 'bach' is no key; keys are name, init, loss, batch, optimizer,"
-        " batch_axes, wrt, rows"
+        " batch_axes, wrt, rows, forward, outputs, weights"
     )
     assert (
         message("user_model_b:ask")

@@ -1,0 +1,160 @@
+"""A single pass over a batch: classification, embeddings, recommendation, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from shardlib import models
+from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.read import Init, read
+from shardlib.errors import ArgumentError, ModelError
+from shardlib.models.load import UserModel
+from shardlib.serving.served import Served
+
+#: (model, inputs by name) -> outputs by name, or one array; rows in the first dim of all.
+Pass = Callable[[Tree, Mapping[str, jax.Array]], Tree]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinglePass:
+    """What is computed of a batch.
+
+    Attributes:
+        name: for people and servers.
+        model: whose it is.
+        weights: (params, state).
+        run: the pass.
+        inputs: by name; their first dim is that of the rows.
+    """
+
+    name: str
+    model: Model
+    weights: tuple[Tree, Tree]
+    run: Pass
+    inputs: Mapping[str, jax.ShapeDtypeStruct]
+
+
+def single_pass(
+    init: Init,
+    forward: Pass,
+    inputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    weights: Tree | int = 0,
+    name: str = "model",
+) -> SinglePass:
+    """A pass of a model of the user's own.
+
+    Args:
+        init: what makes the model, as `shardlib.compile` takes it.
+        forward: (model, inputs) -> outputs by name, or one array; rows in the first dim of all.
+        inputs: arrays, or shapes and dtypes, by name; rows in the first dim.
+        weights: params, (params, state) where the model has state, or a seed.
+        name: for people and servers.
+
+    Raises:
+        ArgumentError: no inputs, or one without rows.
+    """
+    flat = {key: jax.ShapeDtypeStruct(tuple(one.shape), one.dtype) for key, one in inputs.items()}
+    if not flat or not all(one.shape for one in flat.values()):
+        raise ArgumentError("the inputs of a pass are arrays by name, with rows in the first dim")
+    model = read(init)
+    if isinstance(weights, int):
+        held = jax.jit(model.init)(weights)
+    elif isinstance(weights, tuple) and len(weights) == 2:
+        held = weights
+    else:
+        held = weights, jax.jit(lambda: model.init(0)[1])()
+    return SinglePass(name=name, model=model, weights=held, run=forward, inputs=flat)
+
+
+def user_pass(found: UserModel, word: str) -> SinglePass:
+    """The pass that a user's function gives, see `shardlib.models.load`.
+
+    Args:
+        found: what it returned.
+        word: what it is called.
+
+    Raises:
+        ModelError: it gives no "outputs", or a batch that is no mapping.
+    """
+    if found.outputs is None or not isinstance(found.batch, Mapping):
+        raise ModelError(
+            f"{word} gives no 'outputs', (model, batch) -> arrays by name, over a batch that is a"
+            " mapping of arrays\nTry: add it to what the function returns"
+        )
+    return single_pass(
+        found.init,
+        found.outputs,
+        found.batch,
+        weights=0 if found.weights is None else found.weights,
+        name=found.name.rpartition(":")[2] or "model",
+    )
+
+
+def logits_pass(served: Served, seq: int) -> SinglePass:
+    """The logits of a language model, of rows of so many tokens.
+
+    Args:
+        served: the model.
+        seq: tokens of a row.
+    """
+    tokens = {"tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32)}
+    return single_pass(
+        served.init,
+        lambda model, inputs: {"logits": served.forward(model, inputs["tokens"])},
+        tokens,
+        weights=served.weights,
+        name=served.name,
+    )
+
+
+def embedding_pass(served: Served, seq: int) -> SinglePass:
+    """The mean of the last states of a language model, over the tokens that a row has.
+
+    Args:
+        served: the model.
+        seq: tokens of a row, those that pad it included.
+
+    Raises:
+        ModelError: it does not give its states.
+    """
+    hidden = served.hidden
+    if hidden is None:
+        raise ModelError(f"{served.name} does not give the states before its logits")
+
+    def run(model: Tree, inputs: Mapping[str, jax.Array]) -> Tree:
+        states = hidden(model, inputs["tokens"]).astype(jnp.float32)
+        count = inputs["length"]  # [rows, 1]
+        there = (jnp.arange(seq)[None, :] < count)[..., None]
+        total = jnp.where(there, states, 0.0).sum(axis=1)
+        return {"embedding": total / jnp.maximum(count, 1)}
+
+    inputs = {
+        "tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32),
+        "length": jax.ShapeDtypeStruct((1, 1), jnp.int32),
+    }
+    return single_pass(served.init, run, inputs, weights=served.weights, name=served.name)
+
+
+def named_pass(word: str, seq: int) -> SinglePass:
+    """The pass of what a word names: that of the user's own function, or the logits of a language
+    model.
+
+    Args:
+        word: see `shardlib.serving.named`; or `package.module:function`.
+        seq: tokens of a row of a language model.
+
+    Raises:
+        ModelError: nothing of that name, or it has no such pass.
+    """
+    if ":" in word:
+        found = models.load(word)
+        if isinstance(found, UserModel):
+            return user_pass(found, word)
+    from shardlib.serving.words import named
+
+    return logits_pass(named(word), seq)

@@ -1,0 +1,198 @@
+"""A single pass as files that need JAX alone.
+
+forward.jax           the program, of `jax.export`: (leaves, inputs by name) -> outputs by name
+weights.safetensors   its leaves
+about.json            their names in order; inputs and outputs, a null where rows may be any
+                      number
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from safetensors.numpy import save_file
+
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.errors import ArgumentError, CheckpointError, ModelError
+from shardlib.serving.artefacts.single import SinglePass
+from shardlib.untrusted import fit, printable, shown
+from shardlib.untrusted.json_types import JsonObject
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+PROGRAM, WEIGHTS, ABOUT = "forward.jax", "weights.safetensors", "about.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a row of an input or output is.
+
+    Attributes:
+        dims: of a row.
+        dtype: NumPy's name.
+    """
+
+    dims: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """What was written.
+
+    Attributes:
+        name: of the pass.
+        inputs, outputs: by name.
+        batch: rows that the program takes; None for any number.
+    """
+
+    name: str
+    inputs: Mapping[str, Shape]
+    outputs: Mapping[str, Shape]
+    batch: int | None
+
+
+def write_artefact(
+    one: SinglePass,
+    folder: str | Path,
+    *,
+    batch: int | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+) -> Artefact:
+    """Writes a pass; see the module.
+
+    Args:
+        one: what is computed.
+        folder: made where it is not there.
+        batch: rows that the program takes; None for any number.
+        platforms: where it can run: "cpu", "cuda", "tpu".
+
+    Raises:
+        ModelError: the pass cannot be traced, or not for any number of rows.
+        ArgumentError: a platform that there is not.
+        CheckpointError: the folder holds an artefact already, or cannot be written.
+    """
+    unknown = sorted(set(platforms) - set(PLATFORMS))
+    if unknown or not platforms:
+        raise ArgumentError(f"platforms are some of {', '.join(PLATFORMS)}, not {unknown}")
+    root = Path(folder)
+    held = jax.tree_util.tree_leaves_with_path(one.weights)
+    # Keys of random streams are no arrays of a file, and nothing is drawn here.
+    plain = {path: leaf for path, leaf in enumerate(leaf for _, leaf in held) if not _key(leaf)}
+    function = _function(one, plain)
+    made = _exported(one, function, [_abstract(plain[n]) for n in plain], batch, platforms)
+    names = [f"{n}.{path_text(held[n][0])}" for n in plain]
+    about = Artefact(
+        name=one.name,
+        inputs={key: _row(shape) for key, shape in one.inputs.items()},
+        outputs={key: _row(shape) for key, shape in _outputs(made, batch).items()},
+        batch=batch,
+    )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if any((root / file).exists() for file in (PROGRAM, WEIGHTS, ABOUT)):
+            raise CheckpointError(
+                f"{root} holds an artefact already; nothing is overwritten\nTry: an empty folder"
+            )
+        (root / PROGRAM).write_bytes(made.serialize())
+        leaves = (np.asarray(plain[n], order="C") for n in plain)
+        save_file(dict(zip(names, leaves, strict=True)), root / WEIGHTS)
+        (root / ABOUT).write_text(
+            json.dumps(_json(about, names, platforms), indent=2) + "\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise CheckpointError(
+            f"the artefact could not be written to {root} ({error})\nTry: a folder with more room"
+        ) from error
+    return about
+
+
+def _key(leaf: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _function(one: SinglePass, plain: Mapping[int, jax.Array]) -> Tree:
+    all_leaves, tree = jax.tree.flatten(one.weights)
+    keys = {
+        n: np.asarray(jax.random.key_data(leaf)) for n, leaf in enumerate(all_leaves) if _key(leaf)
+    }
+
+    def forward(leaves: list[jax.Array], inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        given = dict(zip(plain, leaves, strict=True))
+        given |= {n: jax.random.wrap_key_data(jnp.asarray(data)) for n, data in keys.items()}
+        params, state = tree.unflatten([given[n] for n in range(len(all_leaves))])
+        module = one.model.evaluating(one.model.rebuild(params, state))
+        found = one.run(module, inputs)
+        return dict(found) if isinstance(found, Mapping) else {"output": found}
+
+    return forward
+
+
+def _exported(
+    one: SinglePass,
+    function: Tree,
+    leaves: list[jax.ShapeDtypeStruct],
+    batch: int | None,
+    platforms: Sequence[str],
+) -> export.Exported:
+    rows = export.symbolic_shape("rows")[0] if batch is None else batch
+    inputs = {
+        key: jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
+        for key, shape in one.inputs.items()
+    }
+    try:
+        return export.export(jax.jit(function), platforms=tuple(platforms))(leaves, inputs)
+    except Exception as error:  # whatever the user's code, or JAX, raises
+        hint = (
+            "\nTry: a fixed number of rows (--batch 8), where shapes depend on it, as those of"
+            " experts do"
+        )
+        number = "any number of" if batch is None else batch
+        raise ModelError(
+            f"the pass of {one.name} cannot be traced for {number} rows"
+            f" ({fit(printable(str(error)), 300)}){hint if batch is None else ''}"
+        ) from error
+
+
+def _outputs(made: export.Exported, batch: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = made.in_avals[-1].shape[0] if batch is None else batch  # inputs come last
+    listed = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made.out_avals]
+    found: dict[str, jax.ShapeDtypeStruct] = made.out_tree.unflatten(listed)
+    wrong = [key for key, one in found.items() if str(one.shape[:1]) != str((rows,))]
+    if wrong:
+        raise ModelError(
+            f"outputs of a pass have as many rows in their first dim as inputs; {shown(wrong[0])}"
+            f" has the shape {found[wrong[0]].shape}"
+        )
+    return found
+
+
+def _row(shape: jax.ShapeDtypeStruct) -> Shape:
+    return Shape(dims=tuple(shape.shape[1:]), dtype=str(shape.dtype))
+
+
+def _json(about: Artefact, names: list[str], platforms: Sequence[str]) -> JsonObject:
+    def shapes(given: Mapping[str, Shape]) -> JsonObject:
+        return {
+            key: {"shape": [about.batch, *one.dims], "dtype": one.dtype}
+            for key, one in given.items()
+        }
+
+    return {
+        "name": about.name,
+        "inputs": shapes(about.inputs),
+        "outputs": shapes(about.outputs),
+        "weights": names,
+        "platforms": list(platforms),
+        "jax": jax.__version__,
+    }

@@ -1,0 +1,148 @@
+"""What is written runs in a process without shardlib, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardlib import models, serving
+from shardlib.cli import main
+from shardlib.errors import CheckpointError, ModelError
+from shardlib.serving.artefacts.single import single_pass, user_pass
+from shardlib.serving.artefacts.written import write_artefact
+from tests.models.configs import tiny
+from tests.serving.hf_folders import write_folder
+
+PAGE = Path(__file__).parents[2] / "docs" / "folders.md"
+
+
+class Classifier(nnx.Module):
+    """Rows of features to logits of three classes, with dropout and a running mean."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(5, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(nnx.gelu(self.norm(self.up(x)))))
+
+
+def forward(model: Classifier, batch: Any) -> dict[str, jax.Array]:
+    logits = model(batch["x"])
+    return {"probabilities": jax.nn.softmax(logits), "best": jnp.argmax(logits, axis=-1)[:, None]}
+
+
+def classifier() -> dict[str, Any]:
+    """As `shardlib export tests.serving.test_artefacts:classifier` takes it."""
+    return {
+        "init": Classifier,
+        "loss": lambda model, batch: model(batch["x"]).mean(),
+        "batch": {"x": jax.ShapeDtypeStruct((4, 5), jnp.float32)},
+        "outputs": forward,
+        "weights": 7,
+    }
+
+
+def elsewhere(folder: Path, arguments: str, outputs: str) -> Any:
+    """What the loader of the page computes in a process of its own, which finds no shardlib."""
+    (loader,) = re.findall(r"<!-- loader -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len([line for line in loader.splitlines() if line.strip()]) <= 10
+    program = f"""
+import sys
+sys.modules["shardlib"] = None
+{loader}
+import numpy as np
+found = load({str(folder)!r})({arguments})
+print(json.dumps({{name: np.asarray(found[name], np.float32).tolist() for name in {outputs}}}))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder.parent,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.processes
+def test_a_classifier_runs_without_shardlib(tmp_path: Path):
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "tests.serving.test_artefacts:classifier", "--jax", str(tmp_path / "out")])
+    assert not ended.value.code
+    about = json.loads((tmp_path / "out" / "about.json").read_text())
+    assert about["inputs"] == {"x": {"shape": [None, 5], "dtype": "float32"}}
+    assert about["outputs"]["probabilities"] == {"shape": [None, 3], "dtype": "float32"}
+    model = Classifier(nnx.Rngs(7))
+    model.eval()
+    for rows in (1, 6):
+        x = np.linspace(-2, 2, rows * 5, dtype=np.float32).reshape(rows, 5)
+        found = elsewhere(
+            tmp_path / "out",
+            f"x=np.linspace(-2, 2, {rows * 5}, dtype=np.float32).reshape({rows}, 5)",
+            "('probabilities', 'best')",
+        )
+        wanted = forward(model, {"x": x})
+        np.testing.assert_allclose(found["probabilities"], wanted["probabilities"], atol=1e-6)
+        np.testing.assert_array_equal(found["best"], wanted["best"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b"])
+def test_a_language_model_runs_without_shardlib(name: str, tmp_path: Path):
+    """In bfloat16, and of experts for a fixed number of rows."""
+    config = {**tiny(name), "dtype": "bfloat16"}
+    folder = write_folder(tmp_path / "hf", config, name)
+    words = ["export", str(folder), "--jax", str(tmp_path / "out"), "--seq", "12"]
+    if name != "gpt2":
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        words += ["--batch", "2"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    found = elsewhere(
+        tmp_path / "out",
+        "tokens=np.arange(24, dtype=np.int32).reshape(2, 12)",
+        "('logits',)",
+    )
+    served = serving.read_folder(folder)
+    from shardlib.annotation.read import read
+
+    assert isinstance(served.weights, tuple)
+    module = read(served.init).rebuild(*served.weights)
+    wanted = served.forward(module, jnp.arange(24).reshape(2, 12))
+    np.testing.assert_allclose(found["logits"], wanted, atol=0.03, rtol=0.02)
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path):
+    shapes = {"x": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
+    one = single_pass(Classifier, forward, shapes)
+    write_artefact(one, tmp_path / "out", platforms=("cpu",))
+    with pytest.raises(CheckpointError, match="nothing is overwritten"):
+        write_artefact(one, tmp_path / "out")
+    with pytest.raises(ModelError, match="as many rows in their first dim"):
+        write_artefact(
+            single_pass(Classifier, lambda m, b: m(b["x"]).reshape(4, 3), shapes), tmp_path / "no"
+        )
+    found = models.UserModel(name="a:b", init=Classifier, loss=forward, batch=shapes)
+    with pytest.raises(ModelError, match="a:b gives no 'outputs'"):
+        user_pass(found, "a:b")
