@@ -1,5 +1,5 @@
 """The command line: `shardlib plan | explain | timeline | replan | scale | edge | verify | train |
-status | launch | generate | serve | doctor | models | topologies`.
+status | launch | generate | export | serve | bench-serve | doctor | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -31,7 +31,7 @@ from shardlib.cli.commands import (
     training,
     verifying,
 )
-from shardlib.cli.commands.serving import exporting, generating, serve
+from shardlib.cli.commands.serving import bench, exporting, generating, serve
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import LaunchError, ShardlibError
@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "generate": generating.generate_command,
     "export": exporting.export_command,
     "serve": serve.serve_command,
+    "bench-serve": bench.bench_serve_command,
     "models": tables.models_command,
     "topologies": tables.topologies_command,
 }

@@ -19,6 +19,7 @@ served.py     model, weights, tokenizer and name together
 words.py      from a word to what is served: model, weights, tokenizer, name
 hosting/      an engine for many clients at once: a thread, streams, texts
 http/         OpenAI's interface to it
+measuring/    how a server answers a stored workload
 """
 
 from __future__ import annotations

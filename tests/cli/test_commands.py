@@ -108,7 +108,7 @@ def test_errors_are_one_message_and_a_json_object(
 
 
 def test_every_command_is_in_the_readme():
-    words = re.findall(r"^shardlib (\w+)|; shardlib (\w+)$", README.read_text(), re.MULTILINE)
+    words = re.findall(r"^shardlib ([\w-]+)|; shardlib ([\w-]+)$", README.read_text(), re.MULTILINE)
     assert {first or second for first, second in words} == set(COMMANDS)
 
 
