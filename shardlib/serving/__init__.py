@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlib.serving.engine import Engine
     from shardlib.serving.folders.folder import read_folder
+    from shardlib.serving.sampling.guides import spelt
     from shardlib.serving.scheduling.capacity import Capacity
+    from shardlib.serving.scheduling.forms import Form
     from shardlib.serving.scheduling.requests import Asked, Event, Request, Told
     from shardlib.serving.scheduling.settings import Sampling
     from shardlib.serving.served import Served
@@ -40,12 +42,14 @@ _HOME = {
     "Capacity": "shardlib.serving.scheduling.capacity",
     "Engine": "shardlib.serving.engine",
     "Event": "shardlib.serving.scheduling.requests",
+    "Form": "shardlib.serving.scheduling.forms",
     "Request": "shardlib.serving.scheduling.requests",
     "Sampling": "shardlib.serving.scheduling.settings",
     "Served": "shardlib.serving.served",
     "Told": "shardlib.serving.scheduling.requests",
     "named": "shardlib.serving.words",
     "read_folder": "shardlib.serving.folders.folder",
+    "spelt": "shardlib.serving.sampling.guides",
 }
 
 __all__ = [
@@ -53,12 +57,14 @@ __all__ = [
     "Capacity",
     "Engine",
     "Event",
+    "Form",
     "Request",
     "Sampling",
     "Served",
     "Told",
     "named",
     "read_folder",
+    "spelt",
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,9 +21,11 @@ from shardlib.lowering.serving.program import Forward
 from shardlib.serving.computing.built import built, shapes
 from shardlib.serving.computing.drafting import draft_model
 from shardlib.serving.computing.drafts import DraftModel, Drafts, Ngrams
+from shardlib.serving.sampling.guided import Guided
+from shardlib.serving.sampling.guides import Guides
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.pool import Pool
-from shardlib.serving.scheduling.requests import LATE, STOP, Asked, Event, Request, Told
+from shardlib.serving.scheduling.requests import LATE, Asked, Event, Request, Told
 from shardlib.serving.scheduling.schedule import Schedule, Share
 from shardlib.serving.scheduling.settings import Sampling, whole
 
@@ -73,10 +75,24 @@ class Engine:
         self._fresh: tuple[Tree, Tree] | None = None
         self.schedule = Schedule(Pool(self.capacity.all_pages), self.capacity, chunk=made.chunk)
         self._drafts: Drafts = Ngrams()
+        self._guided = Guided()
         self.steps = 0
         self.clock = time.monotonic
         self._due: dict[Request, float] = {}
         self._numbers = itertools.count()
+
+    def spell(self, tokens: Sequence[bytes], ends: Collection[int]) -> None:
+        """Says what tokens spell, so that answers may have a form (`Asked(form=)`).
+
+        Args:
+            tokens: bytes of each; empty for those that spell none.
+            ends: tokens that end an answer, at least one.
+
+        Raises:
+            ArgumentError: no token ends an answer, or there are more than the model has.
+            MissingPackageError: llguidance is not there.
+        """
+        self._guided.guides = Guides(tokens, ends, vocab=self.forward.vocab)
 
     def draft_with(self, init: Init, forward: Forward, *, weights: Tree | int = 0) -> None:
         """Guesses `Capacity.drafts` tokens ahead with a smaller model, in place of what followed
@@ -133,7 +149,7 @@ class Engine:
         failures = asked.failures(vocab=self.forward.vocab, room=self.room)
         if failures:
             raise_all(ArgumentError, "the request cannot be served", failures)
-        request = Request(number=next(self._numbers), asked=asked)
+        request = self._guided.request(next(self._numbers), asked)
         self.schedule.add(request)
         if asked.seconds is not None:
             self._due[request] = self.clock() + asked.seconds
@@ -177,7 +193,7 @@ class Engine:
             return events
         if self.capacity.drafts:
             shares = self._drafts.filled(shares)
-        found = self.compute(shares)
+        found = self.compute(shares, self._guided.masks(shares))
         self.steps += 1
         kept = {
             share.request.number: self._take(share, told, events)
@@ -207,7 +223,8 @@ class Engine:
         request.scores += told[:scored]
         for one, guess in zip(told[scored:], (*share.drafted, None), strict=True):
             request.took(one.token, one.logprob, one.likeliest)
-            new = None if request.ended == STOP else one.token
+            self._guided.took(request, one.token)
+            new = None if one.token in request.asked.stop else one.token
             events.append(Event(request=request, token=new))
             if request.ended is not None or one.token != guess:
                 break

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardlib.serving.scheduling.forms import Form
 from shardlib.serving.scheduling.settings import MOST_LISTED, Sampling, number, whole
 
 #: Why a request has ended.
 LENGTH, STOP, CANCELLED, LATE = "length", "stop", "cancelled", "late"
+#: The same, where no token fits the form any more: the grammar takes more work than it may.
+BROKEN = "broken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class Asked:
         top: likeliest tokens that are listed beside each of the answer, with their logarithms.
         scored: whether the tokens of the prompt have logarithms, too, all but the first; they share
             no pages then, and are computed as slowly as so many next tokens.
+        form: that the answer has, where it ends by itself; needs `Engine.spell`.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +43,7 @@ class Asked:
     seconds: float | None = None
     top: int = 0
     scored: bool = False
+    form: Form | None = None
 
     def failures(self, *, vocab: int, room: int) -> list[str]:
         """Why a model cannot serve it; empty where it can.
@@ -59,6 +64,8 @@ class Asked:
                 found.append(f"{what} {wrong[0]!r}; tokens are whole numbers from 0 to {vocab - 1}")
         if len({*self.sampling.barred, *(self.stop if self.least else ())}) >= vocab:
             found.append("no token is left to choose from")
+        if self.form is not None and (self.sampling.barred or self.least):
+            found.append("an answer that has a form bars no tokens, and has no least length")
         if not whole(self.priority):
             found.append(f"priority is {self.priority!r}; it is a whole number")
         if self.seconds is not None and (not number(self.seconds) or self.seconds <= 0):
