@@ -12,6 +12,7 @@ compared.py   logits with a cache beside those of the forward pass itself
 engine.py     all of it: requests in, tokens out
 exporting.py  the program of a step, for the process that compiles it
 verified.py   the same programs by the compilers of other machines
+several.py    several models in one process
 trained.py    a run of `shardlib train`, as it is served
 folders/      folders of Hugging Face, as they are served
 text.py       texts as tokens, and tokens as a text that grows
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from shardlib.serving.scheduling.requests import Asked, Event, Request, Told
     from shardlib.serving.scheduling.settings import Sampling
     from shardlib.serving.served import Served
+    from shardlib.serving.several import Models
     from shardlib.serving.words import named
 
 _HOME = {
@@ -43,6 +45,7 @@ _HOME = {
     "Engine": "shardlib.serving.engine",
     "Event": "shardlib.serving.scheduling.requests",
     "Form": "shardlib.serving.scheduling.forms",
+    "Models": "shardlib.serving.several",
     "Request": "shardlib.serving.scheduling.requests",
     "Sampling": "shardlib.serving.scheduling.settings",
     "Served": "shardlib.serving.served",
@@ -58,6 +61,7 @@ __all__ = [
     "Engine",
     "Event",
     "Form",
+    "Models",
     "Request",
     "Sampling",
     "Served",
