@@ -30,6 +30,7 @@ from shardlib.models.config import TransformerConfig
 
 #: (model, machine, devices along tensor, pages of 64 tokens)
 CASES = (
+    ("llama3-70b", "v5e:4x4", 16, 1024),
     ("llama3-70b", "v6e:2x4", 8, 1024),
     ("llama3-70b", "h100:8", 8, 1024),
     ("llama3-8b", "v5e:2x4", 8, 1024),

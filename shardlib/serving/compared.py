@@ -50,7 +50,8 @@ def compare(
     where = Token(
         position=position,
         entry=position,
-        table=np.tile(np.arange(used, dtype=np.int32), (count, 1)),
+        table=np.zeros((0, used), np.int32),
+        chunks=np.arange(used, dtype=np.int32)[None],
     )
 
     def plain(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:

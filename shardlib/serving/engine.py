@@ -24,9 +24,9 @@ from shardlib.serving.computing.drafts import DraftModel, Drafts, Ngrams
 from shardlib.serving.sampling.guided import Guided
 from shardlib.serving.sampling.guides import Guides
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.pool import Pool
+from shardlib.serving.scheduling.groups import scheduled
 from shardlib.serving.scheduling.requests import LATE, Asked, Event, Request, Told
-from shardlib.serving.scheduling.schedule import Schedule, Share
+from shardlib.serving.scheduling.schedule import Share
 from shardlib.serving.scheduling.settings import Sampling, whole
 
 
@@ -42,6 +42,8 @@ class Engine:
             has state; or a seed that draws them.
         capacity: how many requests and tokens are served.
         tensor: devices that share every layer.
+        data: groups of so many devices, each with requests and pages of its own, as many as the
+            capacity says.
         devices: to choose from; all by default.
         check: whether results are compared with the forward pass itself.
 
@@ -58,6 +60,7 @@ class Engine:
         weights: Tree | int = 0,
         capacity: Capacity | None = None,
         tensor: int = 1,
+        data: int = 1,
         devices: Sequence[jax.Device] | None = None,
         check: bool = True,
     ) -> None:
@@ -66,14 +69,14 @@ class Engine:
             forward,
             weights=weights,
             capacity=capacity or Capacity(),
-            tensor=tensor,
+            grid=(data, tensor),
             devices=jax.devices() if devices is None else list(devices),
             check=check,
         )
         self.capacity, self.forward, self.compute = made.capacity, made.forward, made.compute
         self._placed = made.place
         self._fresh: tuple[Tree, Tree] | None = None
-        self.schedule = Schedule(Pool(self.capacity.all_pages), self.capacity, chunk=made.chunk)
+        self.schedule = scheduled(data, self.capacity, chunk=made.chunk)
         self._drafts: Drafts = Ngrams()
         self._guided = Guided()
         self.steps = 0

@@ -7,40 +7,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.jax_types import Leaf
-from shardlib.lowering.serving.pages import Pages, Token
+from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import TracedForward
 from shardlib.serving.sampling.choices import choices
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.step import step_function
+from shardlib.serving.scheduling.capacity import Capacity, Shape
+from shardlib.serving.step import operands, step_function
 from shardlib.serving.weights import Placed
 from shardlib.verification.exported import ExportedStep, exported
 
 
 def exported_step(
-    model: Model, traced: TracedForward, on: Placed, size: Capacity, tokens: int, platform: str
+    model: Model, traced: TracedForward, on: Placed, size: Capacity, shape: Shape, platform: str
 ) -> tuple[ExportedStep, dict[str, int]]:
-    """The program of so many tokens, with the longest requests, and bytes that a device has of
-    weights and pages.
+    """The program of a step, and bytes that a device has of weights and pages.
 
     Args:
         model: from a front end in `annotation/`.
         traced: its forward pass.
         on: where arrays live.
-        size: how many requests and tokens are served.
-        tokens: of a step.
+        size: how many requests and tokens are served by a group of devices.
+        shape: of the program.
         platform: "tpu", "cuda" or "cpu".
 
     Raises:
         VerificationError: it does not lower for the platform.
     """
-
-    def whole(*shape: int, dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=on.whole)
 
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -51,25 +46,21 @@ def exported_step(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
     )
     pages = on.of_pages(traced, size.all_pages, size.page)
-    rows = min(size.rows, tokens)
-    how = choices([None] * rows, vocab=traced.vocab, longest=size.table * size.page)
-    beside = (
-        whole(tokens, dtype="int32"),
-        Token(
-            position=whole(tokens, dtype="int32"),  # type: ignore[arg-type]  (abstract)
-            entry=whole(tokens, dtype="int32"),  # type: ignore[arg-type]
-            table=whole(tokens, size.table, dtype="int32"),  # type: ignore[arg-type]
-        ),
-        whole(rows, dtype="int32"),
-        jax.tree.map(lambda one: whole(*one.shape, dtype=str(one.dtype)), how),
+    given = operands(size, shape, on.grid.groups)
+    how = choices([None] * len(given.rows), vocab=traced.vocab, longest=size.table * size.page)
+    beside = (given.tokens, given.where, given.rows, how)
+    beside = jax.tree.map(
+        lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+        beside,
+        on.grid.by_group(beside),
     )
-    function = step_function(traced)
+    function = step_function(traced, on.grid)
 
     def step(pages: Mapping[str, Pages], weights: tuple[Tree, Tree], beside: Tree) -> Tree:
         chosen, after = function(weights, pages, *beside)
         return after, tuple(jax.tree.leaves(chosen))
 
-    step.__name__ = step.__qualname__ = f"shardlib_serve_{tokens}"
+    step.__name__ = step.__qualname__ = f"shardlib_serve_{len(given.tokens)}"
     leaves = jax.tree.leaves(pages)
     made = exported(
         step,

@@ -1,7 +1,7 @@
 """The compiled program of a step: tokens of some requests in, the next token of each row out.
 
-There is a program for each pair of a number of tokens and of pages of a request, from a short list;
-everything else is an operand, so that nothing is compiled after `warm_up`.
+There is a program for next tokens alone, one with drafts, and one that computes chunks of prompts
+beside them; everything else is an operand, so that nothing is compiled after `warm_up`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardlib.annotation.model import Tree
+from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.pages import Pages, Token
 from shardlib.lowering.serving.program import TracedForward
 from shardlib.serving.sampling.choices import Choices, Row, choices
 from shardlib.serving.sampling.choose import Chosen, choose
 from shardlib.serving.sampling.told import rows_of, told
-from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.capacity import Capacity, Shape
 from shardlib.serving.scheduling.requests import Told
 from shardlib.serving.scheduling.schedule import Share
 
@@ -26,11 +28,12 @@ from shardlib.serving.scheduling.schedule import Share
 StepFunction = Callable[..., tuple[Chosen, Mapping[str, Pages]]]
 
 
-def step_function(forward: TracedForward) -> StepFunction:
+def step_function(forward: TracedForward, grid: Grid) -> StepFunction:
     """The function that a step computes.
 
     Args:
         forward: the traced forward pass.
+        grid: the devices.
     """
 
     def step(
@@ -41,8 +44,8 @@ def step_function(forward: TracedForward) -> StepFunction:
         rows: jax.Array,
         how: Choices,
     ) -> tuple[Chosen, Mapping[str, Pages]]:
-        logits, pages = forward(*weights, pages, tokens, where, rows)
-        return choose(logits, how), pages
+        logits, pages = forward(*weights, pages, tokens, where, rows, grid)
+        return choose(grid.rows(logits), how), pages
 
     return step
 
@@ -54,7 +57,8 @@ class Step:
         forward: the traced forward pass.
         weights: (params, state) on their devices.
         pages: of each call of attention, on their devices.
-        sizes: of the programs.
+        sizes: of the programs, for a group of devices.
+        grid: the devices.
     """
 
     def __init__(
@@ -63,15 +67,11 @@ class Step:
         weights: tuple[Tree, Tree],
         pages: Mapping[str, Pages],
         sizes: Capacity,
+        grid: Grid,
     ) -> None:
         self.forward, self.weights, self.pages, self.sizes = forward, weights, pages, sizes
-        self.entries = next(iter(pages.values()))[0].shape[1] * sizes.page
-
-        shardings = jax.tree.map(lambda page: page.sharding, pages)
-        self._step = jax.jit(
-            step_function(forward), donate_argnums=1, out_shardings=(None, shardings)
-        )
-        self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self.grid = grid
+        self._programs: dict[Shape, jax.stages.Compiled] = {}
 
     @property
     def compiled(self) -> int:
@@ -80,9 +80,8 @@ class Step:
 
     def warm_up(self) -> None:
         """Compiles all programs."""
-        for tokens in self.sizes.token_sizes:
-            for table in self.sizes.table_sizes:
-                self._run(operands(self.sizes, self.entries, tokens, table), [])
+        for shape in self.sizes.shapes:
+            self._run(operands(self.sizes, shape, self.grid.groups), {})
 
     def __call__(
         self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
@@ -94,48 +93,88 @@ class Step:
             allowed: tokens that may come next, as bits of uint32, for each row of a request, by its
                 number; all where there is none.
         """
-        count = sum(share.count for share in shares)
-        longest = max(len(share.request.pages) for share in shares)
-        given = operands(
-            self.sizes,
-            self.entries,
-            next(size for size in self.sizes.token_sizes if size >= count),
-            next(size for size in self.sizes.table_sizes if size >= longest),
-        )
-        at, rows, masks = 0, list[Row](), dict[int, np.ndarray]()
+        shape = next(one for one in self.sizes.shapes if self._fits(one, shares))
+        given = operands(self.sizes, shape, self.grid.groups)
+        wanted = len(given.rows) // self.grid.groups
+        chunks, used = [0] * self.grid.groups, [0] * self.grid.groups
+        rows, masks, at = dict[int, Row](), dict[int, np.ndarray](), list[list[int]]()
         for share in shares:
-            request, here = share.request, slice(at, at + share.count)
-            position = np.arange(share.first, share.first + share.count)
-            held = np.asarray(request.pages, np.int32)
-            given.tokens[here] = share.tokens
-            given.position[here] = position
-            given.entry[here] = held[position // self.sizes.page] * self.sizes.page + (
-                position % self.sizes.page
+            group, slot = divmod(share.slot, self.sizes.slots)
+            if share.count == 1 and shape.singles:
+                held, places = given.table[share.slot], np.asarray([slot])
+                held[: len(share.request.pages)] = share.request.pages
+            else:
+                first, many = chunks[group], -(-share.count // shape.chunk)
+                held = given.chunks[group * shape.chunks :][first : first + many]
+                held[:, : len(share.request.pages)] = share.request.pages
+                places = shape.singles + first * shape.chunk + np.arange(share.count)
+                chunks[group] += many
+            self._fill(given, share, group * shape.tokens + places)
+            here = range(used[group], used[group] + share.rows)
+            given.rows[group * wanted :][here.start : here.stop] = places[
+                share.count - share.rows :
+            ]
+            at.append([group * wanted + row for row in here])
+            used[group] += share.rows
+            masks.update(zip(at[-1], (allowed or {}).get(share.request.number, ()), strict=False))
+            rows.update(zip(at[-1], rows_of(share), strict=True))
+        found = self._run(given, rows, masks)
+        return [[found[row] for row in each] for each in at]
+
+    def _compiled(self, beside: Tree) -> jax.stages.Compiled:
+        def held(tree: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+        weights, pages = held(self.weights), held(self.pages)
+        return (
+            jax.jit(
+                step_function(self.forward, self.grid),
+                donate_argnums=1,
+                in_shardings=(weights, pages, *self.grid.by_group(beside)),
+                out_shardings=(self.grid.sharding(PartitionSpec()), pages),
             )
-            given.table[here, : len(held)] = held
-            at += share.count
-            given.rows[len(rows) : len(rows) + share.rows] = np.arange(at - share.rows, at)
-            for number, mask in enumerate((allowed or {}).get(request.number, ())):
-                masks[len(rows) + number] = mask
-            rows += rows_of(share)
-        found = iter(self._run(given, rows, masks))
-        return [[next(found) for _ in range(share.rows)] for share in shares]
+            .lower(self.weights, self.pages, *beside)
+            .compile()
+        )
+
+    def holds(self, shares: Sequence[Share]) -> bool:
+        """Whether one step computes them all.
+
+        Args:
+            shares: of a group of devices.
+        """
+        return any(self._fits(shape, shares) for shape in self.sizes.shapes)
+
+    def _fits(self, shape: Shape, shares: Sequence[Share]) -> bool:
+        """Whether a program computes what groups of devices have."""
+        used = [0] * self.grid.groups
+        for share in shares:
+            if share.count > 1 or not shape.singles:
+                many = -(-share.count // shape.chunk) if shape.chunk else shape.chunks + 1
+                used[share.slot // self.sizes.slots] += many
+        return max(used) <= shape.chunks
+
+    def _fill(self, given: Given, share: Share, places: np.ndarray) -> None:
+        """The tokens of a share, at their places."""
+        position = np.arange(share.first, share.first + share.count)
+        held, page = np.asarray(share.request.pages, np.int32), self.sizes.page
+        given.tokens[places] = share.tokens
+        given.position[places] = position
+        given.entry[places] = held[position // page] * page + position % page
 
     def _run(
-        self, given: Given, rows: Sequence[Row], masks: Mapping[int, np.ndarray] | None = None
-    ) -> list[Told]:
-        where = Token(position=given.position, entry=given.entry, table=given.table)
-        size = given.table.shape
+        self, given: Given, rows: Mapping[int, Row], masks: Mapping[int, np.ndarray] | None = None
+    ) -> dict[int, Told]:
         how = choices(
-            [*rows, *[None] * (len(given.rows) - len(rows))],
+            [rows.get(number) for number in range(len(given.rows))],
             vocab=self.forward.vocab,
-            longest=size[1] * self.sizes.page,
+            longest=self.sizes.table * self.sizes.page,
             allowed=masks,
         )
-        beside = given.tokens, where, given.rows, how
-        if size not in self._programs:
-            self._programs[size] = self._step.lower(self.weights, self.pages, *beside).compile()
-        found, self.pages = self._programs[size](self.weights, self.pages, *beside)
+        beside = given.tokens, given.where, given.rows, how
+        if given.shape not in self._programs:
+            self._programs[given.shape] = self._compiled(beside)
+        found, self.pages = self._programs[given.shape](self.weights, self.pages, *beside)
         return told(found, rows)
 
 
@@ -144,31 +183,42 @@ class Given:
     """Operands of a step, NumPy arrays that are filled in place.
 
     Attributes:
-        tokens, position, entry: int32 [T], see `Token`.
-        table: int32 [T, M].
-        rows: int32 [R], tokens whose logits are wanted.
+        shape: of the program.
+        tokens, position, entry: int32 [T], of each group of devices as its shape says, see
+            `Token`.
+        table, chunks: see `Token`.
+        rows: int32, of each group as many, tokens whose logits are wanted.
     """
 
+    shape: Shape
     tokens: np.ndarray
     position: np.ndarray
     entry: np.ndarray
     table: np.ndarray
+    chunks: np.ndarray
     rows: np.ndarray
 
+    @property
+    def where(self) -> Token:
+        """Where tokens stand."""
+        return Token(position=self.position, entry=self.entry, table=self.table, chunks=self.chunks)
 
-def operands(sizes: Capacity, entries: int, tokens: int, table: int) -> Given:
+
+def operands(sizes: Capacity, shape: Shape, groups: int) -> Given:
     """Operands of a step that computes nothing.
 
     Args:
-        sizes: of the programs.
-        entries: of the cache.
-        tokens: of the program.
-        table: pages of a request.
+        sizes: of a group of devices.
+        shape: of the program.
+        groups: how many there are.
     """
+    tokens = groups * shape.tokens
     return Given(
+        shape=shape,
         tokens=np.zeros(tokens, np.int32),
         position=np.zeros(tokens, np.int32),
-        entry=np.full(tokens, entries, np.int32),
-        table=np.zeros((tokens, table), np.int32),
-        rows=np.zeros(min(tokens, sizes.rows), np.int32),
+        entry=np.full(tokens, sizes.all_pages * sizes.page, np.int32),
+        table=np.zeros((groups * shape.singles, sizes.table), np.int32),
+        chunks=np.zeros((groups * shape.chunks, sizes.table), np.int32),
+        rows=np.zeros(groups * min(shape.tokens, sizes.rows), np.int32),
     )

@@ -14,16 +14,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardlib.annotation.read import Init, read
+from shardlib.axes import MeshShape
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.mesh.device_mesh import abstract_mesh
 from shardlib.lowering.serving.program import Forward, traced_forward
-from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text
 from shardlib.report import Finding
 from shardlib.serving.exporting import exported_step
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.weights import placed, serving_layout
+from shardlib.serving.weights import arranged, placed
 from shardlib.untrusted.json_types import JsonObject
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.exported import ExportedStep
@@ -42,6 +41,7 @@ class ServedProgram:
     Attributes:
         topology: the machine.
         tensor: devices that share every layer.
+        data: groups of so many devices.
         tokens: of a step.
         table: pages of a request.
         predicted: bytes a device: "weights", "pages".
@@ -52,6 +52,7 @@ class ServedProgram:
 
     topology: str
     tensor: int
+    data: int
     tokens: int
     table: int
     predicted: Mapping[str, int]
@@ -68,7 +69,7 @@ class ServedProgram:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.predicted.items())
         head = (
             f"{self.tokens} tokens, {self.table} pages a request, on {self.topology}, tensor"
-            f" {self.tensor}: {parts} a device"
+            f" {self.tensor}{f', data {self.data}' if self.data > 1 else ''}: {parts} a device"
         )
         lines = [str(finding) for finding in self.findings]
         if self.compiled is not None:
@@ -91,6 +92,7 @@ class ServedProgram:
         return {
             "topology": self.topology,
             "tensor": self.tensor,
+            "data": self.data,
             "tokens": self.tokens,
             "table": self.table,
             "predicted": dict(self.predicted),
@@ -106,6 +108,7 @@ def verify_serving(
     *,
     topology: str | Topology,
     tensor: int,
+    data: int = 1,
     capacity: Capacity | None = None,
     limits: Limits | None = None,
 ) -> tuple[ServedProgram, ...]:
@@ -115,13 +118,14 @@ def verify_serving(
         init, forward: see `Engine`.
         topology: the machine.
         tensor: devices that share every layer.
-        capacity: how many requests and tokens are served.
+        data: groups of so many devices, each with requests of its own.
+        capacity: how many requests and tokens are served by a group.
         limits: time and memory that the compiler may take.
 
     Raises:
         ModelError: the model cannot be served with a cache.
-        PinError, InfeasibleError, TopologyError: it cannot be shared by so many devices, or no
-            compiler knows the machine.
+        ArgumentError: pages cannot be sharded over so many devices.
+        TopologyError: the devices are no part of the machine, or no compiler knows it.
         MissingPackageError: the compiler is not installed.
         VerificationError: the program does not lower for the platform.
     """
@@ -129,20 +133,21 @@ def verify_serving(
     size = capacity or Capacity()
     model = read(init)
     traced = traced_forward(model, forward, longest=size.longest)
-    layout = serving_layout(model, forward, tensor, topology=machine, longest=size.longest)
-    where = target(machine, layout.mesh, layout.axis_order)
+    arrangement = arranged(model, forward, traced, tensor=tensor, data=data)
+    where = target(machine, arrangement.mesh)
     require_compiler(where.platform)
-    on = placed(model, layout, abstract_mesh(layout))
+    on = placed(model, arrangement, arrangement.abstract())
     found: list[ServedProgram] = []
-    for tokens in size.token_sizes:
-        step, predicted = exported_step(model, traced, on, size, tokens, where.platform)
+    for shape in size.shapes:
+        step, predicted = exported_step(model, traced, on, size, shape, where.platform)
         made = compile_apart(step, where, limits)
-        compiled, said = _judged(layout, machine, where, step, made, predicted)
+        compiled, said = _judged(arrangement.mesh, machine, where, step, made, predicted)
         found.append(
             ServedProgram(
                 topology=machine.name,
                 tensor=tensor,
-                tokens=tokens,
+                data=data,
+                tokens=data * shape.tokens,
                 table=size.table,
                 predicted=predicted,
                 compiled=compiled,
@@ -154,7 +159,7 @@ def verify_serving(
 
 
 def _judged(
-    layout: Plan,
+    mesh: MeshShape,
     machine: Topology,
     where: Target,
     step: ExportedStep,
@@ -163,7 +168,7 @@ def _judged(
 ) -> tuple[CompiledStep | None, tuple[Finding, ...]]:
     if isinstance(made, Failure):
         return None, (_finding(made.kind, "error", made.message[:600], "smaller sizes"),)
-    compiled, traffic = read_compiled(layout, machine, where, step, made)
+    compiled, traffic = read_compiled(mesh, (), machine, where, step, made)
     return compiled, tuple(
         findings(
             machine,

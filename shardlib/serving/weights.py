@@ -1,35 +1,53 @@
 """Where do weights and pages of a served model live?
 
-Weights are sharded over `tensor` as a plan of the forward pass has them in use, and pages over
-their key heads where those divide; what does not is whole on every device.
+Weights are sharded over all devices that share a layer (`shardlib.propagation.serving`); pages over
+groups of devices, and within a group over key heads, and over the tokens of a page where there are
+fewer heads than devices.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.trees.paths import path_text
-from shardlib.compiler import plan
+from shardlib.axes import MeshShape
 from shardlib.errors import ModelError
-from shardlib.hardware.topology import Topology
-from shardlib.hardware.topology import topology as parse_topology
 from shardlib.jax_types import KeyPath, Leaf
-from shardlib.lowering.mesh.device_mesh import parts_of
+from shardlib.layout import Layout
+from shardlib.lowering.mesh.device_mesh import axis_names
 from shardlib.lowering.mesh.shardings import named_sharding
+from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import Forward, TracedForward
-from shardlib.planning.plan import Plan
+from shardlib.propagation.serving import serving_layouts, serving_mesh
+from shardlib.tracing.forward_only import forward_problem
 
-#: Rows and tokens of the batch that weights are laid out for; layouts hardly depend on it.
+#: Rows and tokens of the batch that weights are laid out for; layouts do not depend on it.
 ROWS, TOKENS = 8, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How a model is spread over devices.
+
+    Attributes:
+        mesh: sizes of the mesh axes.
+        layouts: of each parameter, by path.
+    """
+
+    mesh: MeshShape
+    layouts: Mapping[str, Layout]
+
+    def abstract(self) -> AbstractMesh:
+        """The mesh without devices."""
+        names, sizes = axis_names(self.mesh, {})
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +61,11 @@ class Placed:
 
     mesh: Mesh | AbstractMesh
     params: Tree
+
+    @property
+    def grid(self) -> Grid:
+        """The devices of its programs."""
+        return Grid(mesh=self.mesh)
 
     @property
     def whole(self) -> NamedSharding:
@@ -63,21 +86,21 @@ class Placed:
 
         Args:
             forward: what they are of.
-            count: of pages.
+            count: of pages of a group of devices.
             size: tokens of a page.
-        """
-        axes = parts_of(self.mesh, ("tensor",))
-        ways = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def page(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            heads = len(one.shape) > 4 and one.shape[3] % ways == 0
-            spec = PartitionSpec(None, None, None, axes) if heads else PartitionSpec()
-            return jax.ShapeDtypeStruct(
-                one.shape, one.dtype, sharding=NamedSharding(self.mesh, spec)
-            )
+        Raises:
+            ArgumentError: pages cannot be sharded over the devices.
+        """
+        grid, pages = self.grid, forward.new_pages(count * self.grid.groups, size)
+
+        def page(one: jax.ShapeDtypeStruct, heads: int) -> jax.ShapeDtypeStruct:
+            spec = grid.page_spec(one, heads)
+            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=grid.sharding(spec))
 
         return {
-            name: tuple(map(page, pages)) for name, pages in forward.new_pages(count, size).items()
+            call.path: tuple(page(one, call.kept[-1].shape[0]) for one in pages[call.path])
+            for call in forward.calls
         }
 
     def pages(self, forward: TracedForward, count: int, size: int) -> Mapping[str, Pages]:
@@ -85,8 +108,11 @@ class Placed:
 
         Args:
             forward: what they are of.
-            count: of pages.
+            count: of pages of a group of devices.
             size: tokens of a page.
+
+        Raises:
+            ArgumentError: pages cannot be sharded over the devices.
         """
         wanted = self.of_pages(forward, count, size)
         return jax.jit(
@@ -95,60 +121,37 @@ class Placed:
         )()
 
 
-def placed(model: Model, found: Plan, mesh: Mesh | AbstractMesh) -> Placed:
-    """Where the arrays of a model live under a plan.
+def placed(model: Model, found: Arrangement, mesh: Mesh | AbstractMesh) -> Placed:
+    """Where the arrays of a model live.
 
     Args:
         model: from a front end in `annotation/`.
-        found: see `serving_layout`.
-        mesh: of the plan.
+        found: see `arranged`.
+        mesh: of its shape.
     """
-    layouts = {one.path: named_sharding(mesh, one.compute) for one in found.parameters}
 
     def of(path: KeyPath, _: Leaf) -> NamedSharding:
-        return layouts[path_text(path)]
+        return named_sharding(mesh, found.layouts[path_text(path) or "params"])
 
     return Placed(mesh=mesh, params=jax.tree_util.tree_map_with_path(of, model.params))
 
 
-def serving_layout(
-    model: Model, forward: Forward, tensor: int, *, topology: str | Topology, longest: int
-) -> Plan:
-    """Lays a model out over some devices, by a plan that trains it on as many of twice the memory:
-    one for weights, and one for the gradients that nobody has here.
+def arranged(
+    model: Model, forward: Forward, traced: TracedForward, *, tensor: int, data: int = 1
+) -> Arrangement:
+    """Spreads a model over groups of devices.
 
     Args:
         model: from a front end in `annotation/`.
         forward: its forward pass.
-        tensor: devices that share every layer.
-        topology: the machine, of at least as many.
-        longest: tokens of the longest request.
-
-    Raises:
-        PinError, InfeasibleError: the model cannot be shared by so many devices.
+        traced: the same, as it is served.
+        tensor: devices of a group, which share every layer.
+        data: groups, each with requests of its own.
     """
-
-    def loss(module: Tree, tokens: jax.Array) -> jax.Array:
-        return jnp.mean(forward(module, tokens).astype(jnp.float32))
-
-    machine = parse_topology(topology) if isinstance(topology, str) else topology
-    roomy = replace(
-        machine.chip,
-        hbm_bytes=2 * machine.chip.hbm_bytes,
-        reserved_bytes=2 * machine.chip.reserved_bytes,
-    )
-
-    def of(seq: int) -> Plan:
-        return plan(
-            model,
-            loss,
-            optax.sgd(1.0),
-            jax.ShapeDtypeStruct((ROWS, seq), jnp.int32),
-            topology=replace(machine, chip=roomy),
-            pin={"mesh": {"tensor": tensor}, "zero": 0, "microbatches": 1},
-        )
-
+    mesh = serving_mesh(tensor=tensor, key_heads=traced.key_heads, data=data)
+    longest = traced.longest
     try:
-        return of(min(longest, TOKENS))
+        problem = forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
     except ModelError:  # a model may want whole blocks of tokens
-        return of(longest)
+        problem = forward_problem(model, forward, rows=ROWS, tokens=longest)
+    return Arrangement(mesh=mesh, layouts=serving_layouts(problem, mesh))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardlib.axes import MeshShape
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
@@ -77,7 +78,7 @@ def judge(
             versions={},
             findings=(failed(made, plan),),
         )
-    compiled, traffic = read_compiled(plan, topology, where, step, made)
+    compiled, traffic = read_compiled(plan.mesh, plan.axis_order, topology, where, step, made)
     findings = compare(
         plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased
     )
@@ -91,24 +92,30 @@ def judge(
 
 
 def read_compiled(
-    plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled
+    mesh: MeshShape,
+    axes: tuple[str, ...],
+    topology: Topology,
+    where: Target,
+    step: ExportedStep,
+    made: Compiled,
 ) -> tuple[CompiledStep, Traffic]:
     """What a compiled program is, and the collectives that it runs.
 
     Args:
-        plan: whose mesh it runs on.
+        mesh: that it runs on.
+        axes: of the mesh, from the outermost links to the innermost; empty for the usual order.
         topology, where, step, made: see `judge`.
     """
     module = parse(made.text)
-    traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
+    traffic = read_traffic(module, mesh, step.arguments, where.positions)
     compiled = CompiledStep(
         device_bytes=made.memory,
-        collectives=timed(traffic, plan.mesh, topology, plan.axis_order),
+        collectives=timed(traffic, mesh, topology, axes),
         wire_bytes=sum(item.wire_bytes for item in traffic.found),
         compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
         device_kind=made.device_kind,
         unread=traffic.problems,
         reductions=traffic.reductions,
-        scheduled=scheduled(module, plan.mesh) if len(where.positions) == 1 else (),
+        scheduled=scheduled(module, mesh) if len(where.positions) == 1 else (),
     )
     return compiled, traffic

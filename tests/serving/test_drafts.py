@@ -18,7 +18,7 @@ from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.settings import Sampling
-from tests.serving.test_engine import DENSE, VOCAB, forward
+from tests.serving.test_meshes import DENSE, VOCAB, forward
 
 SIZES = Capacity(longest=48, slots=4, page=4, pages=48, budget=24)
 INIT = models.build(DENSE)[0]

@@ -1,10 +1,9 @@
-"""Tokens with a cache are those of the model's own forward pass, whatever else is served."""
+"""Forward passes that somebody might bring, requests, and how tokens are chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -13,106 +12,14 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib import models
 from shardlib.annotation.read import read
 from shardlib.errors import ArgumentError, ModelError
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention
 from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Asked
 from shardlib.serving.scheduling.settings import Sampling
 
-VOCAB, LONGEST = 61, 32
-DENSE = TransformerConfig(
-    name="served",
-    vocab_size=VOCAB,
-    layers=2,
-    embed=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp=48,
-    max_seq=64,
-    compute_dtype="float32",
-)
-EXPERTS = Experts(count=4, per_token=2, mlp=24)
-FAMILIES = {
-    "grouped": DENSE,
-    "multi-query": replace(DENSE, kv_heads=1),
-    "learned positions": replace(DENSE, learned_positions=True, tied=True),
-    "window": replace(DENSE, sliding_window=5, attention_softcap=4.0),
-    "window in some layers": replace(
-        DENSE, layers=4, sliding_window=5, global_every=2, rope_local_theta=500.0
-    ),
-    "blocks of queries": replace(DENSE, attention_block=8),
-    "experts": replace(DENSE, experts=EXPERTS),
-    "experts in some layers": replace(DENSE, layers=4, experts=replace(EXPERTS, every=2)),
-    "latent": replace(
-        DENSE,
-        kv_heads=4,
-        latent=LatentAttention(kv_lora=16, q_lora=24, nope_dim=8, rope_dim=4, v_dim=8),
-        experts=replace(EXPERTS, first_dense=1, shared=1),
-    ),
-}
-
-
-def forward(model: Any, tokens: jax.Array) -> jax.Array:
-    return model(tokens)
-
-
-@cache
-def reference(family: str) -> Callable[[tuple[int, ...], int], list[int]]:
-    """Greedy answers by the whole forward pass, once for every token."""
-    model = read(models.build(FAMILIES[family])[0])
-    module = model.rebuild(*model.init(3))
-    logits = jax.jit(lambda tokens: forward(module, tokens))
-
-    def answer(prompt: tuple[int, ...], most: int) -> list[int]:
-        tokens = np.zeros((1, LONGEST), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        for at in range(len(prompt), len(prompt) + most):
-            tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1]))
-        return tokens[0, len(prompt) : len(prompt) + most].tolist()
-
-    return answer
-
-
-def prompts() -> list[tuple[int, ...]]:
-    """Nine, of which some begin alike."""
-    draw = np.random.default_rng(0)
-    shared = draw.integers(0, VOCAB, 9).tolist()
-    return [
-        (
-            *shared[: int(draw.integers(0, 10))],
-            *draw.integers(0, VOCAB, int(draw.integers(1, 9))).tolist(),
-        )
-        for _ in range(9)
-    ]
-
-
-@pytest.mark.matrix
-@pytest.mark.long
-@pytest.mark.parametrize("tensor", [1, 4])
-@pytest.mark.parametrize("pages", [48, 9], ids=["ample", "scarce"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_the_whole_forward_pass(family: str, pages: int, tensor: int):
-    engine = Engine(
-        models.build(FAMILIES[family])[0],
-        forward,
-        weights=3,
-        capacity=Capacity(longest=LONGEST, slots=4, page=4, pages=pages, budget=8),
-        tensor=tensor,
-    )
-    engine.warm_up()
-    compiled, given = engine.compute.compiled, prompts()
-    for _ in range(2):  # the second time over pages that are kept
-        assert engine.generate(given, 7) == [reference(family)(one, 7) for one in given]
-    assert engine.compute.compiled == compiled
-    assert engine.schedule.pool.available == pages
-    assert (engine.schedule.preempted > 0) == (pages < 48)
-
-
+VOCAB = 61
 AXES = {
     "embed": ("vocab", "embed"),
     "qkv": ("embed", None, "heads", None),

@@ -25,7 +25,7 @@ from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.forms import Form
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.settings import Sampling
-from tests.serving.test_engine import DENSE, forward
+from tests.serving.test_meshes import DENSE, forward
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
 

@@ -52,7 +52,7 @@ def test_layers_are_reduced_and_pages_written_in_place(machine: str):
         tensor=4,
         capacity=SIZES,
     )
-    assert [one.tokens for one in found] == [4, 16]
+    assert [one.tokens for one in found] == [4, 20]
     for one in found:
         assert one.ok and one.compiled is not None, str(one)
         assert not {finding.code for finding in one.findings} - {"cache-copied"}, str(one)
@@ -68,6 +68,26 @@ def test_layers_are_reduced_and_pages_written_in_place(machine: str):
         held = one.compiled.device_bytes
         assert held["arguments"] == pytest.approx(sum(one.predicted.values()), rel=0.03)
         assert one.to_json()["predicted"] == one.predicted
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    "machine", ["cpu:8", pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu"))]
+)
+def test_no_device_has_all_pages_of_fewer_key_heads(machine: str, kv_heads: int):
+    found = shardlib.verify_serving(
+        models.build(replace(CONFIG, kv_heads=kv_heads))[0],
+        lambda model, tokens: model(tokens),
+        topology=machine,
+        tensor=8,
+        capacity=SIZES,
+    )
+    whole = 2 * CONFIG.layers * SIZES.all_pages * SIZES.page * kv_heads * CONFIG.head_dim * 2
+    for one in found:
+        assert one.ok and one.compiled is not None, str(one)
+        assert one.predicted["pages"] == whole // 8
+        held = one.compiled.device_bytes  # a TPU pads the 8 columns that it has of a key
+        assert held["arguments"] == pytest.approx(sum(one.predicted.values()), rel=0.05)
 
 
 def test_what_was_predicted_is_what_an_engine_has():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.serving.calls import bodies
 from shardlib.lowering.serving.experts import visiting
+from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.pages import Pages, Token, attending
 from shardlib.lowering.serving.positions import Positions
 from shardlib.tracing.program import REMAT, Equation, Program
@@ -29,12 +30,14 @@ class Cached:
         positions: where it looks at the position.
         token: where the token stands.
         pages: of each call of attention, by path.
+        grid: the devices.
         layer: iteration of the loops around.
     """
 
     positions: Positions
     token: Token
     pages: Mapping[str, Pages]
+    grid: Grid = field(default_factory=Grid)
     layer: Index = 0
 
 
@@ -61,7 +64,7 @@ def evaluate(
         if call is not None and isinstance(call.form, Attention):
             if call is not done:
                 operands = [env[number] for number in call.inputs]
-                mixed, pages = attending(call.form)(
+                mixed, pages = attending(call.form, cached.grid)(
                     cached.pages[call.path], cached.layer, cached.token, *operands
                 )
                 cached = replace(cached, pages={**cached.pages, call.path: pages})
@@ -70,7 +73,7 @@ def evaluate(
             continue
         if call is not None and isinstance(call.form, ExpertForm):
             if call is not done:
-                results = visiting(call.form)(*(env[number] for number in call.inputs))
+                results = visiting(call.form, cached.grid)(*(env[number] for number in call.inputs))
                 env.update(zip(call.outputs, results, strict=True))
             done = call
             continue
@@ -86,6 +89,19 @@ def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:
         return value
     dim, table = found
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), cached.token.position, 1, dim)
+
+
+def looks(equation: Equation, places: Positions, calls: Iterable[str]) -> bool:
+    """Whether an equation has attention in it, or looks at the position.
+
+    Args:
+        equation: of the forward pass.
+        places: where it looks at the position.
+        calls: paths of calls of attention.
+    """
+    below = f"{equation.path}/"
+    paths = [*calls, *places.iotas, *places.slices, *(at for at, _ in places.tables)]
+    return any(path.startswith(below) or path == equation.path for path in paths)
 
 
 def _equation(
@@ -117,10 +133,7 @@ def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
 
 def _inside(equation: Equation, cached: Cached) -> bool:
     """Whether a loop has attention in it, or looks at the position."""
-    below = f"{equation.path}/"
-    places = cached.positions
-    paths = [*cached.pages, *places.iotas, *places.slices, *(at for at, _ in places.tables)]
-    return any(path.startswith(below) or path == equation.path for path in paths)
+    return looks(equation, cached.positions, cached.pages)
 
 
 def _scan(

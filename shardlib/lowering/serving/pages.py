@@ -1,7 +1,7 @@
-"""Attention of tokens over the pages of their requests.
+"""Keys and values of tokens go to pages, and tokens attend over the pages of their requests.
 
-Suffixes: T token, M page of a request, P token of a page, U = M P key, K key head, G queries of a
-key head, H width. An array of pages is [layers, pages, P, ...].
+Suffixes: T token, D group of devices, R request, B chunk of a prompt, M page of a request, P token
+of a page, N query head, K key head, H width. An array of pages is [layers, pages, P, ...].
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
 
 from shardlib.functions.attention import Attention, Operands
 from shardlib.jax_types import Index, Value
+from shardlib.lowering.serving.attention import Partial, Sets, joined, over_pages
+from shardlib.lowering.serving.grid import Grid
 
 #: Pages of one call: those of each array of keys, and of values.
 Pages = tuple[jax.Array, ...]
@@ -24,32 +27,45 @@ Pages = tuple[jax.Array, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """Where a token stands, int32 scalars but for the table; with a leading dim for many.
+    """Where tokens stand, int32. Of each group of devices those come first that are the next one of
+    a request each, R of them, and then chunks of prompts, all of one length.
 
     Attributes:
-        position: in its request.
-        entry: of the pages to which its keys and values go, page times size of a page plus place;
-            past the last for a token that is none, which writes nothing.
-        table: [M] pages of its request, in order.
+        position: in its request, [T].
+        entry: [T] of the pages of its group to which its keys and values go, page times size of a
+            page plus place; past the last for a token that is none, which writes nothing.
+        table: [D R, M] pages of the requests, in order.
+        chunks: [D B, M] pages of the requests of chunks.
     """
 
     position: jax.Array | np.ndarray
     entry: jax.Array | np.ndarray
     table: jax.Array | np.ndarray
+    chunks: jax.Array | np.ndarray
 
 
-def attending(form: Attention) -> Callable[..., tuple[Value, Pages]]:
+#: Which dims of `Token` a program of one token is mapped over.
+TOKEN_DIMS = Token(position=0, entry=0, table=None, chunks=None)  # type: ignore[arg-type]
+
+
+def attending(form: Attention, grid: Grid) -> Callable[..., tuple[Value, Pages]]:
     """The function (pages, layer, token, *operands) -> (mixed, pages) that takes the place of a
     call of attention of one token; mapped over tokens it writes all of them, and then attends.
 
     Args:
         form: of the call.
+        grid: the devices.
     """
 
     @custom_vmap
     def attend(pages: Pages, layer: Index, token: Token, *operands: Value) -> tuple[Value, Pages]:
-        many = jax.tree.map(lambda one: one[None], (token, operands))
-        mixed, pages = _attend(form, pages, layer, *many)
+        one = Token(
+            position=jnp.asarray(token.position)[None],
+            entry=jnp.asarray(token.entry)[None],
+            table=jnp.zeros((1, token.table.shape[1]), jnp.int32),  # any: only shapes count
+            chunks=token.chunks[:0],
+        )
+        mixed, pages = _attend(form, Grid(), pages, layer, one, [each[None] for each in operands])
         return mixed[0], pages
 
     @attend.def_vmap
@@ -63,69 +79,110 @@ def attending(form: Attention) -> Callable[..., tuple[Value, Pages]]:
     ) -> tuple[tuple[Value, Pages], tuple[bool, object]]:
         assert not any(jax.tree.leaves(mapped[:2])), "all tokens share their pages"
         many = [
-            jax.tree.map(
-                lambda one, has: one if has else jnp.broadcast_to(one, (size, *one.shape)),
-                value,
-                is_mapped,
-            )
-            for value, is_mapped in zip((token, *operands), mapped[2:], strict=True)
+            one if has else jnp.broadcast_to(one, (size, *one.shape))
+            for one, has in zip(operands, mapped[3:], strict=True)
         ]
-        mixed, pages = _attend(form, pages, layer, many[0], tuple(many[1:]))
+        mixed, pages = _attend(form, grid, pages, layer, token, many)
         return (mixed, pages), (True, jax.tree.map(lambda _: False, pages))
 
     return attend
 
 
 def _attend(
-    form: Attention, pages: Pages, layer: Index, token: Token, operands: tuple[Value, ...]
+    form: Attention, grid: Grid, pages: Pages, layer: Index, token: Token, operands: list[Value]
 ) -> tuple[Value, Pages]:
     """Operands [T, 1, 1, ...], one token of one row each; returns [T, 1, 1, N, V]."""
     given = Operands.of(form, [one[:, 0, 0] if one.ndim > 1 else one for one in operands])
-    size = pages[0].shape[2]
-    kept = tuple(
-        page.at[layer, token.entry // size, token.entry % size].set(
-            new.astype(page.dtype), mode="drop"
-        )
-        for page, new in zip(pages, (*given.keys, given.value), strict=True)
-    )
-    *keys, values = (
-        page[layer, token.table].reshape(
-            token.table.shape[0], token.table.shape[1] * size, *page.shape[3:]
-        )
-        for page in kept
-    )
-    groups, heads = values.shape[2], given.queries[0].shape[1]
-    scores = sum(
-        (
-            _products(
-                query.reshape(query.shape[0], groups, heads // groups, query.shape[2]),
-                key.astype(query.dtype),
+    size, groups = pages[0].shape[2], given.value.shape[1]
+    heads, tokens = grid.heads(groups), grid.tokens(groups)
+    ways, count = grid.ways(tokens), given.queries[0].shape[1]
+    spread = count // grid.ways(heads) % ways == 0
+
+    def local(
+        pages: Pages,
+        layer: Index,
+        token: Token,
+        queries: tuple[Value, ...],
+        new: tuple[Value, ...],
+        everywhere: Value | None,
+    ) -> tuple[Value, Pages]:
+        held = pages[0].shape[2]
+        first = grid.first(tokens, held)
+        kept = _written(pages, layer, token, new, size=size, first=first)
+        nobody = token.entry >= kept[0].shape[1] * size
+        position = jnp.where(nobody, -1, token.position)
+
+        def read(numbers: Value) -> tuple[Value, ...]:
+            return tuple(page[layer, numbers] for page in kept)
+
+        def mixed(table: Value, start: int, chunk: int) -> Partial:
+            here = slice(start, start + table.shape[0] * chunk)
+            sets = Sets(
+                table=table,
+                position=position[here].reshape(-1, chunk),
+                queries=[one[here].reshape(-1, chunk, *one.shape[1:]) for one in queries],
+                everywhere=None if everywhere is None else everywhere[0],
             )
-            for query, key in zip(given.queries, keys, strict=True)
+            found = over_pages(form, sets, read, size=size, held=held, first=first)
+            return jax.tree.map(lambda one: one.reshape(-1, *one.shape[2:]), found)
+
+        rows, parts = token.table.shape[0], []
+        if rows:
+            parts.append(mixed(jnp.asarray(token.table), 0, 1))
+        if token.chunks.shape[0]:
+            chunk = (position.shape[0] - rows) // token.chunks.shape[0]
+            parts.append(mixed(jnp.asarray(token.chunks), rows, chunk))
+        whole = jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
+        return _together(whole, tokens, ways, spread).astype(given.value.dtype), kept
+
+    data = PartitionSpec("data")
+    by_head = PartitionSpec("data", heads or None)
+
+    def operand(one: Value) -> PartitionSpec:
+        return by_head if one.ndim == 3 else data
+
+    page_specs = tuple(grid.page_spec(page, groups) for page in pages)
+    new = (*given.keys, given.value)
+    out = PartitionSpec("data", (*heads, *tokens) if spread else heads or None)
+    mixed, kept = grid.local(
+        local,
+        (
+            page_specs,
+            PartitionSpec(),
+            Token(position=data, entry=data, table=data, chunks=data),  # type: ignore[arg-type]
+            tuple(by_head for _ in given.queries),
+            tuple(map(operand, new)),
+            data,
         ),
-        start=jnp.zeros((), jnp.float32),
+        (out, page_specs),
+    )(pages, jnp.asarray(layer), token, given.queries, new, given.global_layer)
+    return mixed.reshape(mixed.shape[0], 1, 1, *mixed.shape[1:]), kept
+
+
+def _written(
+    pages: Pages, layer: Index, token: Token, new: tuple[Value, ...], *, size: int, first: Index
+) -> Pages:
+    """Pages with the keys and values of tokens, of which a device writes those that it has."""
+    held, number, place = pages[0].shape[2], token.entry // size, token.entry % size - first
+    here = (place >= 0) & (place < held)
+    number = jnp.where(here, number, pages[0].shape[1])
+    return tuple(
+        page.at[layer, number, jnp.where(here, place, 0)].set(one.astype(page.dtype), mode="drop")
+        for page, one in zip(pages, new, strict=True)
     )
-    scores = scores * form.scale
-    if form.softcap:
-        scores = form.softcap * jnp.tanh(scores / form.softcap)
-    seen = _seen(form, token, values.shape[1], given.global_layer)[:, None, None]
-    weights = jax.nn.softmax(scores + jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min / 2), axis=-1)
-    dtype = given.value.dtype
-    mixed = jnp.einsum("tkgu,tukv->tkgv", weights.astype(dtype), values.astype(dtype))
-    return mixed.reshape(mixed.shape[0], 1, 1, heads, mixed.shape[-1]), kept
 
 
-def _products(query: Value, key: Value) -> Value:
-    """Products of queries [T, K, G, H] and keys [T, U, K, H] or [T, U, H]: [T, K, G, U]."""
-    keys = "tukh" if key.ndim == 4 else "tuh"
-    return jnp.einsum(f"tkgh,{keys}->tkgu", query, key, preferred_element_type=jnp.float32)
-
-
-def _seen(form: Attention, token: Token, keys: int, global_layer: Value | None) -> Value:
-    """Which keys each token sees, [T, U]."""
-    columns, rows = jnp.arange(keys, dtype=jnp.int32)[None], token.position[:, None]
-    seen = columns <= rows
-    if form.window:
-        near = seen & (rows - columns < form.window)
-        seen = near if global_layer is None else jnp.where(global_layer[:, None], seen, near)
-    return seen
+def _together(found: Partial, axes: tuple[str, ...], ways: int, spread: bool) -> Value:
+    """Attention [T, N, V] of what devices have made of their tokens; each then has the heads whose
+    weights it has, where those divide.
+    """
+    if ways == 1:
+        return joined(jax.tree.map(lambda one: one[None], found))
+    mixed, total, highest = found
+    rows = jnp.concatenate([mixed, total[..., None], highest[..., None]], axis=-1)
+    if spread:
+        rows = rows.reshape(rows.shape[0], ways, -1, rows.shape[-1])
+        rows = jax.lax.all_to_all(rows, axes, split_axis=1, concat_axis=0)
+    else:
+        rows = jax.lax.all_gather(rows, axes)
+    return joined((rows[..., :-2], rows[..., -2], rows[..., -1]))

@@ -5,21 +5,24 @@ values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.serving.calls import CachedCall, cached_calls
-from shardlib.lowering.serving.evaluate import Cached, evaluate
-from shardlib.lowering.serving.pages import Pages, Token
+from shardlib.lowering.serving.ends import ends
+from shardlib.lowering.serving.evaluate import Cached, evaluate, looks
+from shardlib.lowering.serving.grid import Grid
+from shardlib.lowering.serving.pages import TOKEN_DIMS, Pages, Token
 from shardlib.lowering.serving.positions import Positions, positions
-from shardlib.tracing.program import Program, called, flatten
+from shardlib.tracing.program import Equation, Program, called, flatten
 
 #: The user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab].
 Forward = Callable[[Tree, jax.Array], jax.Array]
@@ -48,6 +51,11 @@ class TracedForward:
     vocab: int
     capped: bool
 
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        """Of each call of attention."""
+        return tuple(call.kept[-1].shape[0] for call in self.calls)
+
     def new_pages(self, count: int, size: int) -> Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]:
         """So many pages, for each call.
 
@@ -65,30 +73,69 @@ class TracedForward:
         tokens: jax.Array,
         where: Token,
         rows: jax.Array,
+        grid: Grid | None = None,
     ) -> tuple[jax.Array, Mapping[str, Pages]]:
-        """Logits [R, vocab] of some of the tokens, and the pages with all of them.
+        """Logits [D R, vocab] of some of the tokens, and the pages with all of them.
 
         Args:
             params: of the model.
             state: of the model.
             pages: keys and values, see `new_pages`.
             tokens: int32 [T].
-            where: they stand, with a leading dim T.
-            rows: which of the tokens give logits, int32 [R].
+            where: they stand.
+            rows: which of the tokens of each group of devices give logits, int32 [D R], groups one
+                after another.
+            grid: the devices; None for one.
         """
+        grid = grid or Grid()
         leaves = jax.tree.leaves((params, state))
+        cut = ends(self.program, self._paths, self._varies)
 
         def one(
             pages: Mapping[str, Pages], token: jax.Array, where: Token
-        ) -> tuple[jax.Array, Mapping[str, Pages]]:
-            cached = Cached(positions=self.positions, token=where, pages=pages)
-            results, kept = evaluate(self.program, [*leaves, token[None, None]], cached)
-            return results[0][0, 0], dict(kept)
+        ) -> tuple[list[jax.Array], Mapping[str, Pages]]:
+            cached = Cached(positions=self.positions, token=where, pages=pages, grid=grid)
+            results, kept = evaluate(cut.every, [*leaves, token[None, None]], cached)
+            return results, dict(kept)
 
-        logits, pages = jax.vmap(one, in_axes=(None, 0, 0), out_axes=(0, None))(
+        def last(live: list[jax.Array], token: jax.Array, where: Token) -> jax.Array:
+            cached = Cached(positions=self.positions, token=where, pages={}, grid=grid)
+            results, _ = evaluate(cut.last, [*leaves, token[None, None], *live], cached)
+            return results[0][0, 0]
+
+        live, pages = jax.vmap(one, in_axes=(None, 0, TOKEN_DIMS), out_axes=(0, None))(
             pages, tokens, where
         )
-        return jnp.take(logits, rows, axis=0), pages
+        live, tokens, position = taken((live, tokens, where.position), rows, grid)
+        where = replace(where, position=position, entry=position)
+        return jax.vmap(last, in_axes=(0, 0, TOKEN_DIMS))(live, tokens, where), pages
+
+    @property
+    def _paths(self) -> list[str]:
+        return [call.path for call in self.calls]
+
+    def _varies(self, equation: Equation) -> bool:
+        """Whether an equation depends on where the token stands."""
+        tables = {number for path, number in self.positions.tables if not path}
+        return looks(equation, self.positions, self._paths) or bool(tables & {*equation.inputs})
+
+
+def taken(arrays: Tree, rows: jax.Array, grid: Grid) -> Tree:
+    """Some rows of arrays, each group of devices its own.
+
+    Args:
+        arrays: [T, ...] each.
+        rows: of those of a group, int32 [D R].
+        grid: the devices.
+    """
+
+    def take(arrays: Tree, rows: jax.Array) -> Tree:
+        return jax.tree.map(lambda one: jnp.take(one, rows, axis=0, mode="clip"), arrays)
+
+    if grid.groups == 1:
+        return take(arrays, rows)
+    data = PartitionSpec("data")
+    return grid.local(take, (data, data), data)(arrays, rows)
 
 
 def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedForward:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import Init, read
-from shardlib.errors import ArgumentError
+from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.mesh.device_mesh import device_mesh
 from shardlib.lowering.serving.program import Forward, TracedForward, traced_forward
 from shardlib.serving.compared import compare
@@ -20,7 +20,7 @@ from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Told
 from shardlib.serving.scheduling.schedule import Share
 from shardlib.serving.step import Step
-from shardlib.serving.weights import placed, serving_layout
+from shardlib.serving.weights import arranged, placed
 
 
 class Computes(Protocol):
@@ -79,43 +79,37 @@ def built(
     *,
     weights: Tree | int,
     capacity: Capacity,
-    tensor: int,
+    grid: tuple[int, int],
     devices: Sequence[jax.Device],
     check: bool,
 ) -> Built:
     """Makes what computes the steps of an engine.
 
     Args:
-        init, forward, weights, capacity, tensor, devices, check: see `Engine`.
+        init, forward, weights, capacity, devices, check: see `Engine`.
+        grid: groups of devices, and devices of a group.
 
     Raises:
         ArgumentError, ModelError: see `Engine`.
     """
-    if isinstance(tensor, bool) or not isinstance(tensor, int) or not 1 <= tensor <= len(devices):
-        raise ArgumentError(
-            f"tensor is {tensor!r}; it is a whole number from 1 to the {len(devices)} devices"
-            " that there are"
-        )
+    data, tensor = grid
+    _check_devices(tensor, data, len(devices))
     model = read(init)
     own = own_cache(model, forward, longest=capacity.longest)
     if own is not None:
-        return _slotted(own, weights, capacity, tensor, devices[0])
+        return _slotted(own, weights, capacity, grid, devices[0])
     traced = traced_forward(model, forward, longest=capacity.longest)
-    layout = serving_layout(
-        model, forward, tensor, topology=f"cpu:{tensor}", longest=capacity.longest
-    )
-    where = placed(model, layout, device_mesh(layout.mesh, devices[:tensor])[0])
+    found = arranged(model, forward, traced, tensor=tensor, data=data)
+    where = placed(model, found, device_mesh(found.mesh, devices[: tensor * data])[0])
 
     def place(given: Tree | int) -> tuple[Tree, Tree]:
         return where.weights(*_weights(model, given))
 
-    held = place(weights)
+    held, pages = place(weights), where.pages(traced, capacity.all_pages, capacity.page)
     if check:
         compare(model, forward, traced, held, page=capacity.page)
     return Built(
-        compute=Step(
-            traced, held, where.pages(traced, capacity.all_pages, capacity.page), capacity
-        ),
+        compute=Step(traced, held, pages, capacity, where.grid),
         capacity=capacity,
         forward=traced,
         place=place,
@@ -124,12 +118,16 @@ def built(
 
 
 def _slotted(
-    own: OwnCache, weights: Tree | int, capacity: Capacity, tensor: int, device: jax.Device
+    own: OwnCache,
+    weights: Tree | int,
+    capacity: Capacity,
+    grid: tuple[int, int],
+    device: jax.Device,
 ) -> Built:
-    if tensor != 1:
+    if grid != (1, 1):
         raise ArgumentError(
-            f"tensor is {tensor}; a model with a cache of its own is served by one device\nTry:"
-            " attention by shardlib.attention, whose cache is sharded"
+            f"data is {grid[0]}, tensor is {grid[1]}; a model with a cache of its own is served by"
+            " one device\nTry: attention by shardlib.attention, whose cache is sharded"
         )
     if capacity.drafts:
         raise ArgumentError(
@@ -142,6 +140,20 @@ def _slotted(
 
     compute = SlotStep(own, place(weights), sizes)
     return Built(compute=compute, capacity=sizes, forward=own, place=place, chunk=compute.chunk)
+
+
+def _check_devices(tensor: int, data: int, there: int) -> None:
+    failures = [
+        f"{name} is {value!r}; it is a whole number from 1 on"
+        for name, value in (("tensor", tensor), ("data", data))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ]
+    if not failures and tensor * data > there:
+        failures = [
+            f"{data} groups of {tensor} devices are more than the {there} devices that there are"
+        ]
+    if failures:
+        raise_all(ArgumentError, "the model cannot be served so", failures)
 
 
 def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:

@@ -32,13 +32,18 @@ def draft_model(
         raise ArgumentError(
             "the model cannot guess: drafts of the capacity is 0\nTry: Capacity(drafts=4)"
         )
+    if isinstance(beside, Step) and beside.grid.groups > 1:
+        raise ArgumentError(
+            f"the model cannot guess: data is {beside.grid.groups}, and it has pages for the"
+            " requests of one group\nTry: data=1, or guesses of what followed the last time"
+        )
     devices = jax.tree.leaves(beside.weights)[0].devices()
     made = built(
         init,
         forward,
         weights=weights,
         capacity=sizes,
-        tensor=1,
+        grid=(1, 1),
         devices=sorted(devices, key=lambda one: one.id)[:1],
         check=False,
     )

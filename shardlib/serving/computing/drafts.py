@@ -110,7 +110,7 @@ class DraftModel:
     def filled(self, shares: Sequence[Share]) -> list[Share]:
         """See `Drafts`."""
         now = [self._own(share) for share in shares]
-        if sum(share.count for share in now) > self.step.sizes.most_tokens:
+        if not self.step.holds(now):
             now = [self._own(share, behind=False) for share in shares]
         guesses: dict[int, tuple[int, ...]] = {share.request.number: () for share in shares}
         wanted = {share.request.number: len(share.drafted) for share in shares}

@@ -106,7 +106,14 @@ def slotted(capacity: Capacity) -> Capacity:
     Args:
         capacity: as asked for.
     """
-    return replace(capacity, page=capacity.longest, pages=capacity.slots, prefixes=False, drafts=0)
+    return replace(
+        capacity,
+        page=capacity.longest,
+        pages=capacity.slots,
+        chunk=max(1, capacity.most_tokens // capacity.slots),
+        prefixes=False,
+        drafts=0,
+    )
 
 
 class SlotStep:
@@ -120,7 +127,7 @@ class SlotStep:
 
     def __init__(self, forward: OwnCache, weights: tuple[Tree, Tree], sizes: Capacity) -> None:
         self.forward, self.weights, self.sizes = forward, weights, sizes
-        self.chunk = max(1, sizes.most_tokens // sizes.slots)
+        self.chunk = sizes.chunk_size
         blank = [jax.tree.leaves(weights[1])[at] for at in forward.changed]
         self.caches = [jnp.repeat(one[None], sizes.slots, axis=0) for one in blank]
         self._step = jax.jit(self._computed, donate_argnums=1)
@@ -183,7 +190,7 @@ class SlotStep:
             lowered = self._step.lower(self.weights, self.caches, *given, how)
             self._programs[columns] = lowered.compile()
         found, self.caches = self._programs[columns](self.weights, self.caches, *given, how)
-        return told(found, rows)
+        return list(told(found, dict(enumerate(rows))).values())
 
     def _computed(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -35,25 +35,25 @@ def rows_of(share: Share) -> list[Row]:
     return found
 
 
-def told(found: Chosen, rows: Sequence[Row]) -> list[Told]:
+def told(found: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
     """What is chosen in each row, on the host.
 
     Args:
         found: of a program.
-        rows: that count.
+        rows: that count, by number.
     """
     tokens, logprobs = np.asarray(found.token).tolist(), np.asarray(found.logprob).tolist()
-    listed = any(row.request.asked.top for row in rows)
+    listed = any(row.request.asked.top for row in rows.values())
     likeliest, values = (
         (np.asarray(found.likeliest).tolist(), np.asarray(found.logprobs).tolist())
         if listed
         else ([[]] * len(tokens), [[]] * len(tokens))
     )
-    return [
-        Told(
+    return {
+        at: Told(
             token=tokens[at],
             logprob=logprobs[at],
             likeliest=tuple(zip(likeliest[at], values[at], strict=True))[: row.request.asked.top],
         )
-        for at, row in enumerate(rows)
-    ]
+        for at, row in rows.items()
+    }

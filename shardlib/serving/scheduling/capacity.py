@@ -11,6 +11,27 @@ from shardlib.planning.serving.serving_data import ServingData
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The tokens of a program.
+
+    Attributes:
+        singles: tokens that look at pages of their own, the next one of a request each.
+        chunks: how many there are of several tokens of one request, which look at its pages
+            together.
+        chunk: tokens of each.
+    """
+
+    singles: int
+    chunks: int = 0
+    chunk: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many it computes."""
+        return self.singles + self.chunks * self.chunk
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capacity:
     """How many requests and tokens are served.
 
@@ -21,6 +42,8 @@ class Capacity:
         pages: of the cache; None for those of as many requests of half the length as there are
             slots, and at least of one of the full length.
         budget: tokens that a step computes at most; None for 64, or as many as slots and drafts.
+        chunk: tokens of a prompt that look at its pages together; None for a quarter of the budget,
+            at most 64.
         prefixes: whether requests that begin alike share pages.
         drafts: tokens that a step may guess ahead for each request, see `Engine`.
         tenants: shares of tenants in what is computed, by the salt of their requests; 1 of all
@@ -35,16 +58,20 @@ class Capacity:
     page: int = 16
     pages: int | None = None
     budget: int | None = None
+    chunk: int | None = None
     prefixes: bool = True
     drafts: int = 0
     tenants: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "drafts": 0}
+        least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "chunk": 1} | {
+            "drafts": 0
+        }
         failures = [
             f"{name} is {value!r}; it is a whole number from {start} on"
             for name, start in least.items()
-            if (value := getattr(self, name)) is not None or name not in ("pages", "budget")
+            if (value := getattr(self, name)) is not None
+            or name not in ("pages", "budget", "chunk")
             if isinstance(value, bool) or not isinstance(value, int) or value < start
         ]
         if not failures and self.budget is not None and self.budget < self.slots:
@@ -97,11 +124,21 @@ class Capacity:
         return self.slots * (1 + self.drafts)
 
     @property
-    def token_sizes(self) -> tuple[int, ...]:
-        """Tokens of the programs, rising: for the next tokens alone, with drafts, with prompts."""
-        return tuple(sorted({self.slots, min(self.rows, self.most_tokens), self.most_tokens}))
+    def chunk_size(self) -> int:
+        """Tokens of a prompt that look at its pages together."""
+        return min(max(self.most_tokens // 4, 1), 64) if self.chunk is None else self.chunk
 
     @property
-    def table_sizes(self) -> tuple[int, ...]:
-        """Pages of a request in the programs, rising: a quarter of the most, and the most."""
-        return tuple(sorted({-(-self.table // 4), self.table}))
+    def chunks(self) -> int:
+        """Chunks of prompts that a step computes at most."""
+        return -(-self.most_tokens // self.chunk_size)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the programs: for the next tokens alone, with drafts, with prompts."""
+        drafts = Shape(singles=0, chunks=self.slots, chunk=1 + self.drafts)
+        return (
+            Shape(singles=self.slots),
+            *((drafts,) if self.drafts else ()),
+            Shape(singles=self.slots, chunks=self.chunks, chunk=self.chunk_size),
+        )

@@ -1,7 +1,7 @@
 """Which tokens does the next step compute?
 
     requests that only lack their next token    one token each, first
-    prompts                                     in chunks, as far as the step's tokens go
+    prompts                                     in chunks, as far as the step's go
     no page left                                the request that ranks last gives its pages back,
                                                 and starts anew later, with its answer so far
 
@@ -70,6 +70,7 @@ class Schedule:
         self.pool, self.size = pool, capacity.page
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
         self.chunk = self.budget if chunk is None else chunk
+        self.part, self.parts, self.drafts = capacity.chunk_size, capacity.chunks, capacity.drafts
         self.rows, self.tenants = capacity.rows, Counters(capacity.tenants)
         self.slots: list[Request | None] = [None] * capacity.slots
         self.waiting: list[Request] = []
@@ -117,10 +118,13 @@ class Schedule:
         running = sorted(self.running, key=lambda one: (one.waiting > 1, self._order(one)))
         left, rows = self.budget, self.rows - len(running)
         waits = sum(one.waiting == 1 for one in running)
+        prompts = len(running) - waits
+        parts = self.parts if prompts else self.budget
         for request in running:
             if request not in self.running:  # it gave its pages to one before it
                 continue
-            count, drafted = min(request.waiting, left, self.chunk), tuple[int, ...]()
+            count = min(request.waiting, left, self.chunk, max(parts * self.part, 1))
+            drafted = tuple[int, ...]()
             unscored = max(len(request.scores), request.computed)
             if request.unscored:
                 count = min(count, unscored + rows + 1 - request.computed)
@@ -128,8 +132,10 @@ class Schedule:
                 continue
             if request.waiting == 1:
                 waits -= 1
-                guessed = tuple((drafts or {}).get(request.number, ()))
+                guessed = tuple((drafts or {}).get(request.number, ()))[: self.drafts]
                 drafted = guessed[: max(min(left - 1 - waits, rows), 0)]
+                if prompts:  # they have parts left, and a request with drafts takes one
+                    drafted = drafted[: self.part - 1] if parts > prompts else ()
                 drafted = drafted[: self._spare(request, 1 + len(drafted)) - 1]
             end = request.computed + count
             wanted = end - unscored if request.unscored else int(end == request.count)
@@ -143,6 +149,7 @@ class Schedule:
             )
             shares[request.number] = share
             left, rows = left - share.count, rows - max(share.rows - 1, 0)
+            parts -= -(-share.count // self.part) if share.count > 1 else 0
         return list(shares.values())
 
     def done(self, shares: Sequence[Share], kept: Mapping[int, int] | None = None) -> None:

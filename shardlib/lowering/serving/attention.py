@@ -1,0 +1,175 @@
+"""Attention of tokens over the pages that one device has.
+
+Tokens come in sets: of each request one table of pages, and so many tokens that look at it. A set
+reads its pages a few at a time, as far as its last token needs them and no earlier than its window
+(a softmax that is corrected as it goes, Milakov and Gimelshein, arXiv:1805.02867): what a step
+reads follows from its requests, not from the longest that there may be.
+
+Suffixes: A set, C token of a set, M page of a request, P token of a page, U token of a few pages, K
+key head, G queries of a key head, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.functions.attention import Attention
+from shardlib.jax_types import Index, Value
+
+#: Tokens that a set reads at a time: an eighth of the most, within these bounds.
+FEWEST, MOST = 64, 512
+_LOW = float(jnp.finfo(jnp.float32).min) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sets:
+    """Tokens by what they look at.
+
+    Attributes:
+        table: [A, M] pages of each set.
+        position: [A, C] of each token; -1 for one that is none.
+        queries: of each part, [A, C, N, H].
+        everywhere: whether tokens see all in spite of the window; None where that is fixed.
+    """
+
+    table: Value
+    position: Value
+    queries: Sequence[Value]
+    everywhere: Value | None
+
+
+#: Weighted values [A, C, N, V], the sum of the weights and the largest score, [A, C, N] each.
+Partial = tuple[Value, Value, Value]
+
+
+def over_pages(
+    form: Attention,
+    given: Sets,
+    read: Callable[[Value], tuple[Value, ...]],
+    *,
+    size: int,
+    held: int,
+    first: Index,
+) -> Partial:
+    """What tokens make of the pages that a device has.
+
+    Args:
+        form: of the call.
+        given: tokens.
+        read: pages [A, B] -> keys of each part [A, B, held, K, H] or [A, B, held, H], and values.
+        size: tokens of a page.
+        held: those of them that the device has.
+        first: the first one that it has.
+    """
+    (sets, most), (_, chunk) = given.table.shape, given.position.shape
+    few = max(1, min(most, min(max(most * size // 8, FEWEST), MOST) // size))
+    start, end = _range(form, given, size)
+
+    def some(turn: Index, partial: Partial) -> Partial:
+        number = start[:, None] + turn * few + jnp.arange(few, dtype=jnp.int32)
+        pages = jnp.take_along_axis(given.table, jnp.minimum(number, most - 1), axis=1)
+        *keys, values = (one.reshape(sets, few * held, *one.shape[3:]) for one in read(pages))
+        within = first + jnp.arange(held, dtype=jnp.int32)
+        column = (number[..., None] * size + within).reshape(sets, 1, few * held)
+        seen = _seen(form, given, column)[:, :, None, None]
+        return _more(form, given.queries, keys, values, seen, partial)
+
+    shape = jax.eval_shape(read, jax.ShapeDtypeStruct((sets, few), given.table.dtype))[-1].shape
+    groups, width = shape[3], shape[4]
+    heads = given.queries[0].shape[2]
+    one = (sets, chunk, groups, heads // groups)
+    nothing = (
+        jnp.zeros((*one, width), jnp.float32),
+        jnp.zeros(one, jnp.float32),
+        jnp.full(one, _LOW, jnp.float32),
+    )
+    turns = jnp.max(-(-(end - start) // few), initial=0)
+    mixed, total, highest = jax.lax.fori_loop(0, turns, some, nothing)
+    return (
+        mixed.reshape(sets, chunk, heads, width),
+        total.reshape(sets, chunk, heads),
+        highest.reshape(sets, chunk, heads),
+    )
+
+
+def joined(parts: Partial) -> Value:
+    """Attention of tokens whose keys are in several places.
+
+    Args:
+        parts: what each place has made of its own, with a leading dim of places.
+
+    Returns:
+        Without that dim, float32.
+    """
+    mixed, total, highest = parts
+    factor = jnp.exp(highest - jnp.max(highest, axis=0))
+    whole = jnp.sum(total * factor, axis=0)
+    return jnp.sum(mixed * factor[..., None], axis=0) / jnp.maximum(whole, 1e-30)[..., None]
+
+
+def _range(form: Attention, given: Sets, size: int) -> tuple[Value, Value]:
+    """The first page that a set needs, and the one after its last, [A] each."""
+    end = jnp.max(given.position, axis=1) // size + 1
+    if not form.window:
+        return jnp.zeros_like(end), end
+    real = jnp.where(given.position < 0, jnp.iinfo(jnp.int32).max, given.position)
+    start = jnp.maximum(jnp.min(real, axis=1) - form.window + 1, 0) // size
+    if given.everywhere is not None:
+        start = jnp.where(given.everywhere, 0, start)
+    return jnp.minimum(start, end), end
+
+
+def _seen(form: Attention, given: Sets, column: Value) -> Value:
+    """Which keys each token sees, [A, C, U]."""
+    row = given.position[..., None]
+    seen = column <= row
+    if form.window:
+        near = seen & (row - column < form.window)
+        seen = near if given.everywhere is None else jnp.where(given.everywhere, seen, near)
+    return seen
+
+
+def _more(
+    form: Attention,
+    queries: Sequence[Value],
+    keys: Sequence[Value],
+    values: Value,
+    seen: Value,
+    partial: Partial,
+) -> Partial:
+    """With some more keys and values."""
+    mixed, total, highest = partial
+    grouped = [query.reshape(*mixed.shape[:4], query.shape[-1]) for query in queries]
+    scores = sum(
+        (_products(query, key) for query, key in zip(grouped, keys, strict=True)),
+        start=jnp.zeros((), jnp.float32),
+    )
+    scores = scores * form.scale
+    if form.softcap:
+        scores = form.softcap * jnp.tanh(scores / form.softcap)
+    top = jnp.maximum(highest, jnp.max(jnp.where(seen, scores, _LOW), axis=-1))
+    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    before = jnp.exp(highest - top)
+    added = jnp.einsum(
+        "ackgu,aukv->ackgv",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    return (
+        mixed * before[..., None] + added,
+        total * before + jnp.sum(weights, axis=-1),
+        top,
+    )
+
+
+def _products(query: Value, key: Value) -> Value:
+    """Products of queries [A, C, K, G, H] and keys [A, U, K, H] or [A, U, H]: [A, C, K, G, U]."""
+    dims = "aukh" if key.ndim == 4 else "auh"
+    return jnp.einsum(
+        f"ackgh,{dims}->ackgu", query, key.astype(query.dtype), preferred_element_type=jnp.float32
+    )

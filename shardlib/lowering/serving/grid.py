@@ -1,0 +1,124 @@
+"""Which devices compute what of a program that serves?
+
+    data            groups of devices, each with requests, tokens and pages of its own
+    tensor          key heads, with their queries and pages
+    context         the tokens of every page, where there are fewer key heads than devices: every
+                    device attends over its part, and parts are put together by their weights
+                    (Milakov and Gimelshein, arXiv:1805.02867)
+
+Weights move nowhere. A function of what one device holds is made one of whole arrays by
+`jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import ArgumentError
+from shardlib.jax_types import Function, Leaf, Value
+
+#: Mesh axes that share every layer, as weights are sharded over them.
+SHARED = ("tensor", "context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The devices of a program.
+
+    Attributes:
+        mesh: of them; None for one.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """Devices along some axes."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices with requests of their own."""
+        return self.ways(("data",))
+
+    def heads(self, count: int) -> tuple[str, ...]:
+        """Axes over which so many key heads are cut."""
+        return ("tensor",) if count % self.ways(("tensor",)) == 0 else ()
+
+    def tokens(self, count: int) -> tuple[str, ...]:
+        """Axes over which the tokens of pages with so many key heads are cut."""
+        return tuple(axis for axis in SHARED if axis not in self.heads(count))
+
+    def page_spec(self, page: jax.ShapeDtypeStruct | jax.Array, heads: int) -> PartitionSpec:
+        """How an array of pages [layers, pages, tokens, ...] is cut.
+
+        Args:
+            page: the array.
+            heads: of the values of its call.
+
+        Raises:
+            ArgumentError: a page has a number of tokens that is not divided by the devices.
+        """
+        tokens = self.tokens(heads)
+        if page.shape[2] % self.ways(tokens):
+            raise ArgumentError(
+                f"page is {page.shape[2]}; pages of {heads} key heads are sharded over"
+                f" {self.ways(tokens)} devices, which share the tokens of each\nTry: a multiple"
+                f" of {self.ways(tokens)}"
+            )
+        along = self.heads(heads) if len(page.shape) > 4 else ()
+        return PartitionSpec(None, "data", tokens or None, along or None)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        """The sharding of a spec; None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def by_group(self, tree: Tree) -> Tree:
+        """Shardings of arrays of which each group of devices has its rows, and of scalars.
+
+        Args:
+            tree: of arrays.
+        """
+
+        def of(leaf: Leaf) -> NamedSharding | None:
+            return self.sharding(PartitionSpec("data") if leaf.ndim else PartitionSpec())
+
+        return jax.tree.map(of, tree)
+
+    def rows(self, logits: Value) -> Value:
+        """Logits with each row on one device of its group, where their number divides, and else on
+        all of them: what is sorted along a row is sorted there.
+
+        Args:
+            logits: [D R, vocab].
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return logits
+        rows, vocab = logits.shape
+        made = PartitionSpec("data", SHARED if vocab % self.ways(SHARED) == 0 else None)
+        spread = PartitionSpec(("data", *SHARED) if rows % self.mesh.size == 0 else "data")
+        for spec in (made, spread):  # in two steps, or weights are gathered for single rows
+            logits = jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, spec))
+        return logits
+
+    def local(self, function: Function, arguments: Tree, results: Tree) -> Function:
+        """A function of what one device holds as a function of whole arrays.
+
+        Args:
+            function: of shards.
+            arguments: specs, as a tree like its arguments.
+            results: specs, as a tree like its results.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return function
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False
+        )
+
+    def first(self, axes: tuple[str, ...], count: int) -> Value | int:
+        """The first of the positions that a device has of so many a device; inside of `local`."""
+        return jax.lax.axis_index(axes) * count if self.ways(axes) > 1 else 0

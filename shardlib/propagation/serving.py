@@ -1,0 +1,136 @@
+"""How is a model sharded that serves?
+
+Nothing is trained, and a step reads every weight for a few tokens: so every weight is sharded over
+all devices that share a layer, along a dim that the program multiplies along or looks up: of
+several the one along which activations are multiplied, as heads are, or else that most weights
+have. The residual stream is whole, so that a matmul into it ends in an all-reduce of activations.
+Whole are vectors of the stream, such as scales of norms.
+
+Devices of one `tensor` group are those along the mesh axes `tensor`, which cuts key heads, and
+`context`, which cuts the tokens of every page where there are fewer key heads than devices; other
+weights are sharded over both.
+
+>>> str(serving_mesh(tensor=16, key_heads=[8]))
+'context=2 x tensor=8'
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from shardlib.axes import MeshShape
+from shardlib.graph.problem import Parameter, Problem
+from shardlib.layout import Layout
+from shardlib.propagation.colours import BATCH_NAMES, SEQUENCE_NAMES, Colouring, colour
+from shardlib.propagation.contractions import CONTRACTIONS
+
+#: Mesh axes that share every layer, those of key heads first.
+SHARED_AXES = ("tensor", "context")
+
+
+def serving_mesh(*, tensor: int, key_heads: Iterable[int], data: int = 1) -> MeshShape:
+    """The mesh of devices that serve.
+
+    Args:
+        tensor: devices that share every layer.
+        key_heads: heads of keys and values of each call of attention.
+        data: groups of such devices, each with requests of its own.
+    """
+    heads = math.gcd(tensor, *key_heads)
+    return MeshShape(data=data, context=tensor // heads, tensor=heads)
+
+
+def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
+    """How each parameter is sharded, by path.
+
+    Args:
+        problem: the forward pass; no step graph is read.
+        mesh: see `serving_mesh`.
+    """
+    found = colour(problem)
+    walked = {found.forward[op.operands[0]][0] for op in problem.forward.ops if op.kind == "enter"}
+    fit = _fit(problem, found, walked)
+    return {one.path: _layout(one, found, fit, walked, mesh) for one in problem.parameters}
+
+
+def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None) -> int:
+    """Bytes of weights on one device.
+
+    Args:
+        problem: see `serving_layouts`.
+        mesh: see `serving_mesh`.
+        itemsize: bytes of an element; None for those of the stored dtypes.
+    """
+    layouts = serving_layouts(problem, mesh)
+    sizes = {"bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
+    return sum(
+        math.prod(layouts[one.path].local_shape(one.shape, mesh))
+        * (itemsize or sizes.get(one.dtype, 1 if one.dtype.startswith("float8") else 4))
+        for one in problem.parameters
+    )
+
+
+#: How much a weight is to be cut along a colour: products of activations whose results have it, as
+#: heads are in two of attention, and widths of heads in one; and elements of weights that have it.
+_Rank = tuple[int, int]
+
+
+def _fit(problem: Problem, found: Colouring, walked: Collection[str | None]) -> Mapping[str, _Rank]:
+    """Colours that weights may be cut along."""
+    apart = {found.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)} - {None}
+    multiplied, mixed = set[str | None](), Counter[str | None]()
+    for op in problem.forward.ops:
+        sides = [found.forward[value] for value in op.operands]
+        results = {name for value in op.results for name in found.forward[value]}
+        if op.category in CONTRACTIONS or op.category == "gather" or op.rule.outer:
+            multiplied.update(results, *sides)
+        if op.category in CONTRACTIONS and all(apart & set(names) for names in sides):
+            mixed.update(results)
+    weights = Counter[str]()
+    for one in problem.parameters:
+        for name in {*found.parameters[one.path]} - {None, *walked, *apart}:
+            weights[str(name)] += math.prod(one.shape)
+    stream = max(weights, key=lambda name: weights[name], default=None)
+    return {
+        name: (mixed[name], size)
+        for name, size in weights.items()
+        if name in multiplied and name != stream
+    }
+
+
+def _layout(
+    one: Parameter,
+    found: Colouring,
+    fit: Mapping[str, _Rank],
+    walked: Collection[str | None],
+    mesh: MeshShape,
+) -> Layout:
+    axes = {dim: name for dim, name in enumerate(found.parameters[one.path]) if name is not None}
+    cut = {
+        dim: ways
+        for dim, name in axes.items()
+        if name in fit and (ways := _ways(one.shape[dim], mesh))
+    }
+    if cut:
+        dim = max(cut, key=lambda dim: (fit[axes[dim]], -dim))
+        return _cut(one, dim, cut[dim])
+    stream = [dim for dim in range(len(one.shape)) if axes.get(dim) not in walked]
+    if sum(one.shape[dim] > 1 for dim in stream) > 1:
+        for dim in reversed(stream):
+            if ways := _ways(one.shape[dim], mesh):
+                return _cut(one, dim, ways)
+    return Layout.replicated(len(one.shape))
+
+
+def _ways(size: int, mesh: MeshShape) -> tuple[str, ...]:
+    """The most axes that a dim divides over."""
+    for axes in (SHARED_AXES, ("tensor",), ("context",)):
+        if mesh.ways(axes) > 1 and size % mesh.ways(axes) == 0:
+            return axes
+    return ()
+
+
+def _cut(one: Parameter, dim: int, axes: tuple[str, ...]) -> Layout:
+    return Layout(*(axes if at == dim else () for at in range(len(one.shape))))

@@ -1,0 +1,46 @@
+"""A forward pass as the planner sees it, without a loss and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.model import Model
+from shardlib.annotation.trees.paths import Tree
+from shardlib.graph.problem import Problem
+from shardlib.tracing.batch import describe_batch, tokens_of
+from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.parameters import abstract, described_parameters, named_inputs
+from shardlib.tracing.program import flatten
+
+
+def forward_problem(
+    model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, rows: int, tokens: int
+) -> Problem:
+    """The forward pass of a model; there are no step graphs.
+
+    Args:
+        model: from a front end in `annotation/`.
+        forward: (model, int32 tokens [rows, tokens]) -> logits.
+        rows: of the batch.
+        tokens: of a row.
+    """
+
+    def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
+        return forward(model.evaluating(model.rebuild(params, state)), tokens)
+
+    batch = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    shapes = (abstract(model.params), abstract(model.state), batch)
+    described = describe_batch(batch)
+    return Problem(
+        model=model.name,
+        forward=graph_from_program(
+            flatten(jax.make_jaxpr(run)(*shapes)), named_inputs(model, shapes)
+        ),
+        steps={},
+        parameters=described_parameters(model, None),
+        batch=described,
+        tokens=tokens_of(described),
+    )

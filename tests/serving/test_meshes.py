@@ -1,0 +1,198 @@
+"""Tokens with a cache are those of the model's own forward pass, on any mesh, whatever else is
+served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib import models
+from shardlib.annotation.read import read
+from shardlib.errors import ArgumentError
+from shardlib.lowering.serving.pages import Token
+from shardlib.lowering.serving.program import traced_forward
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts, LatentAttention
+from shardlib.serving.engine import Engine
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.requests import Asked
+
+VOCAB, LONGEST = 61, 32
+DENSE = TransformerConfig(
+    name="served",
+    vocab_size=VOCAB,
+    layers=2,
+    embed=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    max_seq=64,
+    compute_dtype="float32",
+)
+EXPERTS = Experts(count=4, per_token=2, mlp=24)
+FAMILIES = {
+    "grouped": DENSE,
+    "multi-query": replace(DENSE, kv_heads=1),
+    "learned positions": replace(DENSE, learned_positions=True, tied=True),
+    "window": replace(DENSE, sliding_window=5, attention_softcap=4.0),
+    "window in some layers": replace(
+        DENSE, layers=4, sliding_window=5, global_every=2, rope_local_theta=500.0
+    ),
+    "blocks of queries": replace(DENSE, attention_block=8),
+    "experts": replace(DENSE, experts=EXPERTS),
+    "experts in some layers": replace(DENSE, layers=4, experts=replace(EXPERTS, every=2)),
+    "latent": replace(
+        DENSE,
+        kv_heads=4,
+        latent=LatentAttention(kv_lora=16, q_lora=24, nope_dim=8, rope_dim=4, v_dim=8),
+        experts=replace(EXPERTS, first_dense=1, shared=1),
+    ),
+}
+
+
+def forward(model: Any, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+@cache
+def reference(family: str) -> Callable[[tuple[int, ...], int], list[int]]:
+    """Greedy answers by the whole forward pass, once for every token."""
+    model = read(models.build(FAMILIES[family])[0])
+    module = model.rebuild(*model.init(3))
+    logits = jax.jit(lambda tokens: forward(module, tokens))
+
+    def answer(prompt: tuple[int, ...], most: int) -> list[int]:
+        tokens = np.zeros((1, LONGEST), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        for at in range(len(prompt), len(prompt) + most):
+            tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1]))
+        return tokens[0, len(prompt) : len(prompt) + most].tolist()
+
+    return answer
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Nine, of which some begin alike."""
+    draw = np.random.default_rng(0)
+    shared = draw.integers(0, VOCAB, 9).tolist()
+    return [
+        (
+            *shared[: int(draw.integers(0, 10))],
+            *draw.integers(0, VOCAB, int(draw.integers(1, 9))).tolist(),
+        )
+        for _ in range(9)
+    ]
+
+
+#: Groups of devices, and devices of a group.
+MESHES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 2), (8, 1))
+
+
+@pytest.mark.matrix
+@pytest.mark.long
+@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"data {mesh[0]} tensor {mesh[1]}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_whole_forward_pass(
+    family: str, mesh: tuple[int, int], scarce: bool
+):
+    data, tensor = mesh
+    page = max(4, tensor)  # one key head is sharded over the tokens of a page
+    prefixes = (list(FAMILIES).index(family) + MESHES.index(mesh) + scarce) % 2 == 0
+    engine = Engine(
+        models.build(FAMILIES[family])[0],
+        forward,
+        weights=3,
+        capacity=Capacity(
+            longest=LONGEST,
+            slots=4,
+            page=page,
+            pages=(36 if scarce else 192) // page,
+            budget=8,
+            prefixes=prefixes,
+        ),
+        tensor=tensor,
+        data=data,
+    )
+    engine.warm_up()
+    compiled, given = engine.compute.compiled, prompts()
+    for _ in range(2):  # the second time over pages that are kept
+        assert engine.generate(given, 7) == [reference(family)(one, 7) for one in given]
+    assert engine.compute.compiled == compiled
+    assert engine.schedule.pool.available == engine.schedule.pool.pages
+    assert engine.schedule.preempted == 0 or scarce
+    if scarce and data == 1 and page == 4:
+        assert engine.schedule.preempted
+
+
+def test_every_group_of_devices_has_requests_of_its_own():
+    engine = Engine(
+        models.build(FAMILIES["grouped"])[0],
+        forward,
+        weights=3,
+        capacity=Capacity(longest=LONGEST, slots=1, page=4, pages=8, budget=8),
+        tensor=2,
+        data=2,
+    )
+    given = prompts()[:2]
+    requests = [engine.add(Asked(prompt=prompt, most=3)) for prompt in given]
+    engine.run()
+    assert [one.answer for one in requests] == [reference("grouped")(one, 3) for one in given]
+    longest = max(map(len, given))
+    assert engine.steps == -(-longest // 8) + 2, "both are served at a time"
+    page = jax.tree.leaves(engine.compute.pages)[0]
+    assert page.shape[1] == 16 and {shard.data.shape[1] for shard in page.addressable_shards} == {8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tensor": 0}, "tensor is 0"),
+        ({"data": True}, "data is True"),
+        ({"tensor": 4, "data": 3}, "3 groups of 4 devices are more than the 8 devices"),
+        ({"tensor": 8}, "page is 4; pages of 1 key heads are sharded over 8 devices"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_devices_that_cannot_share_a_model_are_refused(sizes: dict[str, int], said: str):
+    with pytest.raises(ArgumentError, match=said):
+        Engine(
+            models.build(FAMILIES["multi-query"])[0],
+            forward,
+            capacity=Capacity(longest=LONGEST, page=4),
+            **sizes,
+        )
+
+
+@pytest.mark.parametrize("family", ["grouped", "experts in some layers", "latent"])
+def test_logits_are_computed_for_the_tokens_that_have_a_next_one(family: str):
+    model = read(models.build(FAMILIES[family])[0])
+    traced = traced_forward(model, forward, longest=LONGEST)
+    tokens = jax.ShapeDtypeStruct((24,), jnp.int32)
+    where = Token(
+        position=tokens,  # type: ignore[arg-type]
+        entry=tokens,  # type: ignore[arg-type]
+        table=jax.ShapeDtypeStruct((8, 8), jnp.int32),  # type: ignore[arg-type]
+        chunks=jax.ShapeDtypeStruct((2, 8), jnp.int32),  # type: ignore[arg-type]
+    )
+    rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+    jaxpr = jax.make_jaxpr(traced.__call__)(
+        model.params, model.state, traced.new_pages(9, 4), tokens, where, rows
+    )
+    products = [
+        tuple(var.aval.shape)
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "dot_general"
+        for var in equation.outvars
+    ]
+    wide = [shape for shape in products if VOCAB in shape]
+    assert wide and all(shape[0] == 8 for shape in wide), wide
