@@ -2,8 +2,8 @@
 
     python benchmarks/serving_compiled.py
 
-Programs for the next tokens of 16 requests, and for 64 tokens of prompts and requests, each over
-pages of 4,096 tokens, compiled ahead of time for machines that are not here
+Programs for the next tokens of 16 requests a group of devices, and for 64 tokens of prompts beside
+them, each over pages of 4,096 tokens, compiled ahead of time for machines that are not here
 (`shardlib.verify_serving`); weights and cache in bfloat16. Stored are predicted and compiled bytes
 of a device, collectives and findings, for each version of JAX.
 """
@@ -28,17 +28,18 @@ from benchmarks.environment import RESULTS, write
 from shardlib import models, serving
 from shardlib.models.config import TransformerConfig
 
-#: (model, machine, devices along tensor, pages of 64 tokens)
+#: (model, machine, groups of devices, devices of a group, pages of 64 tokens a group)
 CASES = (
-    ("llama3-70b", "v5e:4x4", 16, 1024),
-    ("llama3-70b", "v6e:2x4", 8, 1024),
-    ("llama3-70b", "h100:8", 8, 1024),
-    ("llama3-8b", "v5e:2x4", 8, 1024),
-    ("llama3-8b", "h100:8", 2, 1024),
+    ("llama3-70b", "v5e:4x4", 1, 16, 1024),
+    ("llama3-70b", "v6e:2x4", 1, 8, 1024),
+    ("llama3-70b", "h100:8", 1, 8, 1024),
+    ("llama3-8b", "v5e:2x4", 1, 8, 1024),
+    ("llama3-8b", "v5e:2x4", 2, 4, 512),
+    ("llama3-8b", "h100:8", 1, 2, 1024),
 )
 
 
-def case(name: str, machine: str, tensor: int, pages: int) -> list[dict[str, Any]]:
+def case(name: str, machine: str, data: int, tensor: int, pages: int) -> list[dict[str, Any]]:
     """Both programs of one case."""
     config = models.load(name)
     assert isinstance(config, TransformerConfig)
@@ -47,6 +48,7 @@ def case(name: str, machine: str, tensor: int, pages: int) -> list[dict[str, Any
         lambda model, tokens: model(tokens),
         topology=machine,
         tensor=tensor,
+        data=data,
         capacity=serving.Capacity(longest=4096, slots=16, page=64, pages=pages, budget=64),
     )
     for one in found:
