@@ -116,7 +116,7 @@ class Engine:
     @property
     def room(self) -> int:
         """Tokens of a request at most, prompt and answer together."""
-        return min(self.capacity.longest, self.capacity.all_pages * self.capacity.page)
+        return self.capacity.room
 
     @property
     def replacing(self) -> bool:

@@ -100,13 +100,14 @@ class Step:
         rows, masks, at = dict[int, Row](), dict[int, np.ndarray](), list[list[int]]()
         for share in shares:
             group, slot = divmod(share.slot, self.sizes.slots)
+            pages = np.maximum(share.request.pages, 0)  # those that are gone are not read
             if share.count == 1 and shape.singles:
                 held, places = given.table[share.slot], np.asarray([slot])
-                held[: len(share.request.pages)] = share.request.pages
+                held[: len(pages)] = pages
             else:
                 first, many = chunks[group], -(-share.count // shape.chunk)
                 held = given.chunks[group * shape.chunks :][first : first + many]
-                held[:, : len(share.request.pages)] = share.request.pages
+                held[:, : len(pages)] = pages
                 places = shape.singles + first * shape.chunk + np.arange(share.count)
                 chunks[group] += many
             self._fill(given, share, group * shape.tokens + places)

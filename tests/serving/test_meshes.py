@@ -153,6 +153,20 @@ def test_every_group_of_devices_has_requests_of_its_own():
     assert page.shape[1] == 16 and {shard.data.shape[1] for shard in page.addressable_shards} == {8}
 
 
+def test_windows_need_pages_of_the_window_alone():
+    sizes = Capacity(longest=LONGEST, slots=2, page=2, pages=10, budget=4)
+    engine = Engine(
+        models.build(FAMILIES["window"])[0], forward, weights=3, capacity=sizes, tensor=2
+    )
+    long = [(*one, *one, *one)[:23] for one in prompts()[:3]]
+    assert engine.capacity.most_pages * 2 <= 10 < -(-30 // 2), "a request has more tokens"
+    assert engine.generate(long, 7) == [reference("window")(one, 7) for one in long]
+    assert engine.schedule.preempted == 0 and engine.schedule.pool.available == 10
+    assert replace(sizes, pages=None).within(5).all_pages == 10
+    some = models.build(FAMILIES["window in some layers"])[0]
+    assert traced_forward(read(some), forward, longest=LONGEST).window == 0
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

@@ -7,6 +7,7 @@ read is looked at before it is written.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.prefixes import digests
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.schedule import Schedule
+from shardlib.serving.scheduling.windows import held
 
 PROMPTS = st.lists(
     st.tuples(
@@ -42,6 +44,7 @@ PROMPTS = st.lists(
     st.integers(0, 8),
     st.booleans(),
     st.integers(0, 3),
+    st.sampled_from([0, 0, 1, 3, 6]),
     st.integers(),
 )
 def test_every_token_is_computed_over_the_tokens_before_it(
@@ -51,6 +54,7 @@ def test_every_token_is_computed_over_the_tokens_before_it(
     spare: int,
     prefixes: bool,
     drafts: int,
+    window: int,
     seed: int,
 ):
     draw = random.Random(seed)
@@ -60,11 +64,13 @@ def test_every_token_is_computed_over_the_tokens_before_it(
         longest=max(longest, 2),
         slots=slots,
         page=page,
-        pages=-(-longest // page) + spare,
         budget=slots + draw.randrange(6),
         prefixes=prefixes,
         drafts=drafts,
+        window=window,
     )
+    capacity = replace(capacity, pages=capacity.most_pages + spare)
+    assert capacity.room == capacity.longest
     pool = Pool(capacity.all_pages)
     schedule = Schedule(pool, capacity)
     entries: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
@@ -92,13 +98,16 @@ def test_every_token_is_computed_over_the_tokens_before_it(
         shares = schedule.next(guesses)
         assert sum(share.count for share in shares) <= capacity.most_tokens
         assert sum(share.rows for share in shares) <= capacity.rows
+        parts = sum(-(-one.count // capacity.chunk_size) for one in shares if one.count > 1)
+        assert parts <= capacity.chunks or all(one.count <= 1 + drafts for one in shares)
         for share in shares:
             request, tokens = share.request, (*share.request.tokens, *share.drafted)
             assert not share.drafted or share.ends
             assert share.count >= 1 and share.first + share.count <= len(tokens)
-            for at in range(share.first):
-                held = entries[request.pages[at // page], at % page]
-                assert held == (request.asked.salt, tokens[: at + 1])
+            assert len(held(request.pages)) <= capacity.most_pages
+            for at in range(max(share.first - window + 1, 0) if window else 0, share.first):
+                found = entries[request.pages[at // page], at % page]
+                assert found == (request.asked.salt, tokens[: at + 1])
             for at in range(share.first, share.first + share.count):
                 written = request.pages[at // page]
                 assert pool.users(written) == 1, "nobody writes to a page that another uses"
@@ -115,7 +124,7 @@ def test_every_token_is_computed_over_the_tokens_before_it(
         for share in shares:
             if share.request.ended is not None:
                 schedule.release(share.request)
-        used = {page for request in schedule.running for page in request.pages}
+        used = {page for request in schedule.running for page in held(request.pages)}
         assert pool.used == len(used)
         if all(request.ended is not None for request in requests):
             break

@@ -56,6 +56,14 @@ class TracedForward:
         """Of each call of attention."""
         return tuple(call.kept[-1].shape[0] for call in self.calls)
 
+    @property
+    def window(self) -> int:
+        """Tokens that every layer looks back, the token itself included; 0 where one looks at
+        all.
+        """
+        windows = [0 if call.form.chosen else call.form.window for call in self.calls]
+        return max(windows) if all(windows) else 0
+
     def new_pages(self, count: int, size: int) -> Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]:
         """So many pages, for each call.
 

@@ -99,6 +99,7 @@ def built(
     if own is not None:
         return _slotted(own, weights, capacity, grid, devices[0])
     traced = traced_forward(model, forward, longest=capacity.longest)
+    capacity = capacity.within(traced.window)
     found = arranged(model, forward, traced, tensor=tensor, data=data)
     where = placed(model, found, device_mesh(found.mesh, devices[: tensor * data])[0])
 

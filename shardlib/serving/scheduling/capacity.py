@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.planning.serving.serving_data import ServingData
+from shardlib.serving.scheduling.windows import needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Capacity:
         drafts: tokens that a step may guess ahead for each request, see `Engine`.
         tenants: shares of tenants in what is computed, by the salt of their requests; 1 of all
             others.
+        window: tokens that every layer looks back, the token itself included; 0 where some look at
+            all. An engine sees to it (`within`).
 
     Raises:
         ArgumentError: sizes that are not usable, or do not fit each other.
@@ -62,10 +65,12 @@ class Capacity:
     prefixes: bool = True
     drafts: int = 0
     tenants: Mapping[str, float] = field(default_factory=dict[str, float])
+    window: int = 0
 
     def __post_init__(self) -> None:
         least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "chunk": 1} | {
-            "drafts": 0
+            "drafts": 0,
+            "window": 0,
         }
         failures = [
             f"{name} is {value!r}; it is a whole number from {start} on"
@@ -108,10 +113,36 @@ class Capacity:
         """Pages of the longest request."""
         return -(-self.longest // self.page)
 
+    def within(self, window: int) -> Self:
+        """The same for a model whose layers look back so far.
+
+        Args:
+            window: see there.
+        """
+        return replace(self, window=window)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a request has at a time at most."""
+        if not self.window:
+            return self.table
+        few = needed(window=self.window, budget=self.most_tokens, size=self.page)
+        return min(self.table, few)
+
     @property
     def all_pages(self) -> int:
         """Pages of the cache."""
-        return max(self.table, self.slots * self.table // 2) if self.pages is None else self.pages
+        if self.pages is not None:
+            return self.pages
+        half = max(self.table, self.slots * self.table // 2)
+        return min(half, self.slots * self.most_pages)
+
+    @property
+    def room(self) -> int:
+        """Tokens of a request at most, prompt and answer together."""
+        if self.all_pages >= self.most_pages:
+            return self.longest
+        return min(self.longest, self.all_pages * self.page)
 
     @property
     def most_tokens(self) -> int:

@@ -20,6 +20,7 @@ from shardlib.serving.scheduling.fairness import Counters
 from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.prefixes import digests
 from shardlib.serving.scheduling.requests import CANCELLED, Request
+from shardlib.serving.scheduling.windows import GONE, behind, held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Schedule:
         self.pool, self.size = pool, capacity.page
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
         self.chunk = self.budget if chunk is None else chunk
+        self.window, self.most = capacity.window, capacity.most_pages
         self.part, self.parts, self.drafts = capacity.chunk_size, capacity.chunks, capacity.drafts
         self.rows, self.tenants = capacity.rows, Counters(capacity.tenants)
         self.slots: list[Request | None] = [None] * capacity.slots
@@ -174,10 +176,19 @@ class Schedule:
             )
             for page in range(known, len(request.digests)):
                 self.pool.keep(request.pages[page], request.digests[page])
+        for share in shares:
+            self._leave(share.request)
+
+    def _leave(self, request: Request) -> None:
+        """Pages that no token to come sees are given back."""
+        for at in range(behind(window=self.window, computed=request.computed, size=self.size)):
+            if request.pages[at] != GONE:
+                self.pool.drop(request.pages[at])
+                request.pages[at] = GONE
 
     def release(self, request: Request) -> None:
         """A request has ended: its slot and pages are free."""
-        for page in request.pages:
+        for page in held(request.pages):
             self.pool.drop(page)
         request.pages, request.computed, request.digests = [], 0, []
         self._known.pop(request.number, None)
@@ -218,14 +229,17 @@ class Schedule:
                     continue
                 self._preempt(richer)
                 found = self.pool.held(known) if not request.unscored else []
-            more = -(-len(tokens) // self.size) - len(found)
-            if not self.pool.takes(found, more):
-                return
-            for page in found:
-                self.pool.share(page)
-            request.pages = [*found, *(self.pool.take() for _ in range(more))]
-            request.digests = known[: len(found)]
             request.computed = len(found) * self.size
+            gone = behind(window=self.window, computed=request.computed, size=self.size)
+            more = min(-(-len(tokens) // self.size), gone + self.most) - len(found)
+            if not self.pool.takes(found[gone:], more := max(more, 0)):
+                request.computed = 0
+                return
+            for page in found[gone:]:
+                self.pool.share(page)
+            request.digests = known[: len(found)]
+            found = [GONE] * gone + found[gone:]
+            request.pages = [*found, *(self.pool.take() for _ in range(more))]
             request.reused = max(request.reused, min(request.computed, len(request.asked.prompt)))
             self.slots[self.slots.index(None)] = request
             self.waiting.remove(request)
