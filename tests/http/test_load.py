@@ -110,6 +110,30 @@ def test_clients_that_go_give_back_what_they_had(url: str, deployed: Deployment)
     assert comes(lambda: idle(deployed))
 
 
+def test_an_engine_that_hangs_is_not_well(
+    url: str, deployed: Deployment, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shardlib.serving.hosting.worker.HUNG_SECONDS", 0.05)
+    with held(deployed):
+        time.sleep(0.1)
+        health = httpx2.get(f"{url}/health")
+        assert health.status_code == 503 and "more than 0.05 seconds" in health.text
+    assert comes(lambda: httpx2.get(f"{url}/health").status_code == 200)
+
+
+def test_a_request_that_all_pages_cannot_hold_is_refused(card: Path):
+    capacity = serving.Capacity(longest=64, slots=1, page=8, pages=3)
+    small = deploy(serving.named(str(card)), capacity, name="small")
+    with serve(application([small])) as url:
+        body = {"prompt": "a" * 10, "max_tokens": 15}
+        found = httpx2.post(f"{url}/v1/completions", json=body)
+        assert found.status_code == 400
+        assert "small looks at 24 tokens at most; the prompt has 10, and 15" in found.text
+        body["max_tokens"] = 14
+        found = httpx2.post(f"{url}/v1/completions", json=body).json()
+        assert found["usage"]["total_tokens"] == 24
+
+
 def test_others_do_not_notice(client: openai.OpenAI, url: str, deployed: Deployment):
     how: dict[str, Any] = {
         "model": "tiny",

@@ -223,7 +223,9 @@ class Worker:
                 return True
             if job is None:
                 return False
+            self._busy_since = time.monotonic()
             job()
+            self._busy_since = None
             idle = False
 
     def _tell(self, events: Sequence[Event]) -> None:
