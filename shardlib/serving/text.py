@@ -52,6 +52,12 @@ class Text(Protocol):
         """
         ...
 
+    def spelling(self) -> Sequence[bytes] | None:
+        """Bytes that each token spells, empty for those that spell none, by which answers get a
+        form; None where that is not known.
+        """
+        ...
+
 
 class ByteText:
     """Every byte of UTF-8 is a token, and nothing ends an answer."""
@@ -77,6 +83,10 @@ class ByteText:
             tokens: below 256.
         """
         return bytes(tokens).decode("utf-8", "replace")
+
+    def spelling(self) -> list[bytes]:
+        """Every byte spells itself, but 0, which no text has: it ends answers that have a form."""
+        return [b"", *(bytes([byte]) for byte in range(1, 256))]
 
 
 class Pieces:

@@ -17,6 +17,7 @@ from shardlib.serving.hosting.deployment import Deployment
 from tests.http.conftest import TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
+FORM = {"type": "json_schema"}
 CHAT = [{"role": "user", "content": "a"}]
 
 
@@ -97,10 +98,23 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"messages": CHAT, "tools": [{"type": "function"}]},
         "tools is not served here",
     ),
+    ("chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format"),
     (
         "chat/completions",
-        {"messages": CHAT, "response_format": {"type": "json_object"}},
-        "response_format is not",
+        {"messages": CHAT, "response_format": {"type": "json_schema"}},
+        "response_format has no json_schema",
+    ),
+    (
+        "chat/completions",
+        {"messages": CHAT, "response_format": FORM | {"json_schema": {"schema": {"type": "car"}}}},
+        "the form of the answer is not usable",
+    ),
+    ("completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, "form of the answer"),
+    ("completions", {"prompt": "a", "structured_outputs": {"choice": []}}, "a choice is"),
+    (
+        "completions",
+        {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "an answer has one form",
     ),
     (
         "chat/completions",

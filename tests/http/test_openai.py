@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from typing import Any
 
 import jax
@@ -183,6 +185,37 @@ def test_stop_strings_end_an_answer_wherever_tokens_end(
         extra_body={"stop_token_ids": [byte]},
     )
     assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+
+
+def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI):
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["age", "ok"],
+        "additionalProperties": False,
+    }
+    messages: Any = [{"role": "user", "content": "How old?"}]
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=60,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": schema, "strict": True},
+        },
+    )
+    answer = json.loads(found.choices[0].message.content or "")
+    assert 0 <= answer["age"] <= 99 and isinstance(answer["ok"], bool)
+    assert found.choices[0].finish_reason == "stop"
+    form = {"structured_outputs": {"regex": r"\d{4}-\d{2}"}}
+    dated = client.completions.create(model="tiny", prompt="a", max_tokens=30, extra_body=form)
+    assert re.fullmatch(r"\d{4}-\d{2}", dated.choices[0].text)
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    chosen = client.completions.create(model="tiny", prompt="a", n=3, extra_body=form)
+    assert {one.text for one in chosen.choices} <= {"yes", "no"}
 
 
 def test_logarithms_are_those_of_the_forward_pass(client: openai.OpenAI, engine: serving.Engine):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -11,18 +13,7 @@ from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.templates import Renderer
 from shardlib.serving.text import ByteText
 
-MESSAGES = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
-#: Of Zephyr, as many templates are: https://huggingface.co/HuggingFaceH4/zephyr-7b-beta
-ZEPHYR = """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
+MESSAGES = [{"role": "user", "content": "Hello."}]
 
 
 @dataclass
@@ -33,15 +24,18 @@ class Templated(ByteText):
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def test_a_template_is_rendered_as_transformers_does():
-    # Without the line after a block and the blanks before it, as `transformers` sets Jinja up.
-    right = "<|user|>\nHello.</s>\n<|assistant|>\nYes?</s>\n<|assistant|>\n"
-    renderer = Renderer(Templated(template=ZEPHYR, variables={"eos_token": "</s>"}))
-    try:
-        assert renderer(MESSAGES) == right
-        assert renderer(MESSAGES) == right
-    finally:
-        renderer.close()
+STORED = json.loads(Path(__file__).with_name("conversations.json").read_text("utf-8"))
+
+
+def test_templates_are_rendered_as_transformers_does():
+    """`conversations.json` has texts that `transformers` itself made."""
+    assert STORED["made_by"].startswith("transformers 5.")
+    for one in STORED["conversations"]:
+        renderer = Renderer(Templated(template=one["template"], variables=STORED["variables"]))
+        try:
+            assert renderer(one["messages"]) == one["text"], one["name"]
+        finally:
+            renderer.close()
 
 
 @pytest.mark.parametrize(

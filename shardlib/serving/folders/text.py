@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlib.errors import MissingFileError, MissingPackageError, ModelError
+from shardlib.serving.sampling.guides import spelt
 from shardlib.untrusted import Limits, fit, printable, read_bytes, read_json
 from shardlib.untrusted.json_types import Json, JsonMapping
 
@@ -28,12 +29,14 @@ class FolderText:
         ends: tokens that end an answer.
         template: of conversations, in Jinja; None where the folder has none.
         variables: special tokens as the template calls them.
+        file: that the tokenizer was read from; None where there is none.
     """
 
     tokenizer: Tokenizer
     ends: frozenset[int] = frozenset()
     template: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Tokens of a text; half of a surrogate pair, which JSON can hold, becomes "?".
@@ -52,6 +55,14 @@ class FolderText:
             tokens: of the model; those that the tokenizer does not know are passed over.
         """
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def spelling(self) -> list[bytes] | None:
+        """Bytes of each token; None where the file is not known.
+
+        Raises:
+            MissingPackageError: the library llguidance, which knows them, is not installed.
+        """
+        return None if self.file is None else spelt(self.file)
 
 
 def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
@@ -90,6 +101,7 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
     about = _settings(folder)
     return FolderText(
         tokenizer=tokenizer,
+        file=path,
         ends=ends,
         template=_template(folder, about),
         variables={

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from shardlib.errors import ShardlibError
 from shardlib.serving.hosting.embedding import Embedder
@@ -14,6 +15,8 @@ from shardlib.serving.hosting.worker import Worker
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.served import Served
 
+#: Tokens that end an answer that has a form, where a tokenizer has none that does.
+NO_END = frozenset({0})
 LOG = logging.getLogger("shardlib.serving")
 
 
@@ -87,6 +90,8 @@ def deploy(
     """
     renderer = Renderer(served.text)
     engine = served.engine(capacity, tensor=tensor)
+    if find_spec("llguidance") is not None and (spelling := served.text.spelling()) is not None:
+        engine.spell(spelling, served.text.ends or NO_END)
     engine.warm_up()
     embedder = None if served.hidden is None else Embedder(engine, served.hidden)
     if embedder is not None:

@@ -17,12 +17,13 @@ class StreamError(ShardlibError, RuntimeError):
 
     Attributes:
         dead: whether the engine has failed, and will answer nobody any more.
+        refused: whether the engine does not take the request.
         message: why; `str(error)`.
     """
 
-    def __init__(self, message: str, *, dead: bool = False) -> None:
+    def __init__(self, message: str, *, dead: bool = False, refused: bool = False) -> None:
         super().__init__(message)
-        self.dead = dead
+        self.dead, self.refused = dead, refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

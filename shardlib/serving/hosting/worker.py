@@ -194,7 +194,7 @@ class Worker:
                 stream.requests.append(request)
                 self._open[request] = _Open(stream=stream, index=index)
         except ShardlibError as error:
-            said = StreamError(str(error))
+            said = StreamError(str(error), refused=True)
             self._post(lambda: stream.fail(said))
             stream.cancelled = True
         if stream.cancelled:  # also those of which nobody knew when that was said

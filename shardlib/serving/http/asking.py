@@ -11,6 +11,7 @@ from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http.bodies import Chat, Choosing, Completion, Prompt
 from shardlib.serving.http.faults import Fault
+from shardlib.serving.scheduling.forms import Form
 from shardlib.serving.scheduling.requests import Asked
 from shardlib.serving.scheduling.settings import Sampling
 
@@ -35,12 +36,10 @@ def refuse_unserved(body: Completion | Chat) -> None:
             "best_of": body.best_of not in (None, body.n or 1),
         }
     else:
-        form = body.response_format
         unserved = {
             "tools": body.tools,
             "functions": body.functions,
             "modalities": body.modalities not in (None, ["text"]),
-            "response_format": form is not None and form.type != "text",
         }
     for name, value in unserved.items():
         if value:
@@ -135,6 +134,7 @@ def asked_of(
         raise Fault(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
     found: list[Asked] = []
     try:
+        form = _form(body)
         how = _sampling(body, deployed.served.sampling or Sampling(temperature=1.0))
         for prompt in prompts:
             left = engine.room - len(prompt)
@@ -156,6 +156,7 @@ def asked_of(
                 top=body.top,
                 least=body.min_tokens or 0,
                 scored=body.scored,
+                form=form,
             )
             if failures := one.failures(vocab=engine.forward.vocab, room=engine.room):
                 raise ArgumentError("; ".join(failures))
@@ -166,6 +167,37 @@ def asked_of(
     except ArgumentError as error:
         raise Fault(400, str(error), code="invalid_value") from error
     return found
+
+
+def _form(body: Completion | Chat) -> Form | None:
+    """The form that an answer is to have.
+
+    Raises:
+        ArgumentError: it is none.
+        Fault: 400; there are several.
+    """
+    found: list[Form] = []
+    if isinstance(body, Chat) and (said := body.response_format) is not None:
+        if said.type == "json_object":
+            found.append(Form.schema({"type": "object"}))
+        elif said.type == "json_schema":
+            if said.json_schema is None:
+                raise ArgumentError("response_format has no json_schema")
+            found.append(Form.schema(said.json_schema.schema_))
+    if (asked := body.structured_outputs) is not None:
+        if asked.json_schema is not None:
+            schema = asked.json_schema
+            text = isinstance(schema, str)
+            found.append(Form(kind="json", text=schema) if text else Form.schema(schema))
+        if asked.regex is not None:
+            found.append(Form.regex(asked.regex))
+        if asked.choice is not None:
+            found.append(Form.choice(asked.choice))
+        if asked.grammar is not None:
+            found.append(Form.grammar(asked.grammar))
+    if len(found) > 1:
+        raise Fault(400, "an answer has one form", code="invalid_value")
+    return found[0] if found else None
 
 
 def _whole(text: str) -> str:

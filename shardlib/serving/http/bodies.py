@@ -41,6 +41,15 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class Structure(Body):
+    """The form of an answer, as vLLM has it: one of these."""
+
+    json_schema: JsonObject | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class Sampled(Body):
     """How tokens are chosen."""
 
@@ -66,6 +75,7 @@ class Choosing(Sampled):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    structured_outputs: Structure | None = None
 
     @property
     def most(self) -> int | None:
@@ -123,10 +133,17 @@ class Message(Body):
     name: str | None = None
 
 
-class Format(Body):
-    """The form of an answer."""
+class Schema(Body):
+    """A schema of answers."""
 
-    type: str
+    schema_: JsonObject = Field(alias="schema")
+
+
+class Format(Body):
+    """The form of an answer, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 class Chat(Choosing):

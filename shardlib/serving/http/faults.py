@@ -71,6 +71,8 @@ def full(error: FullError) -> Fault:
 
 def ended(error: StreamError) -> Fault:
     """An answer ended early."""
+    if error.refused:
+        return Fault(400, str(error), code="invalid_value")
     return Fault(503, str(error), code="engine_failed" if error.dead else "answer_given_up")
 
 

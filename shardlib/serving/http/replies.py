@@ -16,8 +16,14 @@ from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.hosting.stream import Stream, StreamError
 from shardlib.serving.http.faults import ended
 from shardlib.serving.http.shapes import Shape, Usage, new_head
-from shardlib.serving.scheduling.requests import CANCELLED, Asked
+from shardlib.serving.scheduling.requests import BROKEN, CANCELLED, Asked
 from shardlib.untrusted.json_types import JsonObject
+
+#: What is said of answers that end for these reasons.
+GIVEN_UP = {
+    CANCELLED: "the answer was given up",
+    BROKEN: "the form of the answer takes more work than it may",
+}
 
 
 @dataclass(kw_only=True)
@@ -68,8 +74,8 @@ class Reply:
                 heard = await self.stream.next()
                 if (answer := answers.get(heard.index)) is None:
                     continue  # it ended with a stop string, and the engine was ahead
-                if heard.ended == CANCELLED:
-                    raise StreamError("the answer was given up")
+                if heard.ended in GIVEN_UP:
+                    raise StreamError(GIVEN_UP[heard.ended])
                 self.version = heard.version
                 self.usage.cached[heard.index] = heard.reused
                 self.usage.answer += heard.token is not None
