@@ -12,6 +12,7 @@ compared.py   logits with a cache beside those of the forward pass itself
 engine.py     all of it: requests in, tokens out
 exporting.py  the program of a step, for the process that compiles it
 verified.py   the same programs by the compilers of other machines
+answers.py    whole answers, and streams of tokens
 several.py    several models in one process
 trained.py    a run of `shardlib train`, as it is served
 folders/      folders of Hugging Face, as they are served

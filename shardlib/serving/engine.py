@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import jax
@@ -18,6 +18,8 @@ from shardlib.annotation.model import Tree
 from shardlib.annotation.read import Init
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.program import Forward
+from shardlib.serving.answers import Answers
+from shardlib.serving.computing.adapters import Adapters
 from shardlib.serving.computing.built import built, shapes
 from shardlib.serving.computing.drafting import draft_model
 from shardlib.serving.computing.drafts import DraftModel, Drafts, Ngrams
@@ -27,10 +29,11 @@ from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.groups import scheduled
 from shardlib.serving.scheduling.requests import LATE, Asked, Event, Request, Told
 from shardlib.serving.scheduling.schedule import Share
-from shardlib.serving.scheduling.settings import Sampling, whole
+from shardlib.serving.scheduling.settings import whole
+from shardlib.serving.step import Step
 
 
-class Engine:
+class Engine(Answers):
     """Serves a model: any number of requests, some of them at a time.
 
     Args:
@@ -79,6 +82,7 @@ class Engine:
         self.schedule = scheduled(data, self.capacity, chunk=made.chunk)
         self._drafts: Drafts = Ngrams()
         self._guided = Guided()
+        self._adapters, self._base = Adapters(self.capacity.adapters), self.compute.weights
         self.steps = 0
         self.clock = time.monotonic
         self._due: dict[Request, float] = {}
@@ -96,6 +100,31 @@ class Engine:
             MissingPackageError: llguidance is not there.
         """
         self._guided.guides = Guides(tokens, ends, vocab=self.forward.vocab)
+
+    def adapt(self, name: str, params: Tree) -> None:
+        """Has one more adapter, which requests name (`Asked(adapter=)`), or another one under a
+        name that no request uses. Programs are compiled anew with the first.
+
+        Args:
+            name: of the adapter.
+            params: arrays in place of some of the model's parameters, such as those of
+                `nnx.LoRAParam`: a part of the tree of params, or arrays by dotted path; of all
+                adapters the same.
+
+        Raises:
+            ArgumentError: there is no room for it, it does not fit, or requests use its name.
+        """
+        if any(
+            one.asked.adapter == name for one in (*self.schedule.running, *self.schedule.waiting)
+        ):
+            raise ArgumentError(f"requests use the adapter {name!r}")
+        if not isinstance(self.compute, Step):
+            raise ArgumentError("a model with a cache of its own has no adapters")
+        known = name in self._adapters.rows
+        self._adapters.add(name, params, self._base)
+        self.compute.adapt(self._adapters.wrapped(self._base), self._adapters.rows)
+        if known:  # pages of the one that had the name
+            self.schedule.pool.forget()
 
     def draft_with(self, init: Init, forward: Forward, *, weights: Tree | int = 0) -> None:
         """Guesses `Capacity.drafts` tokens ahead with a smaller model, in place of what followed
@@ -135,7 +164,7 @@ class Engine:
             ArgumentError: they are of other shapes.
         """
         fresh = self._placed(weights)
-        if shapes(fresh) != shapes(self.compute.weights):
+        if shapes(fresh) != shapes(self._base):
             raise ArgumentError("the weights are those of another model: their shapes differ")
         self._fresh, self.schedule.closed = fresh, True
 
@@ -150,6 +179,7 @@ class Engine:
                 or all pages, can hold.
         """
         failures = asked.failures(vocab=self.forward.vocab, room=self.room)
+        failures += self._adapters.failures(asked)
         if failures:
             raise_all(ArgumentError, "the request cannot be served", failures)
         request = self._guided.request(next(self._numbers), asked)
@@ -180,7 +210,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Computes one step; returns what is new, nothing where there is nothing to do."""
         if self._fresh is not None and not self.schedule.begun:
-            self.compute.weights, self._fresh = self._fresh, None
+            self._base, self._fresh = self._fresh, None
+            self.compute.weights = self._adapters.wrapped(self._base)
             self.schedule.pool.forget()
             self.schedule.closed = False
         before = [*self.schedule.running, *self.schedule.waiting]
@@ -233,54 +264,6 @@ class Engine:
                 break
             kept += 1
         return kept
-
-    def run(self) -> None:
-        """Serves until every request has ended."""
-        while self.schedule.waiting or self.schedule.running:
-            self.step()
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], most: int = 16, *, sampling: Sampling | None = None
-    ) -> list[list[int]]:
-        """The answers to some prompts.
-
-        Args:
-            prompts: tokens of each.
-            most: tokens of an answer at most.
-            sampling: how each is chosen; by default the likeliest.
-
-        Raises:
-            ArgumentError: see `add`.
-        """
-        how = sampling or Sampling()
-        requests = [
-            self.add(Asked(prompt=tuple(prompt), most=most, sampling=how)) for prompt in prompts
-        ]
-        self.run()
-        return [request.answer for request in requests]
-
-    def stream(
-        self, prompt: Sequence[int], most: int = 16, *, sampling: Sampling | None = None
-    ) -> Iterator[int]:
-        """The tokens of one answer, as they come; others are served beside it.
-
-        Args:
-            prompt: tokens.
-            most: tokens of the answer at most.
-            sampling: how each is chosen; by default the likeliest.
-
-        Raises:
-            ArgumentError: see `add`.
-        """
-        how = sampling or Sampling()
-        request = self.add(Asked(prompt=tuple(prompt), most=most, sampling=how))
-        try:
-            while request.ended is None:
-                for event in self.step():
-                    if event.request is request and event.token is not None:
-                        yield event.token
-        finally:
-            request.cancelled = True
 
     def warm_up(self) -> None:
         """Compiles all programs, so that nothing is compiled while requests wait."""

@@ -7,7 +7,7 @@ beside them; everything else is an operand, so that nothing is compiled after `w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -72,16 +72,28 @@ class Step:
         self.forward, self.weights, self.pages, self.sizes = forward, weights, pages, sizes
         self.grid = grid
         self._programs: dict[Shape, jax.stages.Compiled] = {}
+        self._adapters: Mapping[str, int] = {}
 
     @property
     def compiled(self) -> int:
         """Programs that have been compiled."""
         return len(self._programs)
 
+    def adapt(self, weights: tuple[Tree, Tree], adapters: Mapping[str, int]) -> None:
+        """Has adapters from now on; programs of weights of other shapes are compiled again.
+
+        Args:
+            weights: (params, state), the params with those of adapters.
+            adapters: number of each, from 1 on, by name.
+        """
+        if jax.tree.structure(weights) != jax.tree.structure(self.weights):
+            self._programs = {}
+        self.weights, self._adapters = weights, adapters
+
     def warm_up(self) -> None:
         """Compiles all programs."""
         for shape in self.sizes.shapes:
-            self._run(operands(self.sizes, shape, self.grid.groups), {})
+            self._run(self._operands(shape), {})
 
     def __call__(
         self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
@@ -94,7 +106,7 @@ class Step:
                 number; all where there is none.
         """
         shape = next(one for one in self.sizes.shapes if self._fits(one, shares))
-        given = operands(self.sizes, shape, self.grid.groups)
+        given = self._operands(shape)
         wanted = len(given.rows) // self.grid.groups
         chunks, used = [0] * self.grid.groups, [0] * self.grid.groups
         rows, masks, at = dict[int, Row](), dict[int, np.ndarray](), list[list[int]]()
@@ -160,8 +172,14 @@ class Step:
         position = np.arange(share.first, share.first + share.count)
         held, page = np.asarray(share.request.pages, np.int32), self.sizes.page
         given.tokens[places] = share.tokens
+        if given.adapter is not None:
+            given.adapter[places] = self._adapters.get(share.request.asked.adapter, 0)
         given.position[places] = position
         given.entry[places] = held[position // page] * page + position % page
+
+    def _operands(self, shape: Shape) -> Given:
+        found = operands(self.sizes, shape, self.grid.groups)
+        return replace(found, adapter=np.zeros_like(found.tokens)) if self._adapters else found
 
     def _run(
         self, given: Given, rows: Mapping[int, Row], masks: Mapping[int, np.ndarray] | None = None
@@ -189,6 +207,7 @@ class Given:
             `Token`.
         table, chunks: see `Token`.
         rows: int32, of each group as many, tokens whose logits are wanted.
+        adapter: see `Token`.
     """
 
     shape: Shape
@@ -198,11 +217,18 @@ class Given:
     table: np.ndarray
     chunks: np.ndarray
     rows: np.ndarray
+    adapter: np.ndarray | None = None
 
     @property
     def where(self) -> Token:
         """Where tokens stand."""
-        return Token(position=self.position, entry=self.entry, table=self.table, chunks=self.chunks)
+        return Token(
+            position=self.position,
+            entry=self.entry,
+            table=self.table,
+            chunks=self.chunks,
+            adapter=self.adapter,
+        )
 
 
 def operands(sizes: Capacity, shape: Shape, groups: int) -> Given:

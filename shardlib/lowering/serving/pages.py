@@ -36,12 +36,14 @@ class Token:
             page plus place; past the last for a token that is none, which writes nothing.
         table: [D R, M] pages of the requests, in order.
         chunks: [D B, M] pages of the requests of chunks.
+        adapter: of its request, from 1 on, [T], 0 for the base; None where there are no adapters.
     """
 
     position: jax.Array | np.ndarray
     entry: jax.Array | np.ndarray
     table: jax.Array | np.ndarray
     chunks: jax.Array | np.ndarray
+    adapter: jax.Array | np.ndarray | None = None
 
 
 #: Which dims of `Token` a program of one token is mapped over.

@@ -16,6 +16,7 @@ from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
+from shardlib.lowering.serving.adapted import leaves_for
 from shardlib.lowering.serving.calls import CachedCall, cached_calls
 from shardlib.lowering.serving.ends import ends
 from shardlib.lowering.serving.evaluate import Cached, evaluate, looks
@@ -96,27 +97,30 @@ class TracedForward:
             grid: the devices; None for one.
         """
         grid = grid or Grid()
-        leaves = jax.tree.leaves((params, state))
+        dims = replace(TOKEN_DIMS, adapter=None if where.adapter is None else 0)
         cut = ends(self.program, self._paths, self._varies)
 
         def one(
             pages: Mapping[str, Pages], token: jax.Array, where: Token
         ) -> tuple[list[jax.Array], Mapping[str, Pages]]:
+            leaves, where = leaves_for(params, state, where.adapter), replace(where, adapter=None)
             cached = Cached(positions=self.positions, token=where, pages=pages, grid=grid)
             results, kept = evaluate(cut.every, [*leaves, token[None, None]], cached)
             return results, dict(kept)
 
         def last(live: list[jax.Array], token: jax.Array, where: Token) -> jax.Array:
+            leaves, where = leaves_for(params, state, where.adapter), replace(where, adapter=None)
             cached = Cached(positions=self.positions, token=where, pages={}, grid=grid)
             results, _ = evaluate(cut.last, [*leaves, token[None, None], *live], cached)
             return results[0][0, 0]
 
-        live, pages = jax.vmap(one, in_axes=(None, 0, TOKEN_DIMS), out_axes=(0, None))(
+        live, pages = jax.vmap(one, in_axes=(None, 0, dims), out_axes=(0, None))(
             pages, tokens, where
         )
-        live, tokens, position = taken((live, tokens, where.position), rows, grid)
-        where = replace(where, position=position, entry=position)
-        return jax.vmap(last, in_axes=(0, 0, TOKEN_DIMS))(live, tokens, where), pages
+        given = live, tokens, where.position, where.adapter
+        live, tokens, position, adapter = taken(given, rows, grid)
+        where = replace(where, position=position, entry=position, adapter=adapter)
+        return jax.vmap(last, in_axes=(0, 0, dims))(live, tokens, where), pages
 
     @property
     def _paths(self) -> list[str]:

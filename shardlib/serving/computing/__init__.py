@@ -1,6 +1,7 @@
 """What computes the steps of an engine.
 
 built.py      a user's model as what computes steps
+adapters.py   adapters of one base
 drafts.py     tokens that are guessed ahead
 drafting.py   a model that guesses
 slotted.py    models with a cache of their own, one a slot

@@ -47,6 +47,7 @@ class Capacity:
             at most 64.
         prefixes: whether requests that begin alike share pages.
         drafts: tokens that a step may guess ahead for each request, see `Engine`.
+        adapters: of the model at most, see `Engine.adapt`.
         tenants: shares of tenants in what is computed, by the salt of their requests; 1 of all
             others.
         window: tokens that every layer looks back, the token itself included; 0 where some look at
@@ -64,6 +65,7 @@ class Capacity:
     chunk: int | None = None
     prefixes: bool = True
     drafts: int = 0
+    adapters: int = 0
     tenants: Mapping[str, float] = field(default_factory=dict[str, float])
     window: int = 0
 

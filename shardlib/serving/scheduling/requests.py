@@ -30,6 +30,7 @@ class Asked:
         top: likeliest tokens that are listed beside each of the answer, with their logarithms.
         scored: whether the tokens of the prompt have logarithms, too, all but the first; they share
             no pages then, and are computed as slowly as so many next tokens.
+        adapter: name of the one that it is served with (`Engine.adapt`); "" for the base.
         form: that the answer has, where it ends by itself; needs `Engine.spell`.
     """
 
@@ -43,6 +44,7 @@ class Asked:
     seconds: float | None = None
     top: int = 0
     scored: bool = False
+    adapter: str = ""
     form: Form | None = None
 
     def failures(self, *, vocab: int, room: int) -> list[str]:
@@ -150,6 +152,12 @@ class Request:
     def waiting(self) -> int:
         """Tokens that are still to be computed before the next one of the answer."""
         return self.count - self.computed
+
+    @property
+    def apart(self) -> str:
+        """Requests that differ in it share no pages."""
+        salt, adapter = self.asked.salt, self.asked.adapter
+        return f"{len(salt)}:{salt}{adapter}" if adapter else salt
 
     @property
     def unscored(self) -> bool:

@@ -172,7 +172,7 @@ class Schedule:
             known = len(request.digests)
             tokens = request.tokens[: request.computed]
             request.digests = digests(
-                tokens, size=self.size, salt=request.asked.salt, before=request.digests
+                tokens, size=self.size, salt=request.apart, before=request.digests
             )
             for page in range(known, len(request.digests)):
                 self.pool.keep(request.pages[page], request.digests[page])
@@ -253,7 +253,7 @@ class Schedule:
             return []
         count, known = self._known.get(request.number, (0, []))
         if count != request.count:
-            known = digests(request.tokens[:-1], size=self.size, salt=request.asked.salt)
+            known = digests(request.tokens[:-1], size=self.size, salt=request.apart)
             self._known[request.number] = request.count, known
         return known
 

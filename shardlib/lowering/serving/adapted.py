@@ -1,0 +1,46 @@
+"""Parameters of which some tokens have others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.jax_types import Value
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """Parameters, and those of adapters.
+
+    Attributes:
+        params: of the base.
+        stacks: number of a leaf of the params -> [adapters, ...], what they have in its place.
+    """
+
+    params: Tree
+    stacks: Mapping[int, jax.Array]
+
+
+def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) -> list[Value]:
+    """Leaves of params and state, as one token has them.
+
+    Args:
+        params: of the model, or `Adapted`.
+        state: of the model.
+        adapter: int32, that of the token, from 1 on; 0, or None, for the base.
+    """
+    if not isinstance(params, Adapted):
+        return jax.tree.leaves((params, state))
+    leaves = jax.tree.leaves((params.params, state))
+    if adapter is None:
+        return leaves
+    for at, stack in params.stacks.items():
+        mine = jnp.take(stack, jnp.maximum(adapter - 1, 0), axis=0)
+        leaves[at] = jnp.where(adapter > 0, mine, leaves[at])
+    return leaves

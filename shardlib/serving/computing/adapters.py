@@ -1,0 +1,130 @@
+"""Adapters of one base: each request names its own, and all of them run in one program.
+
+Of the parameters that adapters have, those of all adapters are stacked; each token takes those of
+the adapter that its request names (`jax.vmap` makes a batched product of it), and a token without
+one the model's own. So `y = x W + x A B` costs a gather of A and B for each token (Chen et al.,
+"Punica", arXiv:2310.18547), and W is read once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.annotation.model import Tree
+from shardlib.annotation.trees.paths import path_text
+from shardlib.errors import ArgumentError, raise_all
+from shardlib.lowering.serving.adapted import Adapted
+from shardlib.serving.scheduling.requests import Asked
+
+#: Dotted path of a parameter -> the array that an adapter has in its place.
+Parts = dict[str, jax.Array]
+
+
+class Adapters:
+    """Adapters of an engine.
+
+    Args:
+        most: of them; 0 for none.
+
+    Attributes:
+        rows: number of each, from 1 on, by name.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.rows: dict[str, int] = {}
+        self._stacks: dict[int, jax.Array] = {}
+
+    def failures(self, asked: Asked) -> list[str]:
+        """Why the adapter of a request cannot be served; empty where it can.
+
+        Args:
+            asked: what is asked.
+        """
+        if not asked.adapter or asked.adapter in self.rows:
+            return []
+        there = ", ".join(map(repr, self.rows)) or "none"
+        return [f"there is no adapter {asked.adapter!r}; there are {there}"]
+
+    def wrapped(self, weights: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Weights with those of all adapters.
+
+        Args:
+            weights: (params, state) of the base.
+        """
+        if not self._stacks:
+            return weights
+        return Adapted(params=weights[0], stacks=self._stacks), weights[1]
+
+    def add(self, name: str, given: Tree, weights: tuple[Tree, Tree]) -> None:
+        """One more adapter.
+
+        Args:
+            name: by which requests ask for it.
+            given: arrays in place of parameters of the base: a tree of a part of its params, or
+                arrays by dotted path.
+            weights: (params, state) of the base.
+
+        Raises:
+            ArgumentError: there is no room, or it does not fit the base, or the other adapters.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(weights[0])
+        places = {path_text(path): at for at, (path, _) in enumerate(leaves)}
+        parts = parts_of(given)
+        failures = [
+            why
+            for why, wrong in (
+                (f"there is room for {self.most}", len({*self.rows, name}) > self.most),
+                ("the name is empty", not name),
+                ("it has no parameters", not parts),
+            )
+            if wrong
+        ]
+        for path, array in parts.items():
+            if path not in places:
+                failures.append(f"the model has no parameter {path}")
+            elif tuple(array.shape) != tuple(leaves[places[path]][1].shape):
+                own = list(leaves[places[path]][1].shape)
+                failures.append(f"{path} is {list(array.shape)}; that of the model is {own}")
+        mine = {places[path] for path in parts if path in places}
+        if self._stacks and mine != set(self._stacks):
+            failures.append("it has other parameters than the adapters that are there")
+        if failures:
+            raise_all(ArgumentError, f"the adapter {name!r} cannot be served", failures[:5])
+        row = self.rows.get(name, len(self.rows) + 1)
+        for path, array in parts.items():
+            at, own = places[path], leaves[places[path]][1]
+            stack = self._stacks.get(at)
+            if stack is None:
+                stack = _empty(own, self.most)
+            new = jnp.asarray(array, own.dtype)
+            self._stacks = {
+                **self._stacks,
+                at: jax.jit(
+                    lambda stack, new, row: stack.at[row].set(new), out_shardings=stack.sharding
+                )(stack, new, row - 1),
+            }
+        self.rows[name] = row
+
+
+def parts_of(given: Tree) -> Parts:
+    """Arrays by dotted path.
+
+    Args:
+        given: a tree, or arrays by dotted path already.
+    """
+    if isinstance(given, Mapping) and all(hasattr(one, "shape") for one in given.values()):
+        return {str(path): array for path, array in given.items()}
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
+
+
+def _empty(own: jax.Array, most: int) -> jax.Array:
+    """Room for an array of so many adapters, sharded as the base has it."""
+    where = own.sharding
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
+    return jax.device_put(jnp.zeros((most, *own.shape), own.dtype), where)

@@ -1,0 +1,173 @@
+"""Several adapters at once over one base answer as models do into which they are merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import shardlib
+from shardlib.annotation.read import read
+from shardlib.errors import ArgumentError
+from shardlib.serving.engine import Engine
+from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.requests import Asked, Request
+from shardlib.serving.scheduling.settings import Sampling
+
+VOCAB, WIDTH, RANK, LONGEST = 53, 16, 3, 32
+SIZES = Capacity(longest=LONGEST, slots=4, page=4, pages=40, budget=12, adapters=3)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        names = {"kernel_metadata": {"out_sharding": ("embed", "heads")}, "rngs": rngs}
+        self.qkv = nnx.LoRALinear(WIDTH, 3 * WIDTH, lora_rank=RANK, **names)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split(self.qkv(x).reshape(*x.shape[:2], 6, WIDTH // 2), 3, axis=2)
+        return x + self.out(shardlib.attention(q, k, v).reshape(x.shape))
+
+
+class Model(nnx.Module):
+    """Adapted in its layers, and after them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        self.head = nnx.LoRALinear(WIDTH, VOCAB, lora_rank=RANK, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + jnp.sin(jnp.arange(tokens.shape[1], dtype=jnp.float32))[:, None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def forward(model: Any, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+def adapter(seed: int) -> dict[str, np.ndarray]:
+    """Arrays of an adapter by dotted path, as large as the weights that they change."""
+    draw, model = np.random.default_rng(seed), read(Model)
+    paths = {
+        shardlib.annotation.model.path_text(path): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)
+    }
+    return {
+        path: draw.normal(size=shape).astype(np.float32) * 0.6
+        for path, shape in paths.items()
+        if "lora" in path
+    }
+
+
+def merged(parts: dict[str, np.ndarray] | None) -> Any:
+    """Weights of the model without adapters: W + A B in place of W, and A and B are nothing."""
+    params, state = read(Model).init(0)
+    given = {} if parts is None else parts
+
+    def new(path: Any, leaf: jax.Array) -> jax.Array:
+        name = shardlib.annotation.model.path_text(path)
+        if "lora" in name:
+            return leaf if parts is None else jnp.zeros_like(leaf)
+        a, b = (name.replace("kernel", f"lora.lora_{part}") for part in "ab")
+        return leaf + given[a] @ given[b] if a in given else leaf
+
+    return jax.tree_util.tree_map_with_path(new, params), state
+
+
+def asked(number: int) -> Asked:
+    draw = np.random.default_rng(number)
+    return Asked(
+        prompt=(5, 2, 7, 5, 2, *draw.integers(0, VOCAB, int(draw.integers(1, 8))).tolist()),
+        most=int(draw.integers(3, 12)),
+        adapter=("", "a", "b", "c")[number % 4],
+        sampling=Sampling(temperature=0.5 * (number % 2), seed=number),
+        scored=number == 5,
+    )
+
+
+@pytest.fixture(scope="module")
+def right() -> list[Request]:
+    """Each request by an engine of weights into which its adapter is merged."""
+    found: dict[int, Request] = {}
+    for at, seed in enumerate((None, 1, 2, 3)):
+        weights = merged(None if seed is None else adapter(seed))
+        engine = Engine(Model, forward, weights=weights, capacity=replace(SIZES, adapters=0))
+        for number in range(at, 14, 4):
+            found[number] = engine.add(replace(asked(number), adapter=""))
+        engine.run()
+    return [found[number] for number in range(14)]
+
+
+@pytest.mark.parametrize(("drafts", "tensor"), [(0, 1), (2, 1), (0, 2)])
+def test_answers_are_those_of_merged_weights(right: list[Request], drafts: int, tensor: int):
+    engine = Engine(
+        Model, forward, capacity=replace(SIZES, drafts=drafts), tensor=tensor, check=not tensor > 1
+    )
+    for name, seed in (("a", 1), ("b", 2), ("c", 3)):
+        engine.adapt(name, adapter(seed))
+    engine.warm_up()
+    compiled = engine.compute.compiled
+    for _ in range(2):  # the second time over pages that are kept, of each adapter its own
+        requests = [engine.add(asked(number)) for number in range(14)]
+        engine.run()
+        for found, other in zip(requests, right, strict=True):
+            assert found.answer == other.answer
+            assert found.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+            assert [one.logprob for one in found.scores] == pytest.approx(
+                [one.logprob for one in other.scores], abs=2e-4
+            )
+        assert len({tuple(one.answer[:3]) for one in requests}) > 4
+    assert engine.compute.compiled == compiled
+    assert engine.schedule.pool.available == SIZES.pages
+
+
+def test_adapters_come_while_others_are_served(right: list[Request]):
+    engine = Engine(Model, forward, capacity=SIZES, check=False)
+    engine.adapt("a", adapter(3))
+    first = engine.add(asked(3 - 2))
+    with pytest.raises(ArgumentError, match="requests use the adapter 'a'"):
+        engine.adapt("a", adapter(1))
+    engine.run()
+    assert first.answer != right[1].answer
+    engine.adapt("a", adapter(1))  # another one under the name: pages of the old are not its own
+    base = engine.add(asked(0))
+    engine.step()
+    engine.adapt("b", adapter(2))
+    others = [engine.add(asked(number)) for number in (1, 2)]
+    engine.run()
+    assert [one.answer for one in (base, *others)] == [right[n].answer for n in range(3)]
+    module = read(Model).rebuild(*merged(None))  # as training leaves it; here it changes nothing
+    engine.adapt("c", nnx.to_pure_dict(nnx.state(module, nnx.LoRAParam)))
+    same = engine.add(replace(asked(0), adapter="c"))
+    engine.run()
+    assert same.answer == right[0].answer
+    engine.replace(merged(None))
+    again = engine.add(asked(1))
+    engine.run()
+    assert again.answer == right[1].answer
+
+
+def test_adapters_that_do_not_fit_are_refused():
+    engine = Engine(Model, forward, capacity=replace(SIZES, adapters=1), check=False)
+    parts = adapter(1)
+    with pytest.raises(ArgumentError, match="no adapter 'a'; there are none"):
+        engine.add(replace(asked(0), adapter="a"))
+    with pytest.raises(ArgumentError, match=r"the model has no parameter head\.lora\.nothing"):
+        engine.adapt("a", {**parts, "head.lora.nothing": np.zeros(3)})
+    with pytest.raises(ArgumentError, match=r"head\.lora\.lora_a is \[2\]; that of the model is"):
+        engine.adapt("a", {"head.lora.lora_a": np.zeros(2)})
+    with pytest.raises(ArgumentError, match="it has no parameters"):
+        engine.adapt("a", {})
+    engine.adapt("a", {"head": {"lora": {"lora_a": parts["head.lora.lora_a"]}}})
+    with pytest.raises(ArgumentError, match="there is room for 1"):
+        engine.adapt("b", parts)
+    with pytest.raises(ArgumentError, match="other parameters than the adapters that are there"):
+        engine.adapt("a", parts)
