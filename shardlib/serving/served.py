@@ -58,6 +58,7 @@ class Served:
         capacity: Capacity,
         *,
         tensor: int = 1,
+        data: int = 1,
         devices: Sequence[jax.Device] | None = None,
     ) -> Engine:
         """An engine that serves it.
@@ -65,6 +66,7 @@ class Served:
         Args:
             capacity: how many requests and tokens are served.
             tensor: devices that share every layer.
+            data: groups of so many devices, see `Engine`.
             devices: to choose from; all by default.
 
         Raises:
@@ -76,5 +78,6 @@ class Served:
             weights=self.weights,
             capacity=capacity,
             tensor=tensor,
+            data=data,
             devices=devices,
         )

@@ -25,12 +25,13 @@ def served(
     tokens = tmp_path_factory.mktemp("tokens") / "tokens"
     tokens.write_text("\n".join(TOKENS))
     words = [f"{card}", f"other={card}", "--port", "0", "--token-file", str(tokens), "--slots", "2"]
+    words += ["--topology", "cpu:2", "--groups", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "shardlib", "serve", *words, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
     )
     try:
         assert process.stdout is not None
@@ -49,6 +50,8 @@ def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess
             client.post(f"{url}/completions", json={"prompt": "a", "model": "other"}).status_code
             == 200
         )
+        metrics = client.get(url.removesuffix("/v1") + "/metrics").text
+        assert 'shardlib_engine_slots{model="tiny"} 4.0' in metrics  # two groups of two
         missing = client.post(f"{url}/completions", json={"prompt": "a"})
         assert missing.status_code == 400 and "there are tiny, other" in missing.text
         body = {"prompt": "a secret prompt", "model": "tiny", "max_tokens": 400, "stream": True}
@@ -82,6 +85,11 @@ def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess
             "the tokens in no/such cannot be read",
         ),
         (["demo", "--port", "0", "--drain", "0"], "drain_seconds is 0"),
+        (["demo", "--port", "0", "--groups", "2"], "--groups 2 shares devices out"),
+        (["demo", "--port", "0", "--topology", "cpu:8", "--groups", "3"], "3 groups do not divide"),
+        (["demo", "--port", "0", "--tpot", "0.001ms"], "1.00 µs is asked for, and"),
+        (["demo", "--port", "0", "--plan", "no/such.json"], "there is no plan file no/such.json"),
+        (["demo", "--port", "0", "--plan", "a", "--ttft", "1s"], "--plan is a plan already"),
         (["demo", "--host", "no.such.host.invalid"], "cannot be listened at"),
     ],
 )

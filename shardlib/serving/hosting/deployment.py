@@ -72,6 +72,7 @@ def deploy(
     *,
     name: str = "",
     tensor: int = 1,
+    groups: int = 1,
     waiting: int = 64,
     buffer: int = 1024,
 ) -> Deployment:
@@ -82,6 +83,7 @@ def deploy(
         capacity: how many requests and tokens.
         name: by which requests ask for it; by default its own.
         tensor: devices that share every layer.
+        groups: of so many devices, each with requests and pages of its own.
         waiting: requests that wait for a slot at most.
         buffer: tokens that an answer may be ahead of who reads it.
 
@@ -89,7 +91,7 @@ def deploy(
         ArgumentError, ModelError: see `Engine`.
     """
     renderer = Renderer(served.text)
-    engine = served.engine(capacity, tensor=tensor)
+    engine = served.engine(capacity, tensor=tensor, data=groups)
     if find_spec("llguidance") is not None and (spelling := served.text.spelling()) is not None:
         engine.spell(spelling, served.text.ends or NO_END)
     engine.warm_up()

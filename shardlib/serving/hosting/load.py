@@ -66,7 +66,7 @@ def load_of(engine: Engine, taken: int) -> Load:
     return Load(
         running=running,
         waiting=max(0, taken - running),
-        slots=engine.capacity.slots,
+        slots=len(schedule.slots),
         used=schedule.pool.used,
         pages=schedule.pool.pages,
         steps=engine.steps,

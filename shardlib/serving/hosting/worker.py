@@ -69,7 +69,8 @@ class Worker:
         watch: Watch | None = None,
     ) -> None:
         self.engine, self.version, self.watch = engine, version, watch
-        self.capacity = engine.capacity.slots + waiting
+        self.slots = len(engine.schedule.slots)
+        self.capacity = self.slots + waiting
         self.taken = 0
         self.error = ""
         self._buffer = buffer
@@ -124,7 +125,7 @@ class Worker:
         if self.error:
             raise StreamError(f"the engine has failed: {self.error}", dead=True)
         if self.taken + count > self.capacity:
-            rounds = self.taken / self.engine.capacity.slots
+            rounds = self.taken / self.slots
             seconds = min(LONGEST_WAIT, max(1, math.ceil(rounds * self._mean_seconds)))
             raise FullError(
                 f"{self.taken} of {self.capacity} places are taken, and {count} were asked for",

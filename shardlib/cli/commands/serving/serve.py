@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardlib.cli.app import AsJson
+from shardlib.cli.commands.serving.sizes import Planned, Room, devices_of, sizes_of
 from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
 from shardlib.errors import ArgumentError, MissingPackageError
@@ -45,33 +46,6 @@ class Place:
     ] = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """How much each model has room for."""
-
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            "--topology", "-t", help="Devices that share each model; cpu:N simulates N. [one]"
-        ),
-    ] = None
-    longest: Annotated[
-        int | None,
-        typer.Option("--longest", help="Tokens of prompt and answer. [the model's, at most 4096]"),
-    ] = None
-    slots: Annotated[int, typer.Option("--slots", help="Requests served at a time.")] = 8
-    page: Annotated[int, typer.Option("--page", help="Tokens of a page of the cache.")] = 16
-    pages: Annotated[
-        int | None, typer.Option("--pages", help="Of the cache. [half of what slots could fill]")
-    ] = None
-    budget: Annotated[
-        int | None, typer.Option("--budget", help="Tokens of a step at most. [64, or --slots]")
-    ] = None
-    prefixes: Annotated[
-        bool, typer.Option("--prefixes/--no-prefixes", help="Share what prompts begin with.")
-    ] = True
-
-
 @spread
 def serve_command(
     models: Annotated[
@@ -87,6 +61,7 @@ def serve_command(
     *,
     place: Place,
     room: Room,
+    planned: Planned,
     as_json: AsJson = False,
 ) -> None:
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest
@@ -114,7 +89,7 @@ def serve_command(
     # What is taken is said before anything is made.
     with server.listen(place.host, place.port) as at:
         with quiet_stdout(as_json):
-            deployed = _hosted(models or [], room, limits)
+            deployed = _deployed(models or [], room, planned, limits)
         names = [one.name for one in deployed]
 
         def ready() -> None:
@@ -128,21 +103,13 @@ def serve_command(
         server.run(application(deployed, limits), limits, at, ready=ready)
 
 
-def _hosted(models: list[str], room: Room, settings: Settings) -> list[Deployment]:
+def _deployed(
+    models: list[str], room: Room, planned: Planned, settings: Settings
+) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
-    tensor = 1
-    if room.topology is not None:
-        from shardlib.hardware import topology as find_topology
-
-        found = find_topology(room.topology)
-        tensor = found.devices
-        if found.name.startswith("cpu:"):
-            from shardlib.processes.devices import simulate_cpu_devices
-
-            simulate_cpu_devices(tensor)
+    devices = devices_of(room)
     from shardlib.serving.hosting.demonstration import demonstration
     from shardlib.serving.hosting.deployment import deploy
-    from shardlib.serving.scheduling.capacity import Capacity
     from shardlib.serving.words import named
 
     def say(text: str) -> None:
@@ -158,26 +125,17 @@ def _hosted(models: list[str], room: Room, settings: Settings) -> list[Deploymen
             )
         if served.warning:
             say(f"WARNING: {served.warning}")
-        capacity = Capacity(
-            longest=room.longest or min(served.longest, 4096),
-            slots=room.slots,
-            page=room.page,
-            pages=room.pages,
-            budget=room.budget,
-            prefixes=room.prefixes,
-        )
-        if capacity.longest > served.longest:
-            raise ArgumentError(
-                f"--longest {capacity.longest} is more than the {served.longest} tokens that"
-                f" {word} looks at"
-            )
+        sizes = sizes_of(served, room, planned, devices)
+        if sizes.says:
+            say(sizes.says)
         say(f"{name or served.name}: compiling" + (f" ({served.version})" * bool(served.version)))
         deployed.append(
             deploy(
                 served,
-                capacity,
+                sizes.capacity,
                 name=name,
-                tensor=tensor,
+                tensor=sizes.tensor,
+                groups=sizes.groups,
                 waiting=settings.waiting,
                 buffer=settings.buffer,
             )

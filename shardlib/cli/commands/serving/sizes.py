@@ -1,0 +1,202 @@
+"""How much room a served model has: from options, or from a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardlib.cli.numbers import duration
+from shardlib.errors import ArgumentError, PlanError
+
+if TYPE_CHECKING:
+    from shardlib.planning.serving.serving_data import ServingData
+    from shardlib.serving.scheduling.capacity import Capacity
+    from shardlib.serving.served import Served
+
+#: Tokens of a request at most, unless somebody asks for more.
+LONGEST = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How much each model has room for."""
+
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology", "-t", help="Devices that share each model; cpu:N simulates N. [one]"
+        ),
+    ] = None
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of devices, each with its own requests.")
+    ] = 1
+    longest: Annotated[
+        int | None,
+        typer.Option("--longest", help="Tokens of prompt and answer. [the model's, at most 4096]"),
+    ] = None
+    slots: Annotated[int, typer.Option("--slots", help="Requests served at a time.")] = 8
+    page: Annotated[int, typer.Option("--page", help="Tokens of a page of the cache.")] = 16
+    pages: Annotated[
+        int | None, typer.Option("--pages", help="Of the cache. [half of what slots could fill]")
+    ] = None
+    budget: Annotated[
+        int | None, typer.Option("--budget", help="Tokens of a step at most. [64, or --slots]")
+    ] = None
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes/--no-prefixes", help="Share what prompts begin with.")
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan that says how much room there is, in place of such options."""
+
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="As `shardlib plan MODEL --serve --out` wrote it.")
+    ] = None
+    ttft: Annotated[
+        str | None,
+        typer.Option("--ttft", metavar="500ms", help="Plan for a first token in this time."),
+    ] = None
+    tpot: Annotated[
+        str | None,
+        typer.Option("--tpot", metavar="30ms", help="Plan for a next token in this time."),
+    ] = None
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", min=1, help="Tokens of a usual prompt, for the plan.")
+    ] = None
+    output: Annotated[
+        int | None, typer.Option("--output", min=1, help="Tokens of a usual answer, for the plan.")
+    ] = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any of this was asked for."""
+        return any(value is not None for value in vars(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How a model is served.
+
+    Attributes:
+        capacity: requests and tokens, of a group.
+        tensor: devices that share every layer.
+        groups: of so many devices.
+        says: the plan behind it, in words; empty where there is none.
+    """
+
+    capacity: Capacity
+    tensor: int
+    groups: int
+    says: str = ""
+
+
+def devices_of(room: Room) -> int:
+    """Devices that each model has; simulated ones are there afterwards.
+
+    Raises:
+        TopologyError: there is no such topology, or it cannot be simulated any more.
+        ArgumentError: groups that do not divide them.
+    """
+    if room.topology is None:
+        if room.groups > 1:
+            raise ArgumentError(
+                f"--groups {room.groups} shares devices out\nTry: --topology cpu:{room.groups}"
+            )
+        return 1
+    from shardlib.hardware import topology as find_topology
+
+    found = find_topology(room.topology)
+    if found.devices % room.groups:
+        raise ArgumentError(
+            f"{room.groups} groups do not divide the {found.devices} devices of {found.name}"
+        )
+    if found.name.startswith("cpu:"):
+        from shardlib.processes.devices import simulate_cpu_devices
+
+        simulate_cpu_devices(found.devices)
+    return found.devices
+
+
+def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Sizes:
+    """How a model is served.
+
+    Args:
+        served: the model.
+        room, planned: options.
+        devices: that it has.
+
+    Raises:
+        ArgumentError: sizes that do not fit each other, or the model.
+        PlanError, InfeasibleError: a plan that cannot be read or made, or is for more devices.
+    """
+    from shardlib.serving.scheduling.capacity import Capacity
+
+    longest = room.longest or min(served.longest, LONGEST)
+    if longest > served.longest:
+        raise ArgumentError(
+            f"--longest {longest} is more than the {served.longest} tokens that {served.name}"
+            " looks at"
+        )
+    if planned.wanted:
+        return _planned(_plan(served, room, planned, longest), devices, longest)
+    capacity = Capacity(
+        longest=longest,
+        slots=room.slots,
+        page=room.page,
+        pages=room.pages,
+        budget=room.budget,
+        prefixes=room.prefixes,
+    )
+    return Sizes(capacity=capacity, tensor=devices // room.groups, groups=room.groups)
+
+
+def _planned(plan: ServingData, devices: int, longest: int) -> Sizes:
+    from shardlib.serving.scheduling.capacity import Capacity
+
+    choice = plan.choice
+    if choice.tensor * choice.replicas > devices:
+        raise PlanError(
+            f"the plan has {choice.replicas} replicas of {choice.tensor} devices, and there are"
+            f" {devices}\nTry: --topology {plan.topology}"
+        )
+    return Sizes(
+        capacity=Capacity.of(plan, longest=max(longest, plan.workload.tokens)),
+        tensor=choice.tensor,
+        groups=choice.replicas,
+        says=(
+            f"planned: {choice.batch} requests at a time on {choice.tensor} devices, times"
+            f" {choice.replicas}; first token in {1000 * plan.estimate.ttft_seconds:.3g} ms, next"
+            f" in {1000 * plan.estimate.tpot_seconds:.3g} ms"
+        ),
+    )
+
+
+def _plan(served: Served, room: Room, planned: Planned, longest: int) -> ServingData:
+    if planned.plan is not None:
+        if planned.ttft or planned.tpot:
+            raise PlanError("--plan is a plan already\nTry: leave --ttft and --tpot out")
+        from shardlib.cli.output import read_text
+        from shardlib.planning.serving.serving_plan import ServingPlan
+
+        hint = "shardlib plan MODEL --serve --topology T --out plan.json"
+        return ServingPlan.from_json(read_text(planned.plan, "plan", hint, PlanError).decode())
+    import shardlib
+
+    output = planned.output or max(1, longest // 4)
+    return shardlib.plan_serving(
+        served.init,
+        served.forward,
+        topology=room.topology or "cpu:1",
+        prompt=planned.prompt or max(1, longest - output),
+        output=output,
+        ttft=None if planned.ttft is None else duration(planned.ttft, "--ttft"),
+        tpot=None if planned.tpot is None else duration(planned.tpot, "--tpot"),
+        weights="model",
+        cache="model",
+        name=served.name,
+    )
