@@ -46,6 +46,7 @@ ENTRIES = {
     "verify": "DESIGN.md and `shardlib.__all__`",
     "scale": "`shardlib.__all__`",
     "plan_serving": "DESIGN.md and `shardlib.__all__`",
+    "compile_step": "DESIGN.md and `shardlib.__all__`",
     "fit": "`shardlib.__all__`",
     "attention": "`shardlib.__all__`",
     "route": "`shardlib.__all__`",

@@ -90,6 +90,8 @@ if TYPE_CHECKING:
     from shardlib.frontend.edge import plan_edge
     from shardlib.frontend.scale import scale
     from shardlib.frontend.serving import plan_serving
+    from shardlib.frontend.steps.compiled import compile_step
+    from shardlib.frontend.steps.parallel import parallelize
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
     from shardlib.functions.mean import WeightedMean
@@ -143,6 +145,8 @@ _ERRORS = (
 _HOME = {
     "compile": "shardlib.compiler",
     "plan": "shardlib.compiler",
+    "compile_step": "shardlib.frontend.steps.compiled",
+    "parallelize": "shardlib.frontend.steps.parallel",
     "plan_edge": "shardlib.frontend.edge",
     "plan_serving": "shardlib.frontend.serving",
     "scale": "shardlib.frontend.scale",
@@ -245,9 +249,11 @@ __all__ = [
     "attention",
     "balance_loss",
     "compile",
+    "compile_step",
     "fit",
     "join",
     "linen",
+    "parallelize",
     "plan",
     "plan_edge",
     "plan_serving",

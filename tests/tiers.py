@@ -52,6 +52,8 @@ TESTS = {
     "servers/test_schedule.py": "unit",
     "servers/test_strangers.py": "unit",
     "servers/test_worker.py": "compile",
+    "steps": "compile",
+    "steps/test_proofs.py": "processes",
     "tracing": "compile",
     "training": "compile",
     "untrusted": "unit",

@@ -1,0 +1,3 @@
+"""Any step that a user wrote: `compiled` (`compile_step`, with its `pins`) and `parallel`
+(`parallelize`).
+"""

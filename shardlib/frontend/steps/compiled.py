@@ -1,0 +1,262 @@
+"""Any step that a user wrote, planned and compiled for a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.axes import LogicalAxes
+from shardlib.decisions.pins import PinMapping
+from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
+from shardlib.frontend.machines import machine_of
+from shardlib.frontend.steps.pins import step_pins
+from shardlib.hardware.topology import Topology
+from shardlib.lowering.steps.step_program import LoweredStep, build_step
+from shardlib.planning.planner import search
+from shardlib.propagation.colours import colour
+from shardlib.tracing.steps.traced_step import Step, TracedStep, trace_step
+from shardlib.verification.exported import exported
+from shardlib.verification.isolation import Limits, compile_apart
+from shardlib.verification.report import Verification
+from shardlib.verification.targets import require_compiler, target
+from shardlib.verification.verify import judge
+
+#: key -> state, () -> state, or a state.
+InitState = Callable[..., Tree] | Tree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepProgram(LoweredStep):
+    """A step, planned and compiled; what it has is listed at `LoweredStep`.
+
+    Attributes:
+        topology: the machine of the plan.
+    """
+
+    topology: Topology
+
+    def verify(self, *, limits: Limits | None = None) -> Verification:
+        """Compiles the step for the machine of its plan, which need not be here, and compares what
+        the compiler made with the plan.
+
+        Args:
+            limits: time and memory that the compiler may take.
+
+        Raises:
+            MissingPackageError: the compiler is not installed.
+            TopologyError: no compiler knows the machine.
+            VerificationError: the step does not lower for it.
+        """
+        where = target(self.topology, self.plan.mesh, self.plan.axis_order)
+        require_compiler(where.platform)
+
+        def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            return self.function(state, batch)
+
+        step.__name__ = step.__qualname__ = "shardlib_step"
+        made = exported(
+            step,
+            (self.state, self.batch),
+            results=jax.tree.leaves(self.state),
+            mesh=self.mesh,
+            platform=where.platform,
+            what=f"the step {self.traced.name}",
+        )
+        return judge(self.plan, self.topology, where, made, compile_apart(made, where, limits))
+
+    def save(self, folder: str | Path, state: Tree) -> None:
+        """Writes a state to a folder that is not there yet, with Orbax.
+
+        Args:
+            folder: where.
+            state: of this program.
+        """
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(Path(folder).absolute(), _plain(state))
+
+    def restore(self, folder: str | Path) -> Tree:
+        """A state that a program of the same step has saved, on any mesh, where this one has it.
+
+        Args:
+            folder: see `save`.
+        """
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.restore(Path(folder).absolute(), _plain(self.state))
+        leaves, structure = jax.tree.flatten(self.state)
+        return structure.unflatten(
+            [_keyed(leaf, found[str(number)]) for number, leaf in enumerate(leaves)]
+        )
+
+
+def compile_step(
+    init: InitState,
+    step: Step,
+    batch: Tree,
+    *,
+    topology: str | Topology | None = None,
+    pin: PinMapping | None = None,
+    axes: Tree = None,
+    batch_axes: Tree = None,
+    devices: Sequence[jax.Device] | None = None,
+    name: str | None = None,
+    abstract: bool = False,
+) -> StepProgram:
+    """Plans and compiles a step that has everything inside: gradients, several losses, several
+    optimizers, several models.
+
+    What the arrays of the state are is found by what the step does with them: weights, and what
+    follows them, as moments and averages do. The mesh, layouts of weights and of what follows them,
+    and ZeRO are planned as for a loss. What needs the loss apart from its update - microbatches,
+    pipeline stages, rematerialisation other than the user's own - is not.
+
+    Args:
+        init: key -> state, with which `program.init(seed)` makes it where it will stay; or () ->
+            state; or a state.
+        step: (state, batch) -> (new state, metrics); jittable. The new state has the structure,
+            shapes and dtypes of the state.
+        batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
+        topology: the machine; all devices of this one if left out.
+        pin: "mesh", "mesh.AXIS", "rules", "sequence_parallel", "zero" or "axis_order", see
+            `docs/pins.md`.
+        axes: pytree like the state, or like a part of it, of tuples of logical names; a model
+            without names is planned, too.
+        batch_axes: as of `shardlib.plan`.
+        devices: to run on; by default the first of JAX's.
+        name: what to call the step; its own name by default.
+        abstract: whether to leave devices out: such a program is explained and verified, and does
+            not run.
+
+    Raises:
+        ArgumentError: arguments of another kind than is asked for.
+        TracingError: `init` or `step` cannot be traced, or `step` returns no pair.
+        StateError: the new state is not like the state.
+        AnnotationError: names do not fit the arrays of the state.
+        BatchError: `batch_axes` do not fit the batch, or it has no rows.
+        TopologyError: the topology does not parse, or there are fewer devices.
+        PinError: a pin is misspelt, out of range, or needs the loss apart.
+        InfeasibleError: nothing fits the memory of a device.
+    """
+    if not callable(step):
+        raise ArgumentError(
+            f"step is {type(step).__name__}; it is a function\nTry: def step(state, batch): ..."
+        )
+    first, given, shapes = _state_of(init)
+    machine = machine_of(topology)
+    traced = trace_step(
+        step,
+        shapes,
+        batch,
+        axes=_axes_of(axes),
+        batch_axes=batch_axes,
+        name=name or getattr(step, "__name__", "step"),
+    )
+    return stepping(
+        traced,
+        machine,
+        pin,
+        first=first,
+        given=given,
+        devices=devices,
+        abstract=abstract,
+    )
+
+
+def stepping(
+    traced: TracedStep,
+    machine: Topology,
+    pin: PinMapping | None,
+    *,
+    first: Callable[..., Tree] | None,
+    given: Tree,
+    devices: Sequence[jax.Device] | None = None,
+    abstract: bool = False,
+    donate: bool = True,
+) -> StepProgram:
+    """The program of a traced step.
+
+    Args:
+        traced: the step.
+        machine: that it is planned for.
+        pin: see `compile_step`.
+        first, given, devices, abstract: see `compile_step`.
+        donate: whether a step takes the arrays of the state over.
+    """
+    plan = search(traced.problem, machine, step_pins(pin))
+    known = plan.source.load.colouring if plan.source is not None else colour(traced.problem)
+    count = plan.mesh.devices
+    chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
+    lowered = build_step(
+        traced,
+        plan,
+        known,
+        first=first,
+        given=given,
+        devices=chosen,
+        topology=machine.name,
+        donate=donate,
+    )
+    return StepProgram(
+        **{one.name: getattr(lowered, one.name) for one in fields(LoweredStep)}, topology=machine
+    )
+
+
+def _state_of(init: InitState) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
+    """(key -> state, state, abstract state); one of the first two is None."""
+    if not callable(init):
+        return None, init, init
+    made = cast("Callable[..., Tree]", init)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        return made, None, jax.eval_shape(made, key)
+    except TypeError as error:
+        try:
+            shapes = jax.eval_shape(made)
+        except TypeError:
+            raise TracingError(
+                f"init cannot be traced: {error}\nTry: init=lambda key: state, or a state"
+            ) from error
+    return lambda _: made(), None, shapes
+
+
+def _axes_of(axes: Tree) -> Mapping[str, LogicalAxes]:
+    def names(value: object) -> bool:
+        return isinstance(value, tuple) and all(
+            one is None or isinstance(one, str) for one in value
+        )
+
+    found = jax.tree_util.tree_leaves_with_path(axes, is_leaf=names)
+    wrong = [path_text(path) for path, leaf in found if not names(leaf)]
+    if wrong:
+        raise_all(AnnotationError, "logical axes are tuples of names", wrong)
+    return {path_text(path): leaf for path, leaf in found}
+
+
+def _plain(tree: Tree) -> Tree:
+    """A tree with random keys as the integers that they are made of."""
+
+    def leaf(one: jax.Array | jax.ShapeDtypeStruct) -> object:
+        if not jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            return one
+        if isinstance(one, jax.Array):
+            return jax.random.key_data(one)
+        raw = jax.eval_shape(jax.random.key_data, one)
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=one.sharding)
+
+    leaves = jax.tree.leaves(tree)
+    return {str(number): leaf(one) for number, one in enumerate(leaves)}
+
+
+def _keyed(asked: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
+    if jax.dtypes.issubdtype(asked.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(found))
+    return found

@@ -1,0 +1,151 @@
+"""`@shardlib.parallelize`: a function whose first call says for what it is planned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import overload
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.decisions.pins import PinMapping
+from shardlib.frontend.machines import machine_of
+from shardlib.frontend.steps.compiled import StepProgram, stepping
+from shardlib.hardware.topology import Topology
+from shardlib.tracing.steps.traced_step import trace_step
+
+#: (state, batch) -> (new state, metrics), or (params, batch) -> anything.
+Function = Callable[[Tree, Tree], Tree]
+
+
+class Parallel:
+    """A function of a state and a batch, planned and compiled for each shape that it is called
+    with.
+
+    A function that returns a pair whose first part is like the state is a step: its state is taken
+    over by the next call. Any other is inference: it gets params and a batch, and the params stay.
+
+    Args:
+        function: the user's own.
+        topology, pin, batch_axes: see `shardlib.compile_step`.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        *,
+        topology: str | Topology | None = None,
+        pin: PinMapping | None = None,
+        batch_axes: Tree = None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._topology, self._pin = function, topology, pin
+        self._batch_axes = batch_axes
+        self._programs: dict[object, tuple[bool, StepProgram]] = {}
+
+    def program(self, state: Tree, batch: Tree) -> StepProgram:
+        """The program for a state and a batch of such shapes, which are not computed with.
+
+        Args:
+            state: arrays or `jax.ShapeDtypeStruct`.
+            batch: the same.
+
+        Raises:
+            ShardlibError: see `shardlib.compile_step`.
+        """
+        return self._of(state, batch)[1]
+
+    def __call__(self, state: Tree, batch: Tree) -> Tree:
+        """What the function gives, on the devices of its plan.
+
+        Args:
+            state: arrays anywhere; of a step, those that came from the call before are taken over,
+                and others are copied.
+            batch: host arrays, or arrays on devices.
+
+        Raises:
+            ShardlibError: see `shardlib.compile_step`.
+        """
+        steps, program = self._of(state, batch)
+        held = jax.tree.map(_placed, state, program.state)
+        new, found = program.step(held, batch)
+        return (new, found) if steps else found
+
+    def _of(self, state: Tree, batch: Tree) -> tuple[bool, StepProgram]:
+        key = _shapes((state, batch))
+        if key not in self._programs:
+            self._programs[key] = self._made(state, batch)
+        return self._programs[key]
+
+    def _made(self, state: Tree, batch: Tree) -> tuple[bool, StepProgram]:
+        shapes = jax.tree.map(_abstract, (state, batch))
+        out = jax.eval_shape(self._function, *shapes)
+        steps = isinstance(out, tuple) and len(out) == 2 and _shapes(out[0]) == _shapes(shapes[0])
+
+        def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            return params, self._function(params, batch)
+
+        traced = trace_step(
+            self._function if steps else infer,
+            *shapes,
+            batch_axes=self._batch_axes,
+            name=getattr(self._function, "__name__", "function"),
+        )
+        machine = machine_of(self._topology)
+        return steps, stepping(traced, machine, self._pin, first=None, given=state, donate=steps)
+
+
+@overload
+def parallelize(function: Function) -> Parallel: ...
+@overload
+def parallelize(
+    *,
+    topology: str | Topology | None = None,
+    pin: PinMapping | None = None,
+    batch_axes: Tree = None,
+) -> Callable[[Function], Parallel]: ...
+def parallelize(
+    function: Function | None = None,
+    *,
+    topology: str | Topology | None = None,
+    pin: PinMapping | None = None,
+    batch_axes: Tree = None,
+) -> Parallel | Callable[[Function], Parallel]:
+    """Plans and compiles a function at its first call, for the shapes that it is called with.
+
+        @shardlib.parallelize
+        def step(state, batch): ...
+        state, metrics = step(state, batch)
+
+    Args:
+        function: (state, batch) -> (new state, metrics), or (params, batch) -> anything.
+        topology: the machine; all devices of this one if left out.
+        pin: see `shardlib.compile_step`.
+        batch_axes: as of `shardlib.plan`.
+    """
+
+    def wrapped(function: Function) -> Parallel:
+        return Parallel(function, topology=topology, pin=pin, batch_axes=batch_axes)
+
+    return wrapped if function is None else wrapped(function)
+
+
+def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    found = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype)  # type: ignore[union-attr]
+
+
+def _shapes(tree: Tree) -> object:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((one.shape, str(one.dtype)) for one in map(_abstract, leaves))
+
+
+def _placed(leaf: Tree, asked: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array where the program has it; a copy, unless it is there already."""
+    if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding:
+        return leaf
+    return jax.device_put(jnp.array(leaf, copy=True), asked.sharding)

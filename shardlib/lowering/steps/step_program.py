@@ -1,0 +1,256 @@
+"""A step, compiled for the mesh of a plan.
+
+program = build_step(traced, plan, colouring, first=first, devices=devices)
+state = program.init(seed=0)
+state, metrics = program.step(state, batch)     # donates `state`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import StateError
+from shardlib.jax_types import Value
+from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
+from shardlib.lowering.mesh.pinning import held
+from shardlib.lowering.mesh.shardings import named_sharding
+from shardlib.lowering.program.checks.other_batch import require
+from shardlib.lowering.runtime.batches import given
+from shardlib.lowering.steps.layouts import StepLayouts, layouts
+from shardlib.planning.plan import Plan
+from shardlib.propagation.colours import Colouring
+from shardlib.propagation.contractions import used
+from shardlib.report import Finding
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting.binding import bind
+from shardlib.tracing.rewriting.interpreter import evaluate_program
+from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.steps.traced_step import TracedStep
+from shardlib.untrusted.arguments import read_seed
+
+#: Seed -> the state before the first step.
+First = Callable[[jax.Array], Tree]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredStep:
+    """A compiled step and what belongs to it.
+
+    Attributes:
+        plan: the decisions.
+        traced: the step as it was traced.
+        mesh: of its devices; without devices where it is only compiled.
+        layouts: of the state, the batch and the values of the step.
+        first: key -> the state before the first step; None where the user gave a state.
+        given: the user's own state; None where there is `first`.
+        donate: whether a step takes the arrays of the state over.
+        findings: what the user should know.
+    """
+
+    plan: Plan
+    traced: TracedStep
+    mesh: Mesh | AbstractMesh
+    layouts: StepLayouts
+    first: First | None
+    given: Tree
+    donate: bool = True
+    findings: tuple[Finding, ...] = ()
+    _compiled: list[jax.stages.Compiled] = field(default_factory=list[jax.stages.Compiled])
+
+    @cached_property
+    def state(self) -> Tree:
+        """Abstract arrays of the state, with their shardings."""
+        return _abstract(self.traced.state, self.layouts.state, self.mesh)
+
+    @cached_property
+    def batch(self) -> Tree:
+        """Abstract arrays of the batch, with their shardings."""
+        return _abstract(self.traced.batch, self.layouts.batch, self.mesh)
+
+    def init(self, seed: int = 0) -> Tree:
+        """The state before the first step, each array where it will stay.
+
+        Args:
+            seed: of the key that the user's function takes; a state that was given is what it is.
+
+        Raises:
+            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
+        """
+        number = np.int32(read_seed(seed))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        if self.first is None:
+            return jax.tree.map(_copied, self.given, shardings)
+        return jax.jit(self._first, out_shardings=shardings)(number)
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """Does one step.
+
+        Args:
+            state: from `init` or the step before; it is donated.
+            batch: the global batch, host arrays or arrays on the devices.
+
+        Returns:
+            The new state, and what the user's step returns beside it.
+
+        Raises:
+            StateError: it is no state of this program, or was donated to a step before.
+            BatchError: the batch is not the one that the program was compiled for.
+        """
+        require(batch, self.batch)
+        self._require(state)
+        return self.compiled(state, given(batch, self.batch))
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The program, compiled at its first use."""
+        if not self._compiled:
+            self._compiled.append(self.lowered().compile())
+        return self._compiled[0]
+
+    def lowered(self) -> jax.stages.Lowered:
+        """The program as it goes to the compiler."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(
+            self.function,
+            out_shardings=(shardings, None),
+            donate_argnums=(0,) if self.donate else (),
+        ).lower(self.state, self.batch)
+
+    def function(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """The step with its layouts, to be traced.
+
+        Args:
+            state: arrays or tracers.
+            batch: arrays or tracers.
+        """
+        leaves = jax.tree.leaves((state, batch))
+        found = evaluate_program(
+            self.traced.program, leaves, Walk(place=self._place, run=self._run)
+        )
+        count = len(self.traced.paths)
+        new = [
+            held(leaf, named_sharding(self.mesh, layout))
+            for leaf, layout in zip(found[:count], self.layouts.state, strict=True)
+        ]
+        return (
+            jax.tree.unflatten(jax.tree.structure(self.traced.state), new),
+            jax.tree.unflatten(jax.tree.structure(self.traced.metrics), found[count:]),
+        )
+
+    def _first(self, number: jax.Array) -> Tree:
+        assert self.first is not None
+        return self.first(jax.random.key(number))
+
+    def _place(self, path: str, index: int, value: Value) -> Value:
+        layout = self.layouts.values.get((path, index))
+        if layout is None or jnp.ndim(value) != len(layout):
+            return value
+        return held(value, named_sharding(self.mesh, layout))
+
+    def _run(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
+        """A contraction with its operands in the layouts in which it runs."""
+        values, path = self.layouts.values, equation.path
+        pins = [values.get(used(path, at)) for at in range(len(operands) + 1)]
+        if not any(pins) or len(equation.outputs) != 1:
+            return None
+        laid = [
+            one if pin is None or jnp.ndim(one) != len(pin) else self._held(one, pin)
+            for one, pin in zip(operands, pins, strict=False)
+        ]
+        (result,) = bind(equation, laid)
+        last = pins[-1]
+        return [
+            result if last is None or jnp.ndim(result) != len(last) else self._held(result, last)
+        ]
+
+    def _held(self, value: Value, layout: object) -> Value:
+        return held(value, named_sharding(self.mesh, layout))  # pyright: ignore[reportArgumentType]
+
+    def _require(self, state: Tree) -> None:
+        if jax.tree.structure(state) != jax.tree.structure(self.state):
+            raise StateError(
+                "this is no state of the program: it has the structure\n "
+                f" {jax.tree.structure(state)}\nand not\n  {jax.tree.structure(self.state)}"
+            )
+        gone = [
+            path
+            for path, leaf in zip(self.traced.paths, jax.tree.leaves(state), strict=True)
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        ]
+        if gone:
+            raise StateError(
+                f"arrays of the state were donated to a step before: {', '.join(gone[:4])}\nTry:"
+                " state, metrics = program.step(state, batch)"
+            )
+
+
+def build_step(
+    traced: TracedStep,
+    plan: Plan,
+    colouring: Colouring,
+    *,
+    first: First | None,
+    given: Tree = None,
+    devices: Sequence[jax.Device] | None = None,
+    topology: str | None = None,
+    donate: bool = True,
+) -> LoweredStep:
+    """The program of a step under a plan.
+
+    Args:
+        traced: the step.
+        plan: for its problem.
+        colouring: of its problem.
+        first: key -> the state before the first step.
+        given: a state in its place.
+        devices: to run on; None for none, where it is only compiled.
+        topology: the machine, for the order of its devices.
+        donate: whether a step takes the arrays of the state over.
+    """
+    if devices is None:
+        mesh, findings = abstract_mesh(plan), ()
+    else:
+        mesh, findings = device_mesh(
+            plan.mesh,
+            devices,
+            topology=topology,
+            order=plan.axis_order,
+            parts=physical_parts(plan),
+        )
+    return LoweredStep(
+        plan=plan,
+        traced=traced,
+        mesh=mesh,
+        layouts=layouts(traced, plan, colouring),
+        first=first,
+        given=given,
+        donate=donate,
+        findings=(*plan.findings, *findings),
+    )
+
+
+def _abstract(tree: Tree, found: Sequence[object], mesh: Mesh | AbstractMesh) -> Tree:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        [
+            jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=named_sharding(mesh, layout),  # pyright: ignore[reportArgumentType]
+            )
+            for leaf, layout in zip(leaves, found, strict=True)
+        ]
+    )
+
+
+def _copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array where it will stay; a copy, since a step donates it."""
+    return jax.device_put(jnp.array(leaf, copy=True), sharding)

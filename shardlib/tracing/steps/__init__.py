@@ -1,0 +1,5 @@
+"""A step that a user wrote, with gradients and optimizers inside, as a problem to be planned.
+
+traced_step.py   the step as a program and a problem
+state_roles.py   what each array of the state is, by what the step does with it
+"""

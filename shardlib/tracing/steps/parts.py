@@ -1,0 +1,93 @@
+"""Rows of the batch that are put side by side, and taken apart again.
+
+`jnp.concatenate([real, fake])` has twice the rows. By its general rule such a dim stays whole; here
+it becomes a dim of equal parts, of which a cut cuts each (`FactorRule.outer`), so that what is
+computed of it keeps the rows of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardlib.graph.factors import Dim, Dims, FactorRule
+from shardlib.graph.graph import Graph, Op
+
+
+def tied_parts(graph: Graph, rows: frozenset[tuple[int, int]]) -> Graph:
+    """The graph with rows side by side tied to those of the batch.
+
+    Args:
+        graph: of a step.
+        rows: (value, dim) of rows of the batch.
+    """
+    known = dict.fromkeys(rows, 1)
+    ops: list[Op] = []
+    for op in graph.ops:
+        found = _joined(graph, op, known) or _taken(graph, op, known)
+        ops.append(op if found is None else found)
+        _spread(graph, ops[-1], known)
+    return replace(graph, ops=tuple(ops))
+
+
+def _joined(graph: Graph, op: Op, known: dict[tuple[int, int], int]) -> Op | None:
+    """A concatenation of equal parts along rows."""
+    if op.kind != "concatenate":
+        return None
+    shapes = [graph.values[value].shape for value in op.operands]
+    result = graph.values[op.results[0]].shape
+    axis = next(at for at in range(len(result)) if shapes[0][at] != result[at])
+    if len({shape[axis] for shape in shapes}) > 1 or not any(
+        (value, axis) in known for value in op.operands
+    ):
+        return None
+    return _in_parts(op, axis, len(shapes), shapes[0], joined=True)
+
+
+def _taken(graph: Graph, op: Op, known: dict[tuple[int, int], int]) -> Op | None:
+    """A slice, or a split, of one part of rows that are side by side."""
+    if op.kind not in ("slice", "split") or len(op.operands) != 1:
+        return None
+    whole = graph.values[op.operands[0]].shape
+    part = graph.values[op.results[0]].shape
+    cut = [at for at in range(len(whole)) if whole[at] != part[at]]
+    parts = known.get((op.operands[0], cut[0]), 1) if len(cut) == 1 else 1
+    if parts == 1 or any(
+        graph.values[value].shape[cut[0]] * parts != whole[cut[0]] for value in op.results
+    ):
+        return None
+    return _in_parts(op, cut[0], parts, part, joined=False)
+
+
+def _in_parts(op: Op, axis: int, parts: int, shape: tuple[int, ...], *, joined: bool) -> Op:
+    counter = len(shape)
+    plain: Dims = tuple((at,) if size > 1 else () for at, size in enumerate(shape))
+    side: Dim = (counter, axis)
+    long: Dims = (*plain[:axis], side, *plain[axis + 1 :])
+    rule = FactorRule(
+        sizes=(*shape, parts),
+        operands=(plain,) * len(op.operands) if joined else (long,),
+        results=(long,) if joined else (plain,) * len(op.results),
+        whole=frozenset({counter}),
+        outer=frozenset({counter}),
+    )
+    return replace(op, rule=rule)
+
+
+def _spread(graph: Graph, op: Op, known: dict[tuple[int, int], int]) -> None:
+    """Dims of the results that are the rows of the operands, and of how many parts."""
+    factors: dict[int, int] = {}
+    for value, dims in zip(op.operands, op.rule.operands, strict=True):
+        for at, dim in enumerate(dims):
+            major = op.rule.major(dim)
+            if major is not None and (value, at) in known:
+                factors[major] = max(factors.get(major, 1), _parts(op, dim, known[value, at]))
+    for value, dims in zip(op.results, op.rule.results, strict=True):
+        for at, dim in enumerate(dims):
+            major = op.rule.major(dim)
+            if major in factors and graph.values[value].shape[at] > 1:
+                outer = [one for one in dim if one in op.rule.outer]
+                known[value, at] = op.rule.sizes[outer[0]] if outer else factors[major]
+
+
+def _parts(op: Op, dim: Dim, parts: int) -> int:
+    return 1 if any(one in op.rule.outer for one in dim) else parts

@@ -1,0 +1,250 @@
+"""A step as a program, and as a problem like that of a loss.
+
+What a search plans is a loss with its gradients, and an optimizer of so many bytes. A step has all
+of that inside: its weights and their gradients are found by data flow, what the optimizer keeps of
+each weight is counted, and the operations that only the update needs are left out of the problem,
+which prices an update by its bytes. The program that runs is the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.axes import LogicalAxes
+from shardlib.errors import BatchError, ShardlibError, StateError, TracingError, raise_all
+from shardlib.graph.check import check
+from shardlib.graph.graph import Graph
+from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
+from shardlib.graph.prune import prune
+from shardlib.graph.rows import Dependence, Rows
+from shardlib.propagation.ties import Classes, tie_graph
+from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
+from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.program import Program, flatten
+from shardlib.tracing.steps.parts import tied_parts
+from shardlib.tracing.steps.state_roles import StateRoles, state_roles
+from shardlib.tracing.trip_counts import dtype_name
+
+#: (state, batch) -> (new state, metrics).
+Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step as a program.
+
+    Attributes:
+        name: of the step.
+        program: with the leaves of the state, then of the batch.
+        problem: what is planned; `problem.forward` is the whole step.
+        roles: what the arrays of the state are.
+        paths: of the arrays of the state.
+        state: abstract arrays of the state.
+        metrics: abstract metrics.
+    """
+
+    name: str
+    program: Program
+    problem: Problem
+    roles: StateRoles
+    paths: tuple[str, ...]
+    state: Tree
+    batch: Tree
+    metrics: Tree
+
+
+def trace_step(
+    step: Step,
+    state: Tree,
+    batch: Tree,
+    *,
+    axes: Mapping[str, LogicalAxes] | None = None,
+    batch_axes: Tree = None,
+    name: str = "step",
+) -> TracedStep:
+    """Traces a step.
+
+    Args:
+        step: (state, batch) -> (new state, metrics).
+        state: arrays or `jax.ShapeDtypeStruct`.
+        batch: the same, global sizes.
+        axes: logical axes of arrays of the state, by path.
+        batch_axes: as of `shardlib.plan`.
+        name: of the step.
+
+    Raises:
+        TracingError: it cannot be traced, or returns no pair.
+        StateError: the new state has another structure, other shapes or dtypes; all are listed.
+        BatchError: names do not fit the batch, or it has no rows.
+    """
+    shapes = jax.tree.map(_abstract, (state, batch))
+    described = describe_batch(shapes[1], batch_axes)
+    if not described:
+        raise BatchError("the batch has no rows: it holds no arrays\nTry: at least one array")
+    require_rows(described)
+    closed, out = _traced(step, shapes, name)
+    new, metrics = out
+    paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0]))
+    _require_same(shapes[0], new)
+    program = flatten(closed)
+    inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
+    graph = graph_from_program(program, inputs)
+    rows = _rows(graph, len(paths), described)
+    graph = tied_parts(graph, rows)
+    roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
+    return TracedStep(
+        name=name,
+        program=program,
+        problem=_problem(graph, roles, paths, described, axes or {}, name),
+        roles=roles,
+        paths=paths,
+        state=shapes[0],
+        batch=shapes[1],
+        metrics=metrics,
+    )
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    found = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype)
+
+
+def _traced(step: Step, shapes: tuple[Tree, Tree], name: str) -> tuple[jex.ClosedJaxpr, Any]:
+    try:
+        closed, out = jax.make_jaxpr(step, return_shape=True)(*shapes)
+    except ShardlibError:
+        raise
+    except Exception as error:
+        raise TracingError(
+            f"the step {name} cannot be traced: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TracingError(
+            f"the step {name} returns {type(out).__name__}; a step returns a pair (new state,"
+            " metrics)\nTry: return state, {'loss': loss}"
+        )
+    return closed, out
+
+
+def _require_same(before: Tree, after: Tree) -> None:
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise StateError(
+            "the state has another structure after a step:\n "
+            f" {jax.tree.structure(before)}\nbefore, and\n  {jax.tree.structure(after)}\nafter"
+        )
+    failures = [
+        f"{path_text(path)}: {dtype_name(a)}{list(a.shape)} before,"
+        f" {dtype_name(b)}{list(b.shape)} after"
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+        )
+        if (a.shape, a.dtype) != (b.shape, b.dtype)
+    ]
+    if failures:
+        raise_all(StateError, "the state has other arrays after a step", failures)
+
+
+def _rows(graph: Graph, count: int, described: tuple[Described, ...]) -> frozenset[tuple[int, int]]:
+    """(value, dim) of dims that some operations tie to the rows of the batch."""
+    classes = Classes()
+    tie_graph(classes, "", graph)
+    given = zip(graph.inputs[count:], described, strict=True)
+    roots = {
+        classes.find(("", value, at))
+        for value, (_, _, _, axes) in given
+        for at, axis in enumerate(axes)
+        if axis == "batch"
+    }
+    return frozenset(
+        (value, at)
+        for value, one in enumerate(graph.values)
+        for at in range(len(one.shape))
+        if classes.find(("", value, at)) in roots
+    )
+
+
+def _problem(
+    graph: Graph,
+    roles: StateRoles,
+    paths: tuple[str, ...],
+    described: tuple[Described, ...],
+    axes: Mapping[str, LogicalAxes],
+    name: str,
+) -> Problem:
+    count = len(paths)
+    kind = {at: "parameter" if at in roles.gradients else "frozen" for at in roles.weights}
+    values = list(graph.values)
+    for at, role in kind.items():
+        values[graph.inputs[at]] = replace(values[graph.inputs[at]], role=role)
+    whole = replace(graph, values=tuple(values))
+    trained = [at for at in roles.weights if at in roles.gradients]
+    gradients = tuple(roles.gradients[at] for at in trained)
+    step = prune(replace(whole, outputs=(*graph.outputs[count:], *gradients)))
+    check(step)
+    kept = _bytes_kept(whole, roles)
+    parameters = tuple(
+        Parameter(
+            path=paths[at],
+            shape=whole.values[whole.inputs[at]].shape,
+            dtype=whole.values[whole.inputs[at]].dtype,
+            axes=axes.get(paths[at], (None,) * len(whole.values[whole.inputs[at]].shape)),
+            state_bytes_per_element=kept.get(at, 0.0),
+            state_arrays=round(kept.get(at, 0.0) / 4),
+            role="trained" if at in roles.gradients else "frozen",
+        )
+        for at in roles.weights
+    )
+    inputs = tuple(InputDim(paths=(graph.values[value].path,)) for value in graph.inputs)
+    return Problem(
+        model=name,
+        forward=whole,
+        steps={"none": StepGraph(graph=step, inputs=inputs, gradients=gradients)},
+        parameters=parameters,
+        batch=described,
+        state_bytes=sum(
+            whole.values[whole.inputs[at]].bytes
+            for at in range(count)
+            if at not in kind and at not in roles.followers
+        ),
+        tokens=tokens_of(described),
+        compute_dtype=_compute_dtype(step),
+        rows=Rows(loss=Dependence(kind="coupled"), asserted=True),
+    )
+
+
+def _bytes_kept(graph: Graph, roles: StateRoles) -> Mapping[int, float]:
+    """Bytes of followers for each element of a trained weight: of those of its shape, shared
+    evenly among the weights of that shape; the rest is spread over all.
+    """
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for at in roles.gradients:
+        shapes.setdefault(graph.values[graph.inputs[at]].shape, []).append(at)
+    kept: dict[int, float] = dict.fromkeys(roles.gradients, 0.0)
+    rest = 0.0
+    for follower in roles.followers:
+        value = graph.values[graph.inputs[follower]]
+        alike = shapes.get(value.shape, [])
+        for at in alike:
+            kept[at] += value.itemsize / len(alike)
+        rest += 0.0 if alike else value.bytes
+    elements = sum(
+        graph.values[graph.inputs[at]].bytes / graph.values[graph.inputs[at]].itemsize
+        for at in kept
+    )
+    return {at: each + (rest / elements if elements else 0.0) for at, each in kept.items()}
+
+
+def _compute_dtype(graph: Graph) -> str:
+    flops: dict[str, float] = {}
+    for op in graph.ops:
+        if op.category in ("matmul", "convolution"):
+            dtype = graph.values[op.operands[0]].dtype
+            flops[dtype] = flops.get(dtype, 0.0) + op.flops * graph.trips(op.region)
+    return max(flops, key=lambda one: flops[one], default="float32")
