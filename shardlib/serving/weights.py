@@ -99,7 +99,7 @@ class Placed:
             return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=grid.sharding(spec))
 
         return {
-            call.path: tuple(page(one, call.kept[-1].shape[0]) for one in pages[call.path])
+            call.path: tuple(page(one, call.key_heads) for one in pages[call.path])
             for call in forward.calls
         }
 

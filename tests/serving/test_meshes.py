@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_whole_forward_pass(
     family: str, mesh: tuple[int, int], scarce: bool
 ):
     data, tensor = mesh
-    page = max(4, tensor)  # one key head is sharded over the tokens of a page
+    page = max(4, tensor)  # one key head, or latent vector, is sharded over tokens of a page
     prefixes = (list(FAMILIES).index(family) + MESHES.index(mesh) + scarce) % 2 == 0
     engine = Engine(
         models.build(FAMILIES[family])[0],
@@ -165,6 +165,20 @@ def test_windows_need_pages_of_the_window_alone():
     assert replace(sizes, pages=None).within(5).all_pages == 10
     some = models.build(FAMILIES["window in some layers"])[0]
     assert traced_forward(read(some), forward, longest=LONGEST).window == 0
+
+
+def test_of_latent_attention_the_compressed_vector_is_kept():
+    def kept(config: TransformerConfig) -> set[tuple[tuple[int, ...], ...]]:
+        traced = traced_forward(read(models.build(config)[0]), forward, longest=LONGEST)
+        return {tuple(one.shape for one in call.kept) for call in traced.calls}
+
+    assert kept(FAMILIES["latent"]) == {((1, 16), (4,))}
+    published = models.load("deepseek-v3")  # 576 values a token and layer (arXiv:2412.19437)
+    assert isinstance(published, TransformerConfig)
+    assert kept(published) == {((1, 512), (64,))}
+    # where the vector is no smaller than keys and values, these are kept
+    large = LatentAttention(kv_lora=32, q_lora=24, nope_dim=8, rope_dim=4, v_dim=8)
+    assert kept(replace(FAMILIES["latent"], latent=large)) == {((4, 8), (4,), (4, 8))}
 
 
 @pytest.mark.parametrize(

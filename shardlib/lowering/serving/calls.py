@@ -9,6 +9,7 @@ import jax
 
 from shardlib.errors import ModelError, raise_all
 from shardlib.functions.attention import Attention, Operands
+from shardlib.lowering.serving.latent import Latent, latent
 from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten
 
 
@@ -20,9 +21,11 @@ class CachedCall:
         path: where it stands.
         form: what it computes.
         layers: how often it runs: iterations of the loops around it.
-        kept: of a token, for each of the arrays of keys and then the values: shape and dtype.
+        kept: of a token, for each of the arrays of keys and then the values: shape and dtype. With
+            a latent the values are those of the key that is linear in it.
         heads: of queries.
-        width: elements of a query and of a value, of one head.
+        width: elements of a query and of a value, of one head, as they are multiplied.
+        latent: what keys and values are made of, where a cache keeps that.
     """
 
     path: str
@@ -31,6 +34,12 @@ class CachedCall:
     kept: tuple[jax.ShapeDtypeStruct, ...]
     heads: int
     width: int
+    latent: Latent | None = None
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of what is kept."""
+        return max(one.shape[0] for one in self.kept if len(one.shape) > 1)
 
     def pages(self, count: int, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What so many pages are: [layers, pages, tokens, ...] for each array that is kept.
@@ -107,14 +116,23 @@ def _calls(program: Program, layers: int) -> Iterator[CachedCall]:
 
 def _cached(program: Program, call: Call, layers: int) -> CachedCall:
     operands = Operands.of(call.form, [program.avals[number] for number in call.inputs])
+    found = latent(program, call)
+    kept = [
+        jax.ShapeDtypeStruct(one.shape[2:], one.dtype) for one in (*operands.keys, operands.value)
+    ]
+    width = sum(one.shape[-1] for one in (*operands.queries, operands.value))
+    if found is not None:
+        made = program.avals[found.source]
+        across = made.shape[-1] - operands.queries[found.part].shape[-1]
+        width += across + made.shape[-1] - operands.value.shape[-1]
+        kept = kept[:-1]
+        kept[found.part] = jax.ShapeDtypeStruct((1, made.shape[-1]), made.dtype)
     return CachedCall(
         path=call.path,
         form=call.form,
         layers=layers,
-        kept=tuple(
-            jax.ShapeDtypeStruct(one.shape[2:], one.dtype)
-            for one in (*operands.keys, operands.value)
-        ),
+        kept=tuple(kept),
         heads=operands.queries[0].shape[2],
-        width=sum(one.shape[-1] for one in (*operands.queries, operands.value)),
+        width=width,
+        latent=found,
     )

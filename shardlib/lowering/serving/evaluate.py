@@ -16,9 +16,10 @@ from shardlib.jax_types import Index, Value
 from shardlib.lowering.serving.calls import bodies
 from shardlib.lowering.serving.experts import visiting
 from shardlib.lowering.serving.grid import Grid
+from shardlib.lowering.serving.latent import Latent
 from shardlib.lowering.serving.pages import Pages, Token, attending
 from shardlib.lowering.serving.positions import Positions
-from shardlib.tracing.program import REMAT, Equation, Program
+from shardlib.tracing.program import REMAT, Call, Equation, Program
 from shardlib.tracing.rewriting.binding import bind, carried_avals, strong
 
 
@@ -30,6 +31,7 @@ class Cached:
         positions: where it looks at the position.
         token: where the token stands.
         pages: of each call of attention, by path.
+        latents: what keys and values of a call are made of, by path.
         grid: the devices.
         layer: iteration of the loops around.
     """
@@ -37,6 +39,7 @@ class Cached:
     positions: Positions
     token: Token
     pages: Mapping[str, Pages]
+    latents: Mapping[str, Latent] = field(default_factory=dict[str, Latent])
     grid: Grid = field(default_factory=Grid)
     layer: Index = 0
 
@@ -63,12 +66,7 @@ def evaluate(
         call = equation.call
         if call is not None and isinstance(call.form, Attention):
             if call is not done:
-                operands = [env[number] for number in call.inputs]
-                mixed, pages = attending(call.form, cached.grid)(
-                    cached.pages[call.path], cached.layer, cached.token, *operands
-                )
-                cached = replace(cached, pages={**cached.pages, call.path: pages})
-                env[call.outputs[0]] = mixed
+                env[call.outputs[0]], cached = _attended(call, env, cached)
             done = call
             continue
         if call is not None and isinstance(call.form, ExpertForm):
@@ -80,6 +78,26 @@ def evaluate(
         results, cached = _equation(equation, [env[n] for n in equation.inputs], cached)
         env.update(zip(equation.outputs, results, strict=True))
     return [env[number] for number in program.outputs], cached.pages
+
+
+def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Value, Cached]:
+    """What a call of attention gives, and the pages with the token's keys and values."""
+    operands, form = [env[number] for number in call.inputs], call.form
+    assert isinstance(form, Attention)
+    found = cached.latents.get(call.path)
+    if found is not None:
+        source = env[found.source]
+        query = operands[found.part]
+        operands[found.part] = jnp.einsum(
+            "bsnh,lnh->bsnl", query, env[found.key].astype(query.dtype)
+        )
+        operands[form.parts + found.part] = operands[2 * form.parts] = source[:, :, None]
+    mixed, pages = attending(form, cached.grid, found and found.part)(
+        cached.pages[call.path], cached.layer, cached.token, *operands
+    )
+    if found is not None:
+        mixed = jnp.einsum("bsnl,lnv->bsnv", mixed, env[found.value].astype(mixed.dtype))
+    return mixed, replace(cached, pages={**cached.pages, call.path: pages})
 
 
 def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:

@@ -50,13 +50,16 @@ class Token:
 TOKEN_DIMS = Token(position=0, entry=0, table=None, chunks=None)  # type: ignore[arg-type]
 
 
-def attending(form: Attention, grid: Grid) -> Callable[..., tuple[Value, Pages]]:
+def attending(
+    form: Attention, grid: Grid, shared: int | None = None
+) -> Callable[..., tuple[Value, Pages]]:
     """The function (pages, layer, token, *operands) -> (mixed, pages) that takes the place of a
     call of attention of one token; mapped over tokens it writes all of them, and then attends.
 
     Args:
         form: of the call.
         grid: the devices.
+        shared: the part of keys that values are, so that they are kept once; None for none.
     """
 
     @custom_vmap
@@ -67,7 +70,9 @@ def attending(form: Attention, grid: Grid) -> Callable[..., tuple[Value, Pages]]
             table=jnp.zeros((1, token.table.shape[1]), jnp.int32),  # any: only shapes count
             chunks=token.chunks[:0],
         )
-        mixed, pages = _attend(form, Grid(), pages, layer, one, [each[None] for each in operands])
+        mixed, pages = _attend(
+            (form, Grid(), shared), pages, layer, one, [each[None] for each in operands]
+        )
         return mixed[0], pages
 
     @attend.def_vmap
@@ -84,16 +89,21 @@ def attending(form: Attention, grid: Grid) -> Callable[..., tuple[Value, Pages]]
             one if has else jnp.broadcast_to(one, (size, *one.shape))
             for one, has in zip(operands, mapped[3:], strict=True)
         ]
-        mixed, pages = _attend(form, grid, pages, layer, token, many)
+        mixed, pages = _attend((form, grid, shared), pages, layer, token, many)
         return (mixed, pages), (True, jax.tree.map(lambda _: False, pages))
 
     return attend
 
 
 def _attend(
-    form: Attention, grid: Grid, pages: Pages, layer: Index, token: Token, operands: list[Value]
+    how: tuple[Attention, Grid, int | None],
+    pages: Pages,
+    layer: Index,
+    token: Token,
+    operands: list[Value],
 ) -> tuple[Value, Pages]:
     """Operands [T, 1, 1, ...], one token of one row each; returns [T, 1, 1, N, V]."""
+    form, grid, shared = how
     given = Operands.of(form, [one[:, 0, 0] if one.ndim > 1 else one for one in operands])
     size, groups = pages[0].shape[2], given.value.shape[1]
     heads, tokens = grid.heads(groups), grid.tokens(groups)
@@ -115,7 +125,8 @@ def _attend(
         position = jnp.where(nobody, -1, token.position)
 
         def read(numbers: Value) -> tuple[Value, ...]:
-            return tuple(page[layer, numbers] for page in kept)
+            found = [page[layer, numbers] for page in kept]
+            return tuple(found if shared is None else [*found, found[shared]])
 
         def mixed(table: Value, start: int, chunk: int) -> Partial:
             here = slice(start, start + table.shape[0] * chunk)
@@ -144,7 +155,7 @@ def _attend(
         return by_head if one.ndim == 3 else data
 
     page_specs = tuple(grid.page_spec(page, groups) for page in pages)
-    new = (*given.keys, given.value)
+    new = (*given.keys, given.value)[: len(pages)]
     out = PartitionSpec("data", (*heads, *tokens) if spread else heads or None)
     mixed, kept = grid.local(
         local,

@@ -55,7 +55,7 @@ class TracedForward:
     @property
     def key_heads(self) -> tuple[int, ...]:
         """Of each call of attention."""
-        return tuple(call.kept[-1].shape[0] for call in self.calls)
+        return tuple(call.key_heads for call in self.calls)
 
     @property
     def window(self) -> int:
@@ -98,13 +98,16 @@ class TracedForward:
         """
         grid = grid or Grid()
         dims = replace(TOKEN_DIMS, adapter=None if where.adapter is None else 0)
+        latents = {call.path: call.latent for call in self.calls if call.latent is not None}
         cut = ends(self.program, self._paths, self._varies)
 
         def one(
             pages: Mapping[str, Pages], token: jax.Array, where: Token
         ) -> tuple[list[jax.Array], Mapping[str, Pages]]:
             leaves, where = leaves_for(params, state, where.adapter), replace(where, adapter=None)
-            cached = Cached(positions=self.positions, token=where, pages=pages, grid=grid)
+            cached = Cached(
+                positions=self.positions, token=where, pages=pages, latents=latents, grid=grid
+            )
             results, kept = evaluate(cut.every, [*leaves, token[None, None]], cached)
             return results, dict(kept)
 
