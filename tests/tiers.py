@@ -27,6 +27,7 @@ TESTS = {
     "graph": "unit",
     "hardware": "unit",
     "http": "compile",
+    "http/test_folder.py": "processes",
     "http/test_process.py": "processes",
     "http/test_templates.py": "processes",
     "launching": "processes",
