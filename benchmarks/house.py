@@ -36,6 +36,7 @@ TABLES = {
     "Experts": "a parsed file: the section [experts] of a model card",
     "KubernetesSettings": "the settings of an engine as `shardlib launch` reads them, a field each",
     "SlurmSettings": "the settings of an engine as `shardlib launch` reads them, a field each",
+    "Asked": "what a request may ask for, a field each",
     "TrainConfig": "the options of `shardlib train`, a field each",
 }
 #: Functions that may have more parameters, all of them keywords of users: name -> where the

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardlib.errors import ArgumentError
 from shardlib.serving.scheduling.requests import Asked, Event, Request
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serving.scheduling.settings import Sampling, whole
 
 if TYPE_CHECKING:
     from shardlib.serving.scheduling.groups import Groups
@@ -29,6 +31,25 @@ class Answers:
     def step(self) -> list[Event]:
         """See `Engine`."""
         raise NotImplementedError
+
+    def add_several(self, asked: Asked, count: int) -> list[Request]:
+        """Several answers to one prompt wait to be served. The pages that the prompt fills are
+        computed once, and shared.
+
+        Args:
+            asked: what is asked; each answer after the first has the next seed.
+            count: of answers, at least 1.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        if not whole(count) or count < 1:
+            raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
+        how = asked.sampling
+        return [
+            self.add(replace(asked, sampling=replace(how, seed=(how.seed + number) % (1 << 32))))
+            for number in range(count)
+        ]
 
     def run(self) -> None:
         """Serves until every request has ended."""

@@ -10,26 +10,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import jax
 
 from shardlib.annotation.model import Tree
 from shardlib.annotation.read import Init
 from shardlib.errors import ArgumentError, raise_all
-from shardlib.lowering.serving.program import Forward
+from shardlib.lowering.serving.program import Forward, TracedForward
 from shardlib.serving.answers import Answers
 from shardlib.serving.computing.adapters import Adapters
 from shardlib.serving.computing.built import built, shapes
 from shardlib.serving.computing.drafting import draft_model
 from shardlib.serving.computing.drafts import DraftModel, Drafts, Ngrams
+from shardlib.serving.computing.sources import Encode, Sources, check_longest
 from shardlib.serving.sampling.guided import Guided
 from shardlib.serving.sampling.guides import Guides
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.groups import scheduled
 from shardlib.serving.scheduling.requests import LATE, Asked, Event, Request, Told
 from shardlib.serving.scheduling.schedule import Share
-from shardlib.serving.scheduling.settings import whole
 from shardlib.serving.step import Step
 
 
@@ -82,6 +81,7 @@ class Engine(Answers):
         self.schedule = scheduled(data, self.capacity, chunk=made.chunk)
         self._drafts: Drafts = Ngrams()
         self._guided = Guided()
+        self._sources: Sources | None = None
         self._adapters, self._base = Adapters(self.capacity.adapters), self.compute.weights
         self.steps = 0
         self.clock = time.monotonic
@@ -114,17 +114,46 @@ class Engine(Answers):
         Raises:
             ArgumentError: there is no room for it, it does not fit, or requests use its name.
         """
-        if any(
-            one.asked.adapter == name for one in (*self.schedule.running, *self.schedule.waiting)
-        ):
+        others = [*self.schedule.running, *self.schedule.waiting]
+        if any(one.asked.adapter == name for one in others):
             raise ArgumentError(f"requests use the adapter {name!r}")
-        if not isinstance(self.compute, Step):
-            raise ArgumentError("a model with a cache of its own has no adapters")
+        if not isinstance(self.compute, Step) or self._sources is not None:
+            raise ArgumentError(
+                "a model with a cache of its own, or with an encoder, has no adapters"
+            )
         known = name in self._adapters.rows
         self._adapters.add(name, params, self._base)
-        self.compute.adapt(self._adapters.wrapped(self._base), self._adapters.rows)
+        rows = self._adapters.rows
+        self.compute.adapt(
+            self._adapters.wrapped(self._base),
+            lambda share: rows.get(share.request.asked.adapter, 0),
+        )
         if known:  # pages of the one that had the name
             self.schedule.pool.forget()
+
+    def encode_with(self, encode: Encode, *, longest: int) -> None:
+        """Has an encoder, whose results the forward pass looks at: each request has a source
+        (`Asked(source=)`), which is encoded once, when the request gets a slot.
+
+        Args:
+            encode: (model, int32 source [1, longest], how many of its tokens count) -> arrays by
+                dotted path, in place of variables of the model with a row, [1, ...].
+            longest: tokens of a source at most; shorter ones are filled up with zeros.
+
+        Raises:
+            ArgumentError: requests wait or have a slot, or there are adapters.
+            ModelError: the encoder does not fit the model.
+        """
+        check_longest(longest)
+        if not isinstance(self.compute, Step) or self._adapters.rows:
+            raise ArgumentError("a model with adapters, or a cache of its own, has no encoder")
+        if self.schedule.running or self.schedule.waiting:
+            raise ArgumentError("requests wait that have no source")
+        assert isinstance(self.forward, TracedForward)
+        self._sources = Sources(
+            self.forward.model, encode, longest, self._base, len(self.schedule.slots)
+        )
+        self.compute.adapt(self._sources.wrapped(self._base), lambda share: share.slot + 1)
 
     def draft_with(self, init: Init, forward: Forward, *, weights: Tree | int = 0) -> None:
         """Guesses `Capacity.drafts` tokens ahead with a smaller model, in place of what followed
@@ -180,6 +209,10 @@ class Engine(Answers):
         """
         failures = asked.failures(vocab=self.forward.vocab, room=self.room)
         failures += self._adapters.failures(asked)
+        if self._sources is not None:
+            failures += self._sources.failures(asked)
+        elif asked.source:
+            failures.append("it has a source, and the model has no encoder")
         if failures:
             raise_all(ArgumentError, "the request cannot be served", failures)
         request = self._guided.request(next(self._numbers), asked)
@@ -188,30 +221,13 @@ class Engine(Answers):
             self._due[request] = self.clock() + asked.seconds
         return request
 
-    def add_several(self, asked: Asked, count: int) -> list[Request]:
-        """Several answers to one prompt wait to be served. The pages that the prompt fills are
-        computed once, and shared.
-
-        Args:
-            asked: what is asked; each answer after the first has the next seed.
-            count: of answers, at least 1.
-
-        Raises:
-            ArgumentError: see `add`.
-        """
-        if not whole(count) or count < 1:
-            raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
-        how = asked.sampling
-        return [
-            self.add(replace(asked, sampling=replace(how, seed=(how.seed + number) % (1 << 32))))
-            for number in range(count)
-        ]
-
     def step(self) -> list[Event]:
         """Computes one step; returns what is new, nothing where there is nothing to do."""
         if self._fresh is not None and not self.schedule.begun:
             self._base, self._fresh = self._fresh, None
             self.compute.weights = self._adapters.wrapped(self._base)
+            if self._sources is not None:
+                self._sources.forget()
             self.schedule.pool.forget()
             self.schedule.closed = False
         before = [*self.schedule.running, *self.schedule.waiting]
@@ -227,6 +243,8 @@ class Engine(Answers):
             return events
         if self.capacity.drafts:
             shares = self._drafts.filled(shares)
+        if self._sources is not None:
+            self.compute.weights = self._sources.wrapped(self._base, shares)
         found = self.compute(shares, self._guided.masks(shares))
         self.steps += 1
         kept = {

@@ -72,23 +72,24 @@ class Step:
         self.forward, self.weights, self.pages, self.sizes = forward, weights, pages, sizes
         self.grid = grid
         self._programs: dict[Shape, jax.stages.Compiled] = {}
-        self._adapters: Mapping[str, int] = {}
+        self._which: Callable[[Share], int] | None = None
 
     @property
     def compiled(self) -> int:
         """Programs that have been compiled."""
         return len(self._programs)
 
-    def adapt(self, weights: tuple[Tree, Tree], adapters: Mapping[str, int]) -> None:
-        """Has adapters from now on; programs of weights of other shapes are compiled again.
+    def adapt(self, weights: tuple[Tree, Tree], which: Callable[[Share], int]) -> None:
+        """Tokens have parameters of their own from now on; programs are compiled again where the
+        weights have another structure.
 
         Args:
-            weights: (params, state), the params with those of adapters.
-            adapters: number of each, from 1 on, by name.
+            weights: (params, state), the params `Adapted`.
+            which: number of the stacked parameters that a share has, from 1 on; 0 for the base.
         """
         if jax.tree.structure(weights) != jax.tree.structure(self.weights):
             self._programs = {}
-        self.weights, self._adapters = weights, adapters
+        self.weights, self._which = weights, which
 
     def warm_up(self) -> None:
         """Compiles all programs."""
@@ -172,14 +173,14 @@ class Step:
         position = np.arange(share.first, share.first + share.count)
         held, page = np.asarray(share.request.pages, np.int32), self.sizes.page
         given.tokens[places] = share.tokens
-        if given.adapter is not None:
-            given.adapter[places] = self._adapters.get(share.request.asked.adapter, 0)
+        if given.adapter is not None and self._which is not None:
+            given.adapter[places] = self._which(share)
         given.position[places] = position
         given.entry[places] = held[position // page] * page + position % page
 
     def _operands(self, shape: Shape) -> Given:
         found = operands(self.sizes, shape, self.grid.groups)
-        return replace(found, adapter=np.zeros_like(found.tokens)) if self._adapters else found
+        return replace(found, adapter=np.zeros_like(found.tokens)) if self._which else found
 
     def _run(
         self, given: Given, rows: Mapping[int, Row], masks: Mapping[int, np.ndarray] | None = None

@@ -100,7 +100,7 @@ class Adapters:
             at, own = places[path], leaves[places[path]][1]
             stack = self._stacks.get(at)
             if stack is None:
-                stack = _empty(own, self.most)
+                stack = empty_stack(own, self.most)
             new = jnp.asarray(array, own.dtype)
             self._stacks = {
                 **self._stacks,
@@ -122,8 +122,13 @@ def parts_of(given: Tree) -> Parts:
     return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
 
 
-def _empty(own: jax.Array, most: int) -> jax.Array:
-    """Room for an array of so many adapters, sharded as the base has it."""
+def empty_stack(own: jax.Array, most: int) -> jax.Array:
+    """Room for so many arrays like one of the model, sharded as it is.
+
+    Args:
+        own: the array of the model.
+        most: how many.
+    """
     where = own.sharding
     if isinstance(where, NamedSharding):
         where = NamedSharding(where.mesh, PartitionSpec(None, *where.spec))

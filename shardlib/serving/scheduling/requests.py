@@ -31,6 +31,7 @@ class Asked:
         scored: whether the tokens of the prompt have logarithms, too, all but the first; they share
             no pages then, and are computed as slowly as so many next tokens.
         adapter: name of the one that it is served with (`Engine.adapt`); "" for the base.
+        source: tokens that an encoder reads, where the model has one (`Engine.encode_with`).
         form: that the answer has, where it ends by itself; needs `Engine.spell`.
     """
 
@@ -45,6 +46,7 @@ class Asked:
     top: int = 0
     scored: bool = False
     adapter: str = ""
+    source: tuple[int, ...] = ()
     form: Form | None = None
 
     def failures(self, *, vocab: int, room: int) -> list[str]:
@@ -156,8 +158,8 @@ class Request:
     @property
     def apart(self) -> str:
         """Requests that differ in it share no pages."""
-        salt, adapter = self.asked.salt, self.asked.adapter
-        return f"{len(salt)}:{salt}{adapter}" if adapter else salt
+        salt, adapter, source = self.asked.salt, self.asked.adapter, self.asked.source
+        return repr((salt, adapter, source)) if adapter or source else salt
 
     @property
     def unscored(self) -> bool:
