@@ -123,6 +123,7 @@ def test_a_server_is_asked(
     assert idle(deployed)
 
 
+@pytest.mark.long
 def test_a_server_is_started_for_as_long_as_it_takes(
     card: Path, workload: Path, capsys: pytest.CaptureFixture[str]
 ):

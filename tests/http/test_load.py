@@ -121,6 +121,7 @@ def test_an_engine_that_hangs_is_not_well(
     assert comes(lambda: httpx2.get(f"{url}/health").status_code == 200)
 
 
+@pytest.mark.long
 def test_a_request_that_all_pages_cannot_hold_is_refused(card: Path):
     capacity = serving.Capacity(longest=64, slots=1, page=8, pages=3)
     small = deploy(serving.named(str(card)), capacity, name="small")

@@ -210,9 +210,9 @@ def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI):
     answer = json.loads(found.choices[0].message.content or "")
     assert 0 <= answer["age"] <= 99 and isinstance(answer["ok"], bool)
     assert found.choices[0].finish_reason == "stop"
-    form = {"structured_outputs": {"regex": r"\d{4}-\d{2}"}}
+    form = {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}"}}
     dated = client.completions.create(model="tiny", prompt="a", max_tokens=30, extra_body=form)
-    assert re.fullmatch(r"\d{4}-\d{2}", dated.choices[0].text)
+    assert re.fullmatch("[0-9]{4}-[0-9]{2}", dated.choices[0].text)
     form = {"structured_outputs": {"choice": ["yes", "no"]}}
     chosen = client.completions.create(model="tiny", prompt="a", n=3, extra_body=form)
     assert {one.text for one in chosen.choices} <= {"yes", "no"}
