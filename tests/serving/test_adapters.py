@@ -106,11 +106,13 @@ def right() -> list[Request]:
     return [found[number] for number in range(14)]
 
 
-@pytest.mark.parametrize(("drafts", "tensor"), [(0, 1), (2, 1), (0, 2)])
-def test_answers_are_those_of_merged_weights(right: list[Request], drafts: int, tensor: int):
-    engine = Engine(
-        Model, forward, capacity=replace(SIZES, drafts=drafts), tensor=tensor, check=not tensor > 1
-    )
+@pytest.mark.matrix
+@pytest.mark.parametrize(("drafts", "tensor", "data"), [(0, 1, 1), (2, 1, 1), (0, 2, 1), (2, 2, 2)])
+def test_answers_are_those_of_merged_weights(
+    right: list[Request], drafts: int, tensor: int, data: int
+):
+    sizes = replace(SIZES, drafts=drafts)
+    engine = Engine(Model, forward, capacity=sizes, tensor=tensor, data=data, check=tensor == 1)
     for name, seed in (("a", 1), ("b", 2), ("c", 3)):
         engine.adapt(name, adapter(seed))
     engine.warm_up()
@@ -126,7 +128,7 @@ def test_answers_are_those_of_merged_weights(right: list[Request], drafts: int, 
             )
         assert len({tuple(one.answer[:3]) for one in requests}) > 4
     assert engine.compute.compiled == compiled
-    assert engine.schedule.pool.available == SIZES.pages
+    assert engine.schedule.pool.available == data * sizes.all_pages
 
 
 def test_adapters_come_while_others_are_served(right: list[Request]):
