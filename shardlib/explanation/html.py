@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import fields
 from html import escape
 
-from shardlib.explanation.html_elements import Part, bar, section, table
 from shardlib.explanation.style_sheets import style
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.shadow_prices import SHOCK_HEAD, break_text, price_row, shock_row
@@ -19,6 +18,7 @@ from shardlib.planning.text.explain import TRIAL_HEAD, trial_rows, usable_bytes
 from shardlib.planning.text.figures import LABELS, collective_rows, spare_rows
 from shardlib.planning.text.parameters import parameter_rows
 from shardlib.planning.text.reasons import reasons
+from shardlib.planning.units.html_elements import Part, bar, section, table
 from shardlib.planning.units.quantity import (
     bytes_text,
     count_text,

@@ -22,10 +22,11 @@ from shardlib.planning.answers.constraint import Constraints
 from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.decisions.plan_data import PlanData, plan_to_data
+from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.emission.emit import emit
 from shardlib.planning.space.workload import Workload
+from shardlib.planning.text.card import ShownPlan
 from shardlib.planning.text.diff import diff
 from shardlib.planning.text.explain import explain
 from shardlib.planning.text.predicted_timeline import predicted
@@ -117,8 +118,8 @@ def source_of(plan: Plan) -> Source:
     return plan.source
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan(PlanData):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(ShownPlan):
     """A complete decision for one model, batch and topology; what it consists of is listed at
     `PlanData`.
 

@@ -18,6 +18,7 @@ from shardlib.errors import VerificationError
 from shardlib.exchanges.values import DiLoCo, Exchange
 from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan
+from shardlib.planning.units.cards import card, short
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
 from shardlib.untrusted import construct, parse_json, shown
@@ -59,6 +60,20 @@ class Verification:
 
     def __str__(self) -> str:
         return verification_text(self)
+
+    def __repr__(self) -> str:
+        found = [one for one in self.findings if one.severity != "info"]
+        return short(
+            "Verification",
+            f"{self.plan.model} on {self.plan.topology}: {self.plan.mesh}",
+            "verified" if self.ok else "refuted",
+            f"{len(found)} findings" if found else "",
+        )
+
+    def _repr_html_(self) -> str:
+        text = verification_text(self)
+        title, _, rest = text.partition("\n")
+        return card(title, [str(one) for one in self.findings if one.severity != "info"], text=rest)
 
 
 def verification_to_data(found: Verification) -> JsonObject:

@@ -31,7 +31,7 @@ from shardlib.verification.verify import judge
 InitState = Callable[..., Tree] | Tree
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StepProgram(LoweredStep):
     """A step, planned and compiled; what it has is listed at `LoweredStep`.
 

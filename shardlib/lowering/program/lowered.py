@@ -30,6 +30,7 @@ from shardlib.lowering.program.step import init_function, named, step_function
 from shardlib.lowering.program.update.parts import StepParts
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
+from shardlib.planning.text.card import plan_card, plan_line
 from shardlib.report import Finding
 from shardlib.schedules import picture
 
@@ -70,6 +71,12 @@ class LoweredProgram:
     parts: StepParts
     programs: StagePrograms | None = None
     disk: Writer | None = None
+
+    def __repr__(self) -> str:
+        return plan_line(self.plan, type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        return plan_card(self.plan)
 
     def lower(self) -> jax.stages.Lowered:
         """The step lowered for its mesh, with nothing executed; works on meshes of devices that are

@@ -36,7 +36,7 @@ from shardlib.lowering.runtime.state import TrainState
 from shardlib.untrusted.arguments import read_seed
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Program(LoweredProgram):
     """A compiled training step and what belongs to it.
 

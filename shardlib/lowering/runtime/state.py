@@ -50,6 +50,19 @@ class TrainState:
     guard: GuardState | None = None
     exchange: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        parts = (
+            ("params", self.params),
+            ("model state", self.model_state),
+            ("optimizer state", self.opt_state),
+        )
+        said = [
+            f"{len(found)} arrays of {name}"
+            for name, tree in parts
+            if (found := jax.tree.leaves(tree))
+        ]
+        return f"<TrainState {', '.join(said)}>"
+
     @property
     def inference(self) -> dict[str, Tree]:
         """What an evaluation needs, parameters and model state."""

@@ -26,6 +26,7 @@ from shardlib.lowering.program.checks.other_batch import require
 from shardlib.lowering.runtime.batches import given
 from shardlib.lowering.steps.layouts import StepLayouts, layouts
 from shardlib.planning.plan import Plan
+from shardlib.planning.text.card import plan_card, plan_line
 from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import used
 from shardlib.report import Finding
@@ -64,6 +65,12 @@ class LoweredStep:
     donate: bool = True
     findings: tuple[Finding, ...] = ()
     _compiled: list[jax.stages.Compiled] = field(default_factory=list[jax.stages.Compiled])
+
+    def __repr__(self) -> str:
+        return plan_line(self.plan, type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        return plan_card(self.plan)
 
     @cached_property
     def state(self) -> Tree:

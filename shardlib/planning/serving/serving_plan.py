@@ -16,6 +16,7 @@ from shardlib.cost.serving.step_price import Load
 from shardlib.errors import InfeasibleError, PinError, PlanError, TopologyError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.planning.serving.card import serving_card, serving_line
 from shardlib.planning.serving.estimate import ServingEstimate, ServingPoint
 from shardlib.planning.serving.findings import findings
 from shardlib.planning.serving.pins import ServingPin, ServingPins
@@ -41,6 +42,12 @@ class ServingPlan(ServingData):
     """
 
     asked: Asked | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return serving_line(self)
+
+    def _repr_html_(self) -> str:
+        return serving_card(self, self.pareto() if self.asked is not None else ())
 
     def explain(self) -> str:
         """What was chosen, what it is predicted to do, and what limits it, as text of at most 100

@@ -1,1 +1,1 @@
-"""Figures and tables for people: bytes, seconds, counts, aligned rows."""
+"""Figures and tables for people: bytes, seconds, counts, aligned rows; HTML, and cards of it."""

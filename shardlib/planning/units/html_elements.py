@@ -35,7 +35,8 @@ def bar(parts: Sequence[Part]) -> str:
         if size > 0
     ]
     whole = sum(size for _, size, _, _ in coloured) or 1.0
-    start, shapes = 0.0, []
+    start = 0.0
+    shapes: list[str] = []
     for label, size, text, colour in coloured:
         width = 1000 * size / whole
         shapes.append(
