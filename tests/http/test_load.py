@@ -200,7 +200,7 @@ def second(others: tuple[serving.Served, Any]) -> Iterator[tuple[str, Deployment
 
 def test_who_does_not_read_is_cut_off(second: tuple[str, Deployment]):
     url, deployed = second
-    where = urlsplit(url)
+    where, steps = urlsplit(url), deployed.worker.engine.steps
     body = json.dumps(
         {"prompt": "a", "max_tokens": 250, "n": 4, "logprobs": 20, "stream": True}
     ).encode()
@@ -211,7 +211,7 @@ def test_who_does_not_read_is_cut_off(second: tuple[str, Deployment]):
         one.sendall(head.encode() + body)
         assert comes(lambda: deployed.worker.taken == 4)
         assert comes(lambda: idle(deployed)), "the slots of who does not read"
-        assert deployed.worker.engine.steps < 250
+        assert deployed.worker.engine.steps - steps < 250
         found = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := one.recv(1 << 16):
@@ -260,45 +260,63 @@ def test_newer_weights_are_served_without_a_dropped_request(
         assert one["choices"][0]["text"] == bytes(old[:40]).decode("utf-8", "replace")
 
 
-def test_figures_count_what_was_done(second: tuple[str, Deployment]):
-    url, _ = second
+def figures_of(url: str) -> dict[str, float]:
+    """What the server counts, by name."""
     lines = httpx2.get(f"{url}/metrics").text.splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(values['shardlib_engine_running{model="other"}']) == 0
-    assert float(values['shardlib_engine_slots{model="other"}']) == 4
-    assert float(values['shardlib_requests_ended_total{model="other",reason="cancelled"}']) == 4
-    assert float(values['shardlib_generated_tokens_total{model="other"}']) > 150
-    assert float(values['shardlib_time_to_first_token_seconds_count{model="other"}']) >= 6
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.replace('{model="other"', "{").replace("{,", "{"): float(n) for name, n in pairs}
+
+
+def test_figures_count_what_was_done(second: tuple[str, Deployment]):
+    url, deployed = second
+    before = figures_of(url)
+    for _ in range(2):
+        body = {"prompt": "a prompt of three pages and more", "max_tokens": 9}
+        assert httpx2.post(f"{url}/v1/completions", json=body).status_code == 200
+    with contextlib.ExitStack() as stack:
+        lines = opened(stack, url).iter_lines()
+        assert next(lines).startswith("data: ")
+    assert comes(lambda: idle(deployed))
+
+    def more(name: str) -> float:
+        return figures_of(url)[f"shardlib_{name}"] - before.get(f"shardlib_{name}", 0)
+
+    assert comes(lambda: more('requests_ended_total{reason="cancelled"}') == 1)
+    assert more('requests_ended_total{reason="length"}') == 2
+    assert more("time_to_first_token_seconds_count{}") == 3
+    assert 2 * 9 < more("generated_tokens_total{}") < 2 * 9 + 200
+    assert more("cached_prompt_tokens_total{}") >= 24  # of the second, 32 tokens in pages of 8
+    assert more("prompt_tokens_sum{}") == 2 * 32 + len("a stream")
+    now = figures_of(url)
+    assert now["shardlib_engine_running{}"] == 0 and now["shardlib_engine_slots{}"] == 4
     page, found = httpx2.get(url).text, httpx2.get(f"{url}/figures").json()
-    assert (
-        "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
-    )
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page, "the page loads nothing of others"
     (model,) = found["models"]
     assert model["name"] == "other" and "RANDOM" in model["warning"] and model["history"]
 
 
-def test_an_engine_that_fails_says_so_to_all(
-    second: tuple[str, Deployment], monkeypatch: pytest.MonkeyPatch
-):
-    url, deployed = second
+def test_an_engine_that_fails_says_so_to_all(card: Path, monkeypatch: pytest.MonkeyPatch):
+    deployed = deploy(serving.named(str(card)), CAPACITY, name="other")
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no such device")
 
-    with contextlib.ExitStack() as stack:
-        with held(deployed):
-            streams = [opened(stack, url) for _ in range(3)]
-            monkeypatch.setattr(deployed.worker.engine, "step", broken)
-        for one in streams:
-            (error,) = events(one)
-            assert "no such device" in error["error"]["message"]
-    health = httpx2.get(f"{url}/health")
-    assert health.status_code == 503 and "no such device" in health.json()["models"]["other"]
-    for path, body in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
-        assert httpx2.post(f"{url}/v1/{path}", json=body).status_code == 503
-    made = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    with made, pytest.raises(openai.InternalServerError, match="no such device"):
-        made.completions.create(model="other", prompt="a", stream=True)
+    with serve(application([deployed])) as url:
+        with contextlib.ExitStack() as stack:
+            with held(deployed):
+                streams = [opened(stack, url) for _ in range(3)]
+                monkeypatch.setattr(deployed.worker.engine, "step", broken)
+            for one in streams:
+                (error,) = events(one)
+                assert "no such device" in error["error"]["message"]
+        health = httpx2.get(f"{url}/health")
+        assert health.status_code == 503 and "no such device" in health.json()["models"]["other"]
+        for path, body in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
+            assert httpx2.post(f"{url}/v1/{path}", json=body).status_code == 503
+        made = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with made, pytest.raises(openai.InternalServerError, match="no such device"):
+            made.completions.create(model="other", prompt="a", stream=True)
 
 
 def test_two_models_of_one_name_are_refused(deployed: Deployment):
