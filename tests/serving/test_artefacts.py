@@ -22,38 +22,10 @@ from shardlib.errors import CheckpointError, ModelError
 from shardlib.serving.artefacts.single import single_pass, user_pass
 from shardlib.serving.artefacts.written import write_artefact
 from tests.models.configs import tiny
+from tests.serving.classifier import Classifier, forward
 from tests.serving.hf_folders import write_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "folders.md"
-
-
-class Classifier(nnx.Module):
-    """Rows of features to logits of three classes, with dropout and a running mean."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(5, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.down = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(self.dropout(nnx.gelu(self.norm(self.up(x)))))
-
-
-def forward(model: Classifier, batch: Any) -> dict[str, jax.Array]:
-    logits = model(batch["x"])
-    return {"probabilities": jax.nn.softmax(logits), "best": jnp.argmax(logits, axis=-1)[:, None]}
-
-
-def classifier() -> dict[str, Any]:
-    """As `shardlib export tests.serving.test_artefacts:classifier` takes it."""
-    return {
-        "init": Classifier,
-        "loss": lambda model, batch: model(batch["x"]).mean(),
-        "batch": {"x": jax.ShapeDtypeStruct((4, 5), jnp.float32)},
-        "outputs": forward,
-        "weights": 7,
-    }
 
 
 def elsewhere(folder: Path, arguments: str, outputs: str) -> Any:
@@ -85,7 +57,7 @@ print(json.dumps({{name: np.asarray(found[name], np.float32).tolist() for name i
 @pytest.mark.processes
 def test_a_classifier_runs_without_shardlib(tmp_path: Path):
     with pytest.raises(SystemExit) as ended:
-        main(["export", "tests.serving.test_artefacts:classifier", "--jax", str(tmp_path / "out")])
+        main(["export", "tests.serving.classifier:classifier", "--jax", str(tmp_path / "out")])
     assert not ended.value.code
     about = json.loads((tmp_path / "out" / "about.json").read_text())
     assert about["inputs"] == {"x": {"shape": [None, 5], "dtype": "float32"}}

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardlib.cli.app import AsJson
+from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
 from shardlib.untrusted.json_types import JsonObject
 
 
+@dataclass(frozen=True, kw_only=True)
+class Into:
+    """Where to."""
+
+    huggingface: Annotated[
+        Path | None,
+        typer.Option("--huggingface", help="Folder to make, as `transformers` reads them."),
+    ] = None
+    jax: Annotated[
+        Path | None,
+        typer.Option("--jax", help="Folder to make, with a program that needs JAX alone."),
+    ] = None
+    triton: Annotated[
+        Path | None, typer.Option("--triton", help="Repository of NVIDIA Triton to add it to.")
+    ] = None
+    python_path: Annotated[
+        list[Path] | None,
+        typer.Option("--python-path", help="Folder that Triton's Python finds packages in."),
+    ] = None
+
+
+@spread
 def export_command(
     model: Annotated[
         str,
@@ -22,14 +46,7 @@ def export_command(
             " package.module:function, whose `outputs` are written.",
         ),
     ],
-    huggingface: Annotated[
-        Path | None,
-        typer.Option("--huggingface", help="Folder to make, as `transformers` reads them."),
-    ] = None,
-    jax: Annotated[
-        Path | None,
-        typer.Option("--jax", help="Folder to make, with a program that needs JAX alone."),
-    ] = None,
+    into: Into,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="Of --huggingface: float32, bfloat16, float16."),
@@ -46,14 +63,18 @@ def export_command(
     """Write a model for other programs."""
     from shardlib.errors import ArgumentError
 
-    if (huggingface is None) == (jax is None):
-        raise ArgumentError("one folder is made\nTry: --huggingface FOLDER, or --jax FOLDER")
+    given = [one for one in (into.huggingface, into.jax, into.triton) if one is not None]
+    if len(given) != 1:
+        raise ArgumentError(
+            "one folder is made\nTry: --huggingface FOLDER, --jax FOLDER or --triton FOLDER"
+        )
     with quiet_stdout(as_json):
-        if huggingface is not None:
-            said = _huggingface(model, huggingface, dtype)
+        if into.huggingface is not None:
+            said = _huggingface(model, into.huggingface, dtype)
+        elif into.jax is not None:
+            said = _jax(model, into.jax, seq, batch)
         else:
-            assert jax is not None
-            said = _jax(model, jax, seq, batch)
+            said = _triton(model, into, seq, batch)
     if as_json:
         echo(json.dumps(said))
     else:
@@ -85,3 +106,36 @@ def _jax(model: str, folder: Path, seq: int, batch: int | None) -> JsonObject:
         "inputs": list(made.inputs),
         "outputs": list(made.outputs),
     }
+
+
+def _triton(model: str, into: Into, seq: int, batch: int | None) -> JsonObject:
+    from shardlib import models
+    from shardlib.models.load import UserModel
+    from shardlib.serving.artefacts.single import user_pass
+    from shardlib.serving.folders.folder import is_folder
+    from shardlib.serving.text import ByteText
+    from shardlib.serving.triton.repository import Repository
+    from shardlib.serving.words import named
+
+    assert into.triton is not None
+    made = Repository(
+        folder=into.triton,
+        rows=batch or 16,
+        python_path=tuple(str(one.resolve()) for one in into.python_path or ()),
+    )
+    found = models.load(model) if ":" in model else None
+    if isinstance(found, UserModel):
+        names = [made.write_pass(user_pass(found, model))]
+    else:
+        served = named(model)
+        if served.warning:
+            echo(f"warning: {served.warning}", err=True)
+        copied = is_folder(Path(model)) and not isinstance(served.text, ByteText)
+        fixed = served.config is not None and served.config.experts is not None
+        names = replace(made, fixed=fixed).write_language_model(
+            served,
+            source=Path(model) if copied else None,
+            capacity={"longest": min(4096, served.longest)},
+            seq=min(seq, served.longest),
+        )
+    return {"model": names[0], "folder": str(into.triton), "models": names}

@@ -1,0 +1,201 @@
+"""What does each stage of a chain compute? The traced forward pass is cut between pieces, as
+`shardlib.planning.edge.chain` names them: what comes before the layers, every layer, what comes
+between layer groups, and what comes after them.
+
+A cut stands in front of an equation, or within a loop over layers after some of them. What is made
+of the batch before it and read after it is handed on; what is made of weights and constants alone
+every stage makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from shardlib._jax_compat import scan_counts
+from shardlib.annotation.model import Model, Tree
+from shardlib.errors import ModelError
+from shardlib.jax_types import Function, Value
+from shardlib.planning.edge.edge_plan import EdgePlan
+from shardlib.serving.edge.traced import Key, Place, TracedChain
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting.binding import bind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgram:
+    """What one stage computes.
+
+    Attributes:
+        program: of `jax.export`: (weights, what is handed in) -> what is handed on, lists of
+            arrays; bfloat16 goes as the bits of uint16.
+        weights: its part of them.
+        taken: shapes and dtypes of what is handed in.
+    """
+
+    program: bytes
+    weights: tuple[np.ndarray, ...]
+    taken: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def cut(
+    model: Model, forward: Function, batch: Tree, weights: tuple[Tree, Tree], plan: EdgePlan
+) -> list[StageProgram]:
+    """The stages of a plan, in order; the first takes the leaves of a batch, the last gives those
+    of the results.
+
+    Args:
+        model: from a front end in `annotation/`.
+        forward: (model, batch) -> any arrays.
+        batch: shapes of one.
+        weights: (params, state), arrays.
+        plan: of this model.
+
+    Raises:
+        ModelError: the layers are no loops (`jax.lax.scan`), so that they cannot be cut as planned.
+    """
+    chain = TracedChain.of(model, forward, batch, weights)
+    places = chain.places(plan.stages[-1].last + 1)
+    given = tuple(chain.shapes[key[0]] for key in chain.live(places[0]))
+    found: list[StageProgram] = []
+    for stage in plan.stages:
+        one = _stage(chain, places[stage.first], places[stage.last + 1], given)
+        found.append(one[0])
+        given = one[1]
+    return found
+
+
+def _stage(
+    chain: TracedChain, first: Place, last: Place, given: tuple[jax.ShapeDtypeStruct, ...]
+) -> tuple[StageProgram, tuple[jax.ShapeDtypeStruct, ...]]:
+    """A stage's program, and what it hands on."""
+    parts = chain.weights(first, last)
+    taken, handed = chain.live(first), chain.live(last)
+    ends = last[0] == len(chain.program.equations)
+
+    def run(weights: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
+        env: dict[Key, Value] = {
+            key: _unpacked(one, chain.dtype(key)) for key, one in zip(taken, given, strict=True)
+        }
+        stage = _Stage(chain=chain, env=env)
+        for (number, start, stop), one in zip(parts, weights, strict=True):
+            leaf = chain.leaves[number]
+            stage.weights[number] = _unpacked(one, jnp.dtype(leaf.dtype)), start, stop
+        stage.run(first, last)
+        keys: list[Key] = [(n, "", 0) for n in chain.program.outputs] if ends else handed
+        return [_packed(jnp.asarray(stage.handed(key))) for key in keys]
+
+    held = tuple(_bits(chain.leaves[n][a:b] if b else chain.leaves[n]) for n, a, b in parts)
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in held]
+    taken_as = [_packed_shape(one) for one in given]
+    made = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(shapes, taken_as)
+    one = StageProgram(program=bytes(made.serialize()), weights=held, taken=tuple(taken_as))
+    after = (
+        tuple(
+            jax.ShapeDtypeStruct(aval.shape, chain.dtype(key))
+            for aval, key in zip(made.out_avals, handed, strict=True)
+        )
+        if not ends
+        else ()
+    )
+    return one, after
+
+
+@dataclass(kw_only=True)
+class _Stage:
+    """A stage while it is traced."""
+
+    chain: TracedChain
+    env: dict[Key, Value]
+    weights: dict[int, tuple[jax.Array, int, int]] = field(default_factory=dict)
+
+    def value(self, number: int) -> Value:
+        """A value of the program."""
+        if (number, "", 0) in self.env:
+            return self.env[number, "", 0]
+        if number in self.weights:
+            return self.weights[number][0]
+        program = self.chain.program
+        if number in program.constants:
+            return program.constants[number]
+        equation = program.equations[self.chain.maker[number]]  # of weights and constants alone
+        self._store(equation, bind(equation, [self.value(one) for one in equation.inputs]))
+        return self.env[number, "", 0]
+
+    def handed(self, key: Key) -> Value:
+        """A value that is handed on."""
+        return self.env[key] if key[1] else self.value(key[0])
+
+    def _store(self, equation: Equation, results: Sequence[Value]) -> None:
+        self.env.update({(n, "", 0): one for n, one in zip(equation.outputs, results, strict=True)})
+
+    def run(self, first: Place, last: Place) -> None:
+        """Computes what lies between two places."""
+        for place, start, stop in self.chain.spans(first, last):
+            equation = self.chain.program.equations[place]
+            if place in self.chain.loops:
+                self._layers(place, equation, start, stop)
+            elif self.chain.made.intersection(equation.outputs):
+                self._store(equation, bind(equation, [self.value(n) for n in equation.inputs]))
+
+    def _layers(self, place: int, equation: Equation, start: int, stop: int) -> None:
+        params, length = equation.params, equation.params["length"]
+        constants, carried = scan_counts(params)
+        if params["reverse"]:
+            raise ModelError("a loop over layers that goes backwards cannot be cut")
+        inputs = equation.inputs
+        fixed = [self.value(number) for number in inputs[:constants]]
+        begun = [
+            self.env[place, "carry", k] if start else self.value(number)
+            for k, number in enumerate(inputs[constants : constants + carried])
+        ]
+        rows = [self._rows(number, start, stop) for number in inputs[constants + carried :]]
+        begun = [
+            jnp.asarray(one, self.chain.shapes[number].dtype)
+            for one, number in zip(begun, equation.outputs, strict=False)
+        ]
+        results = bind(equation, [*fixed, *begun, *rows], length=stop - start)
+        stacks = results[carried:]
+        if start:
+            stacks = [
+                jnp.concatenate([self.env[place, "stack", k], one])
+                if (place, "stack", k) in self.env
+                else one
+                for k, one in enumerate(stacks)
+            ]
+        if stop == length:
+            self._store(equation, [*results[:carried], *stacks])
+        self.env.update({(place, "carry", k): one for k, one in enumerate(results[:carried])})
+        self.env.update({(place, "stack", k): one for k, one in enumerate(stacks)})
+
+    def _rows(self, number: int, start: int, stop: int) -> Value:
+        if number in self.weights:
+            leaf, first, last = self.weights[number]
+            return leaf[start - first : stop - first] if last else leaf[start:stop]
+        return jnp.asarray(self.value(number))[start:stop]
+
+
+def _bits(array: Any) -> np.ndarray:
+    found = np.asarray(array, order="C")
+    return found.view(np.uint16) if found.dtype == jnp.bfloat16 else found
+
+
+def _packed(array: jax.Array) -> jax.Array:
+    half = array.dtype == jnp.bfloat16
+    return jax.lax.bitcast_convert_type(array, jnp.uint16) if half else array
+
+
+def _unpacked(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    half = dtype == jnp.bfloat16
+    return jax.lax.bitcast_convert_type(array, jnp.bfloat16) if half else array
+
+
+def _packed_shape(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    dtype = jnp.uint16 if one.dtype == jnp.bfloat16 else one.dtype
+    return jax.ShapeDtypeStruct(one.shape, dtype)

@@ -1,0 +1,270 @@
+"""The process of a stage: it waits for its part, then for batches, and passes on what it computes.
+
+    python -m shardlib.serving.edge.stage [--listen HOST:PORT] [--secret-file F]
+
+Without a file the secret comes in the environment, and the address that it listens at is printed.
+Every connection is of `shardlib.servers.wire`: both ends show that they know the secret, lengths
+are held against limits before anything is read, and what is sent is arrays and a program of
+`jax.export`, nothing that Python would run. A chain that breaks leaves the process as it was:
+it waits for the next part. What goes over the connection is not encrypted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+
+from shardlib.errors import ArgumentError
+from shardlib.launching.meeting.wire import StrangerError
+from shardlib.servers.wire.connection import keep_alive
+from shardlib.servers.wire.frames import ClosedError, Frame, FrameError, receive, send
+from shardlib.servers.wire.secret import GREETING_SECONDS, greet, introduce
+
+#: Number by which whoever drives the chain introduces itself; stages have theirs from 0 on.
+DRIVER = 1 << 20
+#: Seconds between signs of life, and after which a chain without any is broken.
+ALIVE_SECONDS, SILENT_SECONDS = 0.5, 5.0
+#: Bytes of arrays of a message, at most.
+MOST_BYTES = 1 << 36
+#: Batches that wait on either side of the computation.
+WAITING = 2
+SECRET = "SHARDLIB_EDGE_SECRET"
+BROKEN = (OSError, FrameError, ClosedError, StrangerError)
+
+
+@dataclass(kw_only=True)
+class Part:
+    """What a stage was told.
+
+    Attributes:
+        number: of the stage.
+        after: address of the stage after it, or of whoever drives the chain.
+        after_number: by which that one introduces itself.
+        least_s: seconds that a batch takes at least: another device is simulated.
+        compute: arrays in -> arrays out.
+    """
+
+    number: int
+    after: tuple[str, int]
+    after_number: int
+    least_s: float
+    compute: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+    links: list[socket.socket] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Ends what it is connected to, also for threads that wait."""
+        for one in self.links:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def serve(listener: socket.socket, secret: str) -> None:
+    """Takes one part after the other.
+
+    Args:
+        listener: where the driver and the stage before connect.
+        secret: of the chain.
+    """
+    while True:
+        with contextlib.suppress(*BROKEN):
+            driver = accepted(listener, secret, DRIVER, 0, None)
+            with contextlib.closing(driver):
+                _one_chain(listener, driver, secret)
+
+
+def accepted(
+    listener: socket.socket, secret: str, wanted: int, own: int, seconds: float | None
+) -> socket.socket:
+    """The next connection from whom it is wanted; strangers are turned away.
+
+    Args:
+        listener: where they connect.
+        secret: of the chain.
+        wanted: number of who is.
+        own: number of who listens.
+        seconds: that it may take; None for as long as it takes.
+
+    Raises:
+        OSError: nobody came in time.
+    """
+    listener.settimeout(seconds)
+    while True:
+        stream, _ = listener.accept()
+        try:
+            stream.settimeout(GREETING_SECONDS)
+            keep_alive(stream)
+            if greet(stream, secret, own) == wanted:
+                stream.settimeout(None)
+                return stream
+        except BROKEN:
+            pass
+        stream.close()
+
+
+def _one_chain(listener: socket.socket, driver: socket.socket, secret: str) -> None:
+    part = _part(receive(driver, most=MOST_BYTES))
+    send(driver, {"ready": part.number}, {})
+    part.links.append(driver)
+    receive(driver, most=0)  # all are ready
+    lives = threading.Event()
+    watch = [
+        threading.Thread(target=_sign, args=(driver, lives, part), daemon=True),
+        threading.Thread(target=_watch, args=(driver, part), daemon=True),
+    ]
+    for one in watch:
+        one.start()
+    try:
+        after = _connect(part, secret)
+        before = part.number - 1 if part.number else DRIVER
+        came = accepted(listener, secret, before, 0, GREETING_SECONDS)
+        part.links += [after, came]
+        _batches(part, came, after)
+    finally:
+        for link in part.links[1:]:
+            link.close()
+        watch[1].join(1.0)  # whoever drives the chain should hear first of the stage that is gone
+        lives.set()
+        part.close()
+
+
+def _connect(part: Part, secret: str) -> socket.socket:
+    stream = socket.create_connection(part.after, GREETING_SECONDS)
+    keep_alive(stream)
+    introduce(stream, secret, 0, part.number)
+    stream.settimeout(None)
+    return stream
+
+
+def _sign(driver: socket.socket, ended: threading.Event, part: Part) -> None:
+    """Says that this process lives, until the chain ends."""
+    while not ended.wait(ALIVE_SECONDS):
+        try:
+            send(driver, {"alive": part.number}, {})
+        except OSError:
+            return
+
+
+def _watch(driver: socket.socket, part: Part) -> None:
+    """Ends the chain when its driver is gone."""
+    with contextlib.suppress(*BROKEN):
+        receive(driver, most=0)
+    part.close()
+
+
+def _part(frame: Frame) -> Part:
+    """What a driver says."""
+    said, arrays = frame.header, frame.arrays
+    after, count, taken = said.get("after"), said.get("weights"), said.get("taken")
+    match said:
+        case {"stage": int(number), "after_number": int(after_number)}:
+            pass
+        case _:
+            raise FrameError("it is no part of a chain")
+    least = said.get("least_s", 0.0)
+    if (
+        not isinstance(after, list)
+        or len(after) != 2
+        or not isinstance(after[0], str)
+        or not isinstance(after[1], int)
+        or not isinstance(count, int)
+        or not isinstance(taken, int)
+        or not isinstance(least, int | float)
+        or "program" not in arrays
+    ):
+        raise FrameError("it is no part of a chain")
+    try:
+        weights = [jax.device_put(arrays[f"weight{k}"]) for k in range(count)]
+        first = [arrays[f"taken{k}"] for k in range(taken)]
+        program = jax.jit(export.deserialize(bytearray(arrays["program"].tobytes())).call)
+    except (KeyError, ValueError) as error:
+        raise FrameError(f"it is no part of a chain: {error}") from error
+
+    def compute(given: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.asarray(one) for one in program(weights, list(given))]
+
+    compute(first)  # compiles
+    return Part(
+        number=number,
+        after=(after[0], after[1]),
+        after_number=after_number,
+        least_s=float(least),
+        compute=compute,
+    )
+
+
+def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
+    """Computes batches until one end is gone; messages go beside the computation."""
+    given: queue.Queue[Frame | None] = queue.Queue(WAITING)
+    done: queue.Queue[tuple[dict[str, int], dict[str, np.ndarray]] | None] = queue.Queue(WAITING)
+
+    def receiving() -> None:
+        with contextlib.suppress(*BROKEN):
+            while True:
+                given.put(receive(came, most=MOST_BYTES))
+        given.put(None)
+
+    def sending() -> None:
+        while (one := done.get()) is not None:
+            try:
+                send(after, one[0], one[1])
+            except BROKEN:
+                part.close()
+
+    threads = [threading.Thread(target=one, daemon=True) for one in (receiving, sending)]
+    for one in threads:
+        one.start()
+    while (frame := given.get()) is not None:
+        start = time.perf_counter()
+        number = frame.header.get("batch")
+        if not isinstance(number, int):
+            break
+        arrays = [frame.arrays[str(k)] for k in range(len(frame.arrays))]
+        results = part.compute(arrays)
+        time.sleep(max(0.0, part.least_s - (time.perf_counter() - start)))
+        done.put(({"batch": number}, {str(k): one for k, one in enumerate(results)}))
+    done.put(None)
+    threads[1].join(SILENT_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Listens until it is ended."""
+    parser = argparse.ArgumentParser(description="One stage of a chain of unlike devices.")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; loopback by default")
+    parser.add_argument("--secret-file", type=Path, help="that all stages know")
+    asked = parser.parse_args(arguments)
+    host, _, port = asked.listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise ArgumentError(f"--listen is {asked.listen!r}\nTry: 127.0.0.1:7000")
+    secret = (
+        asked.secret_file.read_text().strip() if asked.secret_file else os.environ.get(SECRET, "")
+    )
+    if len(secret) < 16:
+        raise ArgumentError("the secret of a chain has at least 16 characters\nTry: --secret-file")
+    listener = socket.create_server((host, int(port)))
+    print(listener.getsockname()[1], flush=True)
+    if asked.secret_file is None:  # whoever started it holds the other end of its input
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve(listener, secret)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

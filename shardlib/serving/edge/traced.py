@@ -1,0 +1,199 @@
+"""A traced forward pass as a chain of pieces, and what crosses a cut between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from shardlib._jax_compat import scan_counts
+from shardlib.annotation.model import Model, Tree
+from shardlib.errors import ModelError
+from shardlib.jax_types import Function
+from shardlib.tracing.program import Program, flatten
+
+#: A place in the program: in front of this equation, after so many layers of it.
+Place = tuple[int, int]
+#: A value that is handed on: its number and "", or an equation's and "carry" or "stack" with which.
+Key = tuple[int, str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedChain:
+    """A traced forward pass.
+
+    Attributes:
+        program: over the leaves of weights and batch.
+        leaves: arrays of the weights, by number in the program.
+        batch: numbers of the leaves of the batch.
+        shapes: of all values.
+        made: numbers that are made of the batch.
+        loops: equations that are loops over layers.
+        maker: number -> the equation that makes it.
+    """
+
+    program: Program
+    leaves: dict[int, np.ndarray]
+    batch: tuple[int, ...]
+    shapes: dict[int, jax.ShapeDtypeStruct]
+    made: frozenset[int]
+    loops: tuple[int, ...]
+    maker: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, model: Model, forward: Function, batch: Tree, weights: tuple[Tree, Tree]
+    ) -> TracedChain:
+        def run(params: Tree, state: Tree, batch: Tree) -> Tree:
+            module = model.evaluating(model.rebuild(params, state))
+            return jax.tree.leaves(forward(module, batch))
+
+        program = flatten(jax.make_jaxpr(run)(*weights, batch))
+        held = jax.tree.leaves(weights)
+        numbers = program.inputs
+        made, maker = set(numbers[len(held) :]), dict[int, int]()
+        for place, equation in enumerate(program.equations):
+            maker.update(dict.fromkeys(equation.outputs, place))
+            if made.intersection(equation.inputs):
+                made.update(equation.outputs)
+        loops = tuple(
+            place
+            for place, one in enumerate(program.equations)
+            if one.name == "scan" and made.intersection(one.outputs)
+        )
+        if not loops:
+            raise ModelError(
+                "the model has no loop over its layers, so that it cannot be cut\nTry: jax.lax.scan"
+                " over the layers"
+            )
+        return cls(
+            program=program,
+            leaves=dict(zip(numbers[: len(held)], held, strict=True)),
+            batch=tuple(numbers[len(held) :]),
+            shapes={
+                number: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+                for number, aval in enumerate(program.avals)
+                if hasattr(aval, "shape")
+            },
+            made=frozenset(made),
+            loops=loops,
+            maker=maker,
+        )
+
+    def places(self, pieces: int) -> list[Place]:
+        """Where every piece begins, and where the last one ends.
+
+        Args:
+            pieces: as many as the plan has.
+
+        Raises:
+            ModelError: the loops of the model make others.
+        """
+        equations, total = self.program.equations, len(self.program.equations)
+        layers = sum(equations[loop].params["length"] for loop in self.loops)
+        begins = [0, *(loop + 1 for loop in self.loops)]
+        gaps = [*zip(begins, [*self.loops, total], strict=True)]
+        full = [any(self.made.intersection(e.outputs) for e in equations[a:b]) for a, b in gaps]
+        if pieces - layers == len(gaps):  # the plan counts what is made of weights alone, too
+            full = [True] * len(gaps)
+        found: list[Place] = []
+        for number, (start, _) in enumerate(gaps):
+            found += [(start, 0)] if full[number] else []
+            if number < len(self.loops):
+                loop = self.loops[number]
+                found += [(loop, layer) for layer in range(equations[loop].params["length"])]
+        if len(found) != pieces:
+            raise ModelError(
+                f"the plan has {pieces} pieces, and the loops of the model make {len(found)}: its"
+                " layers are not all in loops\nTry: jax.lax.scan over the layers"
+            )
+        return [(0, 0), *found[1:], (total, 0)]
+
+    def live(self, at: Place) -> list[Key]:
+        """What is handed on at a place, in order.
+
+        Args:
+            at: the place.
+        """
+        place, layer = at
+        equations = self.program.equations
+        before = set(self.batch).union(*(set(one.outputs) for one in equations[:place]))
+        later = {number for one in equations[place + bool(layer) :] for number in one.inputs}
+        later.update(self.program.outputs)
+        keys: list[Key] = []
+        if layer:
+            loop = equations[place]
+            constants, carried = scan_counts(loop.params)
+            later.update(loop.inputs[:constants])
+            later.update(loop.inputs[constants + carried :])
+            keys += [(place, "carry", k) for k in range(carried)]
+            after = {n for one in equations[place + 1 :] for n in one.inputs}
+            keys += [
+                (place, "stack", k)
+                for k, number in enumerate(loop.outputs[carried:])
+                if number in after or number in self.program.outputs
+            ]
+        return [(number, "", 0) for number in sorted(before & later & self.made)] + keys
+
+    def dtype(self, key: Key) -> np.dtype:
+        """Of a value that is handed on.
+
+        Args:
+            key: which.
+        """
+        number, kind, which = key
+        if not kind:
+            return self.shapes[number].dtype
+        loop = self.program.equations[number]
+        carried = scan_counts(loop.params)[1]
+        return self.shapes[loop.outputs[which + (carried if kind == "stack" else 0)]].dtype
+
+    def weights(self, first: Place, last: Place) -> list[tuple[int, int, int]]:
+        """(number, first row, last row + 1) of the leaves that a stage reads; 0, 0 for all rows.
+
+        Args:
+            first, last: places that it lies between.
+        """
+        found: dict[int, tuple[int, int]] = {}
+
+        def read(number: int, rows: tuple[int, int] = (0, 0)) -> None:
+            if number in self.made:
+                return
+            if number in self.leaves:
+                known = found.get(number, rows)
+                found[number] = rows if known == rows else (0, 0)
+            elif number in self.maker:
+                for other in self.program.equations[self.maker[number]].inputs:
+                    read(other)
+
+        for place, start, stop in self.spans(first, last):
+            equation = self.program.equations[place]
+            if not self.made.intersection(equation.outputs):
+                continue
+            if place not in self.loops:
+                for number in equation.inputs:
+                    read(number)
+                continue
+            constants, carried = scan_counts(equation.params)
+            for k, number in enumerate(equation.inputs):
+                read(number, (start, stop) if k >= constants + carried else (0, 0))
+        if last[0] == len(self.program.equations):
+            for number in self.program.outputs:
+                read(number)
+        return [(number, *rows) for number, rows in sorted(found.items())]
+
+    def spans(self, first: Place, last: Place) -> list[tuple[int, int, int]]:
+        """(equation, first layer, last layer + 1) of what lies between two places.
+
+        Args:
+            first, last: the places.
+        """
+        found: list[tuple[int, int, int]] = []
+        for place in range(first[0], min(last[0] + bool(last[1]), len(self.program.equations))):
+            params = self.program.equations[place].params
+            length = params["length"] if place in self.loops else 0
+            start = first[1] if place == first[0] else 0
+            stop = last[1] if place == last[0] else length
+            found.append((place, start, stop))
+        return found

@@ -1,0 +1,152 @@
+"""A language model: shardlib's engine serves all requests that are there together, and answers each
+token by token.
+
+Triton calls `execute` from one thread; another one steps the engine.
+"""
+
+# pyright: reportMissingImports=false
+import json
+import queue
+import sys
+import threading
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SETTINGS = json.loads((HERE / "settings.json").read_text())
+sys.path[:0] = SETTINGS["python_path"]
+
+import numpy as np  # noqa: E402
+import triton_python_backend_utils as pb  # noqa: E402
+
+from shardlib import serving  # noqa: E402
+from shardlib.serving.text import Pieces  # noqa: E402
+
+FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """See the module."""
+
+    def initialize(self, args):
+        """Reads the folder beside this file, compiles, and starts to step."""
+        found = serving.read_folder(HERE / "model")
+        self.text = found.text
+        self.engine = found.engine(serving.Capacity(**SETTINGS["capacity"]))
+        self.engine.warm_up()
+        self.asked = queue.Queue()
+        self.open = {}  # request of the engine -> (sender, pieces of its text)
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def execute(self, requests):
+        """Takes requests; their answers come from the other thread."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self.asked.put((read(request), sender))
+            except ValueError as error:
+                fail(sender, str(error))
+
+    def finalize(self):
+        """Ends the thread."""
+        self.asked.put(None)
+        self.thread.join(30)
+
+    def serve(self):
+        """Steps the engine for as long as there are requests, and waits for more."""
+        while True:
+            try:
+                new = self.asked.get(block=not self.open)
+                if new is None:
+                    return
+                self.begin(*new)
+                continue
+            except queue.Empty:
+                pass
+            for request, (sender, _) in self.open.items():
+                request.cancelled = request.cancelled or sender.is_cancelled()
+            try:
+                events = self.engine.step()
+            except Exception as error:
+                for sender, _ in self.open.values():
+                    fail(sender, f"the engine has failed: {error}")
+                self.open.clear()
+                continue
+            for event in events:
+                self.tell(event)
+
+    def begin(self, asked, sender):
+        """Adds one request."""
+        try:
+            request = self.engine.add(
+                serving.Asked(
+                    prompt=tuple(
+                        self.text.encode(asked["text"])
+                        if asked["tokens"] is None
+                        else asked["tokens"]
+                    ),
+                    most=asked["most"],
+                    sampling=serving.Sampling(temperature=asked["temperature"], seed=asked["seed"]),
+                    stop=self.text.ends,
+                )
+            )
+        except (TypeError, ValueError) as error:
+            fail(sender, str(error))
+            return
+        self.open[request] = sender, Pieces(self.text) if asked["texts"] else None
+
+    def tell(self, event):
+        """Answers what an event says."""
+        if event.request not in self.open:
+            return
+        sender, pieces = self.open[event.request]
+        ended = event.request.ended is not None
+        if event.token is not None:
+            text = None
+            if pieces is not None:
+                text = pieces.add(event.token) + (pieces.end() if ended else "")
+            sender.send(answer(event.token, text), flags=FINAL if ended else 0)
+        elif ended:
+            sender.send(flags=FINAL)
+        if ended:
+            del self.open[event.request]
+
+
+def read(request):
+    """What a request asks for."""
+
+    def number(name, default):
+        given = pb.get_input_tensor_by_name(request, name)
+        return default if given is None else given.as_numpy().reshape(-1)[0].item()
+
+    text = pb.get_input_tensor_by_name(request, "text")
+    tokens = pb.get_input_tensor_by_name(request, "tokens")
+    if (text is None) == (tokens is None):
+        raise ValueError("a request has a text, or tokens")
+    given = "" if text is None else text.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
+    return {
+        "text": given,
+        "tokens": None if tokens is None else tokens.as_numpy().reshape(-1).tolist(),
+        "texts": "text" in request.requested_output_names(),
+        "most": number("most", 16),
+        "temperature": number("temperature", 0.0),
+        "seed": number("seed", 0),
+    }
+
+
+def answer(token, text):
+    """One token, and where it is asked for the text that is new with it."""
+    found = [tensor("token", np.asarray([token], np.int32))]
+    if text is not None:
+        found.append(pb.Tensor("text", np.asarray([text.encode()], object)))
+    return pb.InferenceResponse(output_tensors=found)
+
+
+def fail(sender, why):
+    """Ends a request with an error."""
+    sender.send(pb.InferenceResponse(error=pb.TritonError(why)), flags=FINAL)
+
+
+def tensor(name, array):
+    """An output, by DLPack: older backends take NumPy 2 for something else, and send nothing."""
+    return pb.Tensor.from_dlpack(name, np.array(array))

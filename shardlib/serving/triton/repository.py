@@ -1,0 +1,228 @@
+"""The folders of a repository.
+
+    of a single pass     NAME
+    of a language model  NAME            decoupled: text or tokens -> pieces of text, and tokens
+                         NAME_tokenize   text -> tokens
+                         NAME_states     tokens -> the mean of the last states
+                         NAME_normalise  vectors of length 1
+                         NAME_embedding  the ensemble of the three
+
+Each has `config.pbtxt`, and a folder `1` with what its version is made of. Weights stand once for
+the engine and once for the pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardlib.errors import ArgumentError, CheckpointError
+from shardlib.serving.artefacts.single import SinglePass, embedding_pass
+from shardlib.serving.artefacts.written import Shape, write_artefact
+from shardlib.serving.folders.writing import write_folder
+from shardlib.serving.served import Served
+from shardlib.serving.triton.config import (
+    TYPES,
+    Field,
+    batched,
+    decoupled,
+    ensemble,
+    tensor,
+    text,
+)
+from shardlib.untrusted import shown
+from shardlib.untrusted.json_types import JsonObject
+
+MODELS = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """How a repository is written.
+
+    Attributes:
+        folder: made where it is not there; others' models in it are left alone.
+        rows: of a batch at most.
+        fixed: whether programs take exactly so many rows, see `write_artefact`.
+        instances: of each single pass, beside each other.
+        python_path: folders that Triton's Python looks in for JAX, and for shardlib where there is
+            a language model; none where it finds them itself.
+    """
+
+    folder: Path
+    rows: int = 16
+    fixed: bool = False
+    instances: int = 1
+    python_path: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batches that programs are compiled for: powers of two."""
+        if self.fixed:
+            return [self.rows]
+        powers = [1 << n for n in range(self.rows.bit_length()) if 1 << n < self.rows]
+        return [*powers, self.rows]
+
+    def write_pass(self, one: SinglePass) -> str:
+        """Writes a single pass; returns its name.
+
+        Args:
+            one: what is computed.
+
+        Raises:
+            ArgumentError: a name that no folder has, or a dtype that Triton has no word for.
+            ModelError, CheckpointError: see `write_artefact`.
+        """
+        name = _checked(one.name)
+        place = self._version(name)
+        made = write_artefact(one, place, batch=self.rows if self.fixed else None)
+        self._program(place, "forward", {"sizes": self.sizes})
+        inputs, outputs = _tensors(made.inputs), _tensors(made.outputs)
+        self._config(
+            batched(
+                name,
+                inputs,
+                outputs,
+                rows=self.rows,
+                instances=self.instances,
+                warm=self.sizes,
+            )
+        )
+        return name
+
+    def write_language_model(
+        self,
+        served: Served,
+        *,
+        source: Path | None = None,
+        capacity: Mapping[str, int] | None = None,
+        seq: int = 128,
+    ) -> list[str]:
+        """Writes a language model, and its embeddings; returns the names of all.
+
+        Args:
+            served: a reference transformer.
+            source: folder that its tokenizer comes from; None where tokens are bytes.
+            capacity: fields of `Capacity`.
+            seq: tokens of a text that an embedding is made of, at most.
+
+        Raises:
+            ArgumentError, ModelError, CheckpointError, MissingPackageError: see `write_pass` and
+                `write_folder`.
+        """
+        name = _checked(served.name)
+        place = self._version(name)
+        write_folder(served, place / "model", source=source)
+        self._program(place, "generate", {"capacity": dict(capacity or {})})
+        self._config(
+            decoupled(
+                name,
+                [
+                    tensor("text", "text", [1], optional=True),
+                    tensor("tokens", "int32", [-1], optional=True),
+                    tensor("most", "int32", [1], optional=True),
+                    tensor("temperature", "float32", [1], optional=True),
+                    tensor("seed", "int32", [1], optional=True),
+                ],
+                [tensor("text", "text", [1]), tensor("token", "int32", [1])],
+            )
+        )
+        tokenizer = place / "model" / "tokenizer.json"
+        return [name, *self._embedding(name, tokenizer, embedding_pass(served, seq), seq)]
+
+    def _embedding(self, name: str, tokenizer: Path, states: SinglePass, seq: int) -> list[str]:
+        words, normal, whole = f"{name}_tokenize", f"{name}_normalise", f"{name}_embedding"
+        place = self._version(words)
+        shutil.copyfile(tokenizer, place / "tokenizer.json")
+        self._program(place, "tokenize", {"seq": seq})
+        asked = tensor("text", "text", [1])
+        tokens = [tensor("tokens", "int32", [seq]), tensor("length", "int32", [1])]
+        self._config(batched(words, [asked], tokens, rows=self.rows, instances=self.instances))
+        middle = self.write_pass(
+            SinglePass(
+                name=f"{name}_states",
+                model=states.model,
+                weights=states.weights,
+                run=states.run,
+                inputs=states.inputs,
+            )
+        )
+        self._program(self._version(normal), "normalise", {})
+        width = [-1]
+        self._config(
+            batched(
+                normal,
+                [tensor("embedding", "float32", width)],
+                [tensor("vector", "float32", width)],
+                rows=self.rows,
+            )
+        )
+        self._version(whole)
+        same = {"tokens": "tokens", "length": "length"}
+        self._config(
+            ensemble(
+                whole,
+                [asked],
+                [tensor("vector", "float32", width)],
+                rows=self.rows,
+                steps=[
+                    (words, {"text": "text"}, same),
+                    (middle, same, {"embedding": "embedding"}),
+                    (normal, {"embedding": "embedding"}, {"vector": "vector"}),
+                ],
+            )
+        )
+        return [words, middle, normal, whole]
+
+    def _version(self, name: str) -> Path:
+        """The folder of a model's first version."""
+        place = self.folder / name / "1"
+        try:
+            place.mkdir(parents=True)
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{self.folder} has a model {name} already; nothing is overwritten\nTry: another"
+                " folder"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"the repository could not be written to {self.folder} ({error})\nTry: another"
+                " folder"
+            ) from error
+        return place
+
+    def _program(self, place: Path, which: str, settings: JsonObject) -> None:
+        shutil.copyfile(MODELS / f"{which}.py", place / "model.py")
+        said = {"python_path": list(self.python_path), **settings}
+        (place / "settings.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+    def _config(self, fields: Mapping[str, Field]) -> None:
+        path = self.folder / str(fields["name"]) / "config.pbtxt"
+        path.write_text(text(fields) + "\n", encoding="utf-8")
+
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ArgumentError(
+            f"{shown(name)} is no name of a model of Triton: letters, digits, dots, dashes"
+        )
+    return name
+
+
+def _tensors(shapes: Mapping[str, Shape]) -> Sequence[Mapping[str, Field]]:
+    unknown = sorted({one.dtype for one in shapes.values()} - set(TYPES))
+    if unknown:
+        raise ArgumentError(
+            f"Triton has no arrays of {', '.join(unknown)} here\nTry: a pass that gives float32"
+        )
+    flat = [key for key, one in shapes.items() if not one.dims]
+    if flat:
+        raise ArgumentError(
+            f"a row of {shown(flat[0])} has no dims, and Triton's rows have at least one\nTry:"
+            " [rows, 1]"
+        )
+    return [tensor(key, one.dtype, one.dims) for key, one in shapes.items()]
