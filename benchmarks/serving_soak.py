@@ -160,7 +160,7 @@ async def run(url: str, requests: int, *, alike: bool) -> Seen:
 
 def settled(url: str) -> dict[str, float]:
     """Figures when everybody is gone."""
-    names = ("running", "waiting", "used")
+    names = ("running", "waiting", "open", "used")
     for _ in range(100):
         found = {name: metric(url, f"shardlib_engine_{name}") for name in names}
         if not any(found.values()):

@@ -38,6 +38,7 @@ class Load:
     Attributes:
         running: requests that have a slot.
         waiting: requests that wait for one.
+        open: places that are taken; also by answers that are still being sent.
         slots: that there are.
         used: pages that requests use.
         pages: that there are.
@@ -47,6 +48,7 @@ class Load:
 
     running: int
     waiting: int
+    open: int
     slots: int
     used: int
     pages: int
@@ -54,18 +56,19 @@ class Load:
     preempted: int
 
 
-def load_of(engine: Engine, taken: int) -> Load:
+def load_of(engine: Engine, taken: int, unseen: int) -> Load:
     """How busy an engine is; from another thread, as it was at some moment of its step.
 
     Args:
         engine: which.
         taken: requests that are open.
+        unseen: those that the engine has not been given yet, about.
     """
     schedule = engine.schedule
-    running = len(schedule.running)
     return Load(
-        running=running,
-        waiting=max(0, taken - running),
+        running=len(schedule.running),
+        waiting=len(schedule.waiting) + unseen,
+        open=taken,
         slots=len(schedule.slots),
         used=schedule.pool.used,
         pages=schedule.pool.pages,

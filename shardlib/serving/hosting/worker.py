@@ -109,7 +109,7 @@ class Worker:
     @property
     def load(self) -> Load:
         """How busy the engine is."""
-        return load_of(self.engine, self.taken)
+        return load_of(self.engine, self.taken, self._inbox.qsize())
 
     @contextlib.contextmanager
     def places(self, count: int) -> Iterator[None]:
