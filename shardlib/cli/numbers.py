@@ -2,8 +2,10 @@
 
 >>> numbers("0-3,8", "--lost"), sizes("8..64"), sizes("8,24,16")
 ((0, 1, 2, 3, 8), (8, 16, 32, 64), (8, 16, 24))
->>> duration("500ms", "--ttft"), duration("0.5", "--ttft")
-(0.5, 0.5)
+>>> duration("500ms", "--ttft"), duration("0.5", "--ttft"), duration("3h", "--mtbf")
+(0.5, 0.5, 10800.0)
+>>> quantity("15T", "--tokens")
+15000000000000.0
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def duration(text: str, what: str) -> float:
-    """Seconds: "500ms", "2s", "300us", or a plain number of them.
+    """Seconds: "500ms", "2s", "300us", "10m", "3h", "30d", or a plain number of them.
 
     Args:
         text: as it is spelled.
@@ -68,7 +70,24 @@ def duration(text: str, what: str) -> float:
     Raises:
         PlanError: something else is written there.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m|h|d|)\s*", text)
     if match is None or not float(match[1]):
         raise PlanError(f"{what} {text!r} is no duration\nTry: {what} 500ms")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}[match[2]]
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    return float(match[1]) * units[match[2]]
+
+
+def quantity(text: str, what: str) -> float:
+    """A number with K, M, B (or G), or T for thousands, millions, billions, trillions.
+
+    Args:
+        text: as it is spelled.
+        what: the option, for messages.
+
+    Raises:
+        PlanError: something else is written there.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMBGT]?)\s*", text.upper())
+    if match is None or not float(match[1]):
+        raise PlanError(f"{what} {text!r} is no number\nTry: {what} 15T")
+    return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]

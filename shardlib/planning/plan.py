@@ -26,11 +26,9 @@ from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.emission.emit import emit
 from shardlib.planning.space.workload import Workload
-from shardlib.planning.text.card import ShownPlan
-from shardlib.planning.text.diff import diff
-from shardlib.planning.text.explain import explain
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.planning.text.timeline import Timeline
+from shardlib.planning.text.told_plan import ToldPlan
 from shardlib.untrusted import parse_json
 from shardlib.untrusted.json_types import Json
 
@@ -119,7 +117,7 @@ def source_of(plan: Plan) -> Source:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(ShownPlan):
+class Plan(ToldPlan):
     """A complete decision for one model, batch and topology; what it consists of is listed at
     `PlanData`.
 
@@ -129,22 +127,6 @@ class Plan(ShownPlan):
     """
 
     source: Source | None = field(default=None, compare=False, repr=False)
-
-    def explain(self) -> str:
-        """What was chosen, why, and what it costs, as text for people.
-
-        Returns:
-            Several paragraphs and tables, of at most 100 columns.
-        """
-        return explain(self)
-
-    def diff(self, other: Plan) -> str:
-        """What another plan decides and costs differently, as text of at most 100 columns.
-
-        Args:
-            other: a plan of any model or topology.
-        """
-        return diff(self, other)
 
     def why_not(self, **pin: PinValue) -> str:
         """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,

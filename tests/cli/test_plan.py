@@ -151,3 +151,16 @@ def test_a_batch_of_any_size_is_answered(shell, shallow: Path, batch: int, messa
         and "Warning" not in err
         and time.monotonic() - begin < 60
     )
+
+
+def test_the_cost_of_a_run_is_told(shell):
+    words = ("plan", "gpt2-small", "-t", "h100:8", "-b", "64", "-s", "1024")
+    code, out, _ = shell(*words, "--tokens", "300B", "--price", "2", "--mtbf", "2d", "--json")
+    found = json.loads(out)
+    run = found["run"]
+    assert code == 0 and run["tokens"] == 3e11 and run["mtbf_seconds"] == 2 * 86400
+    assert run["work_seconds"] == pytest.approx(3e11 / found["estimate"]["tokens_per_second"])
+    assert run["money"] == pytest.approx(2 * run["device_hours"]) and run["every_seconds"] >= 300
+    for wrong, said in ((("--price", "2"), "--tokens"), (("--tokens", "many"), "no number")):
+        code, _, err = shell(*words, *wrong)
+        assert code == 2 and said in err

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile
+from shardlib.cli.commands.run_options import Run
 from shardlib.cli.commands.serving.planning import Serving, explain_serving, plan_to_serve
 from shardlib.cli.groups import spread
 from shardlib.cli.inputs import make_plan, read_plan, replanned, with_source
@@ -60,6 +61,12 @@ class Searching:
             " torchtitan, maxtext, deepspeed, levanter. [programs of shardlib]",
         ),
     ] = None
+    emit: Annotated[
+        Path | None,
+        typer.Option(
+            "--emit", callback=writable, help="Write the configuration of the --framework here."
+        ),
+    ] = None
 
 
 @spread
@@ -71,16 +78,11 @@ def plan_command(
     ],
     sizes: Sizes,
     searching: Searching,
+    run: Run,
     serving: Serving,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", callback=writable, help="Write the plan here, as JSON."),
-    ] = None,
-    emit: Annotated[
-        Path | None,
-        typer.Option(
-            "--emit", callback=writable, help="Write the configuration of the --framework here."
-        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,12 +99,15 @@ def plan_command(
         allow=searching.allow,
         refine=searching.refine,
         framework=searching.framework,
-        emit=emit,
+        emit=searching.emit,
+        tokens=run.tokens,
+        price=run.price,
+        mtbf=run.mtbf,
     ):
         plan_to_serve(model, topology, serving, searching.pin or [], out, as_json)
         return
     pins = {**parse_pins(searching.pin or []), **parse_allow(searching.allow or [])}
-    if emit is not None:
+    if searching.emit is not None:
         require_written(searching.framework)
     with quiet_stdout(as_json):
         found = make_plan(
@@ -114,11 +119,14 @@ def plan_command(
             searching.refine,
             framework=searching.framework,
         )
-    if emit is not None:
-        write(emit, found.emit())
+    if searching.emit is not None:
+        write(searching.emit, found.emit())
     if out is not None:
         write(out, found.to_json() + "\n")
-    echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)
+    cost = run.cost(found)
+    data = {**plan_to_data(found), **({} if cost is None else {"run": cost.to_json()})}
+    text = explain(found) if cost is None else f"{explain(found)}\n{cost}"
+    echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
 def explain_command(

@@ -64,13 +64,3 @@ def _parts(value: Seconds | DeviceBytes, words: Callable[[float], str]) -> list[
             label = LABELS.get(one.name, one.name) if isinstance(value, Seconds) else one.name
             found.append((label, size, words(size)))
     return found
-
-
-class ShownPlan(PlanData):
-    """A plan that is one line where it is printed, and a card in a notebook."""
-
-    def __repr__(self) -> str:
-        return plan_line(self)
-
-    def _repr_html_(self) -> str:
-        return plan_card(self)
