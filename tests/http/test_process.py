@@ -90,6 +90,7 @@ def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess
         (["demo", "--port", "0", "--tpot", "0.001ms"], "1.00 µs is asked for, and"),
         (["demo", "--port", "0", "--plan", "no/such.json"], "there is no plan file no/such.json"),
         (["demo", "--port", "0", "--plan", "a", "--ttft", "1s"], "--plan is a plan already"),
+        (["demo", "--port", "0", "--ttft", "1s", "--slots", "3"], "a plan says what --slots would"),
         (["demo", "--host", "no.such.host.invalid"], "cannot be listened at"),
     ],
 )

@@ -53,8 +53,8 @@ def serve_command(
         typer.Argument(
             metavar="[NAME=]MODEL...",
             help=(
-                "Folder of a run of `shardlib train`, or a preset or model card with random"
-                " weights. [a demonstration, trained for a minute the first time]"
+                "Folder of a run of `shardlib train` or of Hugging Face, or a preset or model card"
+                " with random weights. [a demonstration, trained for a minute the first time]"
             ),
         ),
     ] = None,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Tokens of a request at most, unless somebody asks for more.
 LONGEST = 4096
+#: Options that a plan takes the place of.
+BY_PLAN = ("groups", "slots", "page", "pages", "budget", "prefixes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,11 @@ def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Size
             " looks at"
         )
     if planned.wanted:
+        said = [f"--{name}" for name in BY_PLAN if getattr(room, name) != getattr(Room(), name)]
+        if said:
+            raise PlanError(
+                f"a plan says what {', '.join(said)} would\nTry: leave {', '.join(said)} out"
+            )
         return _planned(_plan(served, room, planned, longest), devices, longest)
     capacity = Capacity(
         longest=longest,
