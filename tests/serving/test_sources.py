@@ -126,6 +126,45 @@ def test_answers_are_those_of_the_whole_model(drafts: int, tensor: int, data: in
     assert engine.schedule.pool.available == data * sizes.all_pages
 
 
+class Looped(Model):
+    """Looks at a whole source by the same function as at its own tokens, in a loop over layers."""
+
+    def decode(self, tokens: jax.Array, memory: jax.Array, seen: jax.Array) -> jax.Array:
+        x, shape = self.embed(tokens) + self.waves(tokens), (*tokens.shape, WIDTH)
+        memory = jnp.broadcast_to(memory, (len(tokens), *memory.shape[1:]))
+        memory = memory.reshape(*memory.shape[:2], 2, WIDTH // 2)
+
+        def layer(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+            q, k, v = jnp.split((scale * self.qkv(x)).reshape(*shape[:2], 6, -1), 3, axis=2)
+            x = x + shardlib.attention(q, k, v).reshape(shape)
+            found = shardlib.attention(2 * q, memory, scale * memory, causal=False)
+            return x + found.reshape(shape), None
+
+        x, _ = jax.lax.scan(layer, x, jnp.asarray([1.0, 0.7]))
+        return self.head(jnp.concatenate([x, x], axis=-1))
+
+
+def test_a_source_is_looked_at_by_the_same_function_as_tokens():
+    engine = Engine(Looped, forward, capacity=SIZES)
+    engine.encode_with(encode, longest=SOURCE)
+    draw, model = np.random.default_rng(7), read(Looped)
+    module = model.rebuild(*model.init(0))
+    given = [
+        Asked(prompt=(1, 2, 3), source=tuple(draw.integers(0, VOCAB, SOURCE).tolist()), most=8)
+        for _ in range(5)
+    ]
+    requests = [engine.add(one) for one in given]
+    engine.run()
+    for request in requests:
+        made = module.encode(np.asarray([request.asked.source]), np.int32(SOURCE))
+        logits = module.decode(np.asarray([request.tokens]), made["memory"], made["seen"])
+        right = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))
+        assert request.answer == right.argmax(-1)[2:-1].tolist()
+        picked = [right[2 + at, token] for at, token in enumerate(request.answer)]
+        assert request.logprobs == pytest.approx(picked, abs=2e-4)
+    assert len({tuple(one.answer) for one in requests}) > 2
+
+
 def test_other_weights_encode_anew():
     engine = Engine(Model, forward, capacity=SIZES, check=False)
     engine.encode_with(encode, longest=SOURCE)

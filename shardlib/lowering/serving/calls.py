@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
+from shardlib._jax_compat import scan_counts
 from shardlib.errors import ModelError, raise_all
 from shardlib.functions.attention import Attention, Operands
 from shardlib.lowering.serving.latent import Latent, latent
@@ -64,7 +65,8 @@ def cached_calls(program: Program) -> tuple[CachedCall, ...]:
         ModelError: there is none, or one that a cache cannot serve: that is not causal, or whose
             rows have several documents.
     """
-    found = list(_calls(program, 1))
+    beside = beside_calls(program)
+    found = [call for call in _calls(program, 1) if call.path not in beside]
     failures = [
         f"the call of shardlib.attention at equation {call.path} {why}"
         for call in found
@@ -84,6 +86,52 @@ def cached_calls(program: Program) -> tuple[CachedCall, ...]:
             hint="shardlib.attention(query, key, value) in place of the model's own attention",
         )
     return tuple(found)
+
+
+def beside_calls(program: Program) -> frozenset[str]:
+    """Paths of calls of attention that need no cache: not causal, and what they look at depends on
+    no token, such as what an encoder made of a source.
+
+    Args:
+        program: the forward pass of one token, its last input.
+    """
+    return frozenset(_moved(program, {program.inputs[-1]})[0])
+
+
+def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
+    """Paths of calls whose keys and values do not depend on some values, and all values that do."""
+    found, moving = set[str](), set(moving)
+    for equation in program.equations:
+        call = equation.call
+        if call is not None and isinstance(call.form, Attention) and not call.form.causal:
+            given = Operands.of(call.form, list(call.inputs))
+            if not moving & {*given.keys, given.value}:  # type: ignore[arg-type]  (numbers)
+                found.add(call.path)
+        inner = next(bodies(equation), None) if call is None else None
+        if inner is None:
+            if moving & {*equation.inputs}:
+                moving.update(equation.outputs)
+            continue
+        body = inner[0]
+        enters = {
+            mine
+            for mine, outer in zip(body.inputs, equation.inputs, strict=True)
+            if outer in moving
+        }
+        while True:
+            paths, after = _moved(body, enters)
+            before = len(enters)
+            if equation.name == "scan":
+                constants, carried = scan_counts(equation.params)
+                again = zip(body.inputs[constants:], body.outputs[:carried], strict=False)
+                enters |= {mine for mine, out in again if out in after}
+            if len(enters) == before:
+                break
+        found |= paths
+        moving.update(
+            outer for outer, out in zip(equation.outputs, body.outputs, strict=True) if out in after
+        )
+    return found, moving
 
 
 def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:

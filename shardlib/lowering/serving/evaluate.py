@@ -64,7 +64,7 @@ def evaluate(
     done = None
     for equation in program.equations:
         call = equation.call
-        if call is not None and isinstance(call.form, Attention):
+        if call is not None and isinstance(call.form, Attention) and call.path in cached.pages:
             if call is not done:
                 env[call.outputs[0]], cached = _attended(call, env, cached)
             done = call

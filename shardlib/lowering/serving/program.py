@@ -17,7 +17,7 @@ from shardlib.errors import ModelError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.serving.adapted import leaves_for
-from shardlib.lowering.serving.calls import CachedCall, cached_calls
+from shardlib.lowering.serving.calls import CachedCall, beside_calls, cached_calls
 from shardlib.lowering.serving.ends import ends
 from shardlib.lowering.serving.evaluate import Cached, evaluate, looks
 from shardlib.lowering.serving.grid import Grid
@@ -181,9 +181,10 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
         )
     calls = cached_calls(program)
     all_calls = sum(isinstance(form, Attention) for form, _ in called(jaxpr))
-    if len(calls) < all_calls:
+    lost = all_calls - len(calls) - len(beside_calls(program))
+    if lost:
         raise ModelError(
-            f"{all_calls - len(calls)} of {all_calls} calls of shardlib.attention stand in a"
+            f"{lost} of {all_calls} calls of shardlib.attention stand in a"
             " branch, a while loop or a custom derivative, where a cache cannot follow"
             " them\nTry: jax.lax.scan over layers, or layers that are written out"
         )
