@@ -165,8 +165,6 @@ def sample(row: Mapping[str, Any]) -> Sample:
         weights=word,
         cache="bf16" if cache == "fp16" else cache,
     )
-    if row["chip"] == "v4":  # attention is sharded over the batch (Pope et al., section 3.3)
-        part = spread_over_batch(part, model.kept_bytes("bf16"))
     batch = row.get("batch") or row.get("max_concurrency")
     if batch is None and row["source"].startswith("trtllm"):
         room = FREE_SHARE * (machine.chip.usable_bytes - part.weights)
@@ -178,14 +176,6 @@ def sample(row: Mapping[str, Any]) -> Sample:
         dtype="float8_e4m3fn" if word == "fp8" else "bfloat16",
         batch=float(batch or 64),
     )
-
-
-def spread_over_batch(part: Split, kept: float) -> Split:
-    """The same split with keys and values of each request on one device."""
-    from dataclasses import replace
-
-    share = kept / part.tensor / part.kept
-    return replace(part, cached=tuple(replace(one, bytes=one.bytes * share) for one in part.cached))
 
 
 def errors(samples: Sequence[Sample], constants: Constants) -> np.ndarray:

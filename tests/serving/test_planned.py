@@ -28,6 +28,7 @@ CONFIG = TransformerConfig(
 )
 MODELS = {
     "dense": CONFIG,
+    "few key heads": replace(CONFIG, kv_heads=1),
     "experts": replace(CONFIG, experts=Experts(count=4, per_token=2, mlp=256)),
 }
 

@@ -1,4 +1,8 @@
-"""What does a device have of a model where several share every layer?"""
+"""What does a device have of a model where several share every layer?
+
+Keys and values are shared by all of them: by heads, and by the tokens of every page where there are
+fewer heads than devices.
+"""
 
 from __future__ import annotations
 
@@ -139,10 +143,8 @@ def split(
         sums=tuple((count, nbytes) for (_, nbytes), count in sums.items()),
         cached=tuple(
             Cached(
-                bytes=call.layers
-                * stored_itemsize(cache, call.dtype)
-                * sum(size * heads / math.gcd(heads, tensor) for size, heads in call.kept),
-                flops=2.0 * call.layers * call.heads * call.width / math.gcd(call.heads, tensor),
+                bytes=call.layers * stored_itemsize(cache, call.dtype) * call.elements / tensor,
+                flops=2.0 * call.layers * call.heads * call.width / tensor,
                 window=call.window,
             )
             for call in model.attention

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from shardlib.planning.serving.estimate import ServingEstimate, ServingPoint
 from shardlib.planning.serving.space import Asked
 from shardlib.planning.units.quantity import bytes_text, percent_text
@@ -24,22 +22,6 @@ def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tu
         estimate: what that is predicted to do.
     """
     found: list[Finding] = []
-    heads = [call.kept[0][1] for call in asked.model.attention if call.kept]
-    copied = [count for count in heads if math.gcd(count, point.tensor) < point.tensor]
-    if copied:
-        found.append(
-            Finding(
-                code="cache-copied-over-tensor",
-                severity="warning",
-                where="mesh.tensor",
-                message=(
-                    f"attention has {min(copied)} key heads for {point.tensor} devices: every key"
-                    f" and value is kept on {point.tensor // math.gcd(min(copied), point.tensor)}"
-                    " of them."
-                ),
-                hint=f"why_not(tensor={math.gcd(min(copied), point.tensor)})",
-            )
-        )
     if asked.topology.chip.name not in LEARNED_ON:
         found.append(
             Finding(

@@ -165,6 +165,8 @@ def plan_served(asked: Asked) -> ServingPlan:
 
 def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
     asked = found.asked
+    replica = asked.replica(point.tensor)
+    assert replica is not None
     estimate = _estimate(asked, point)
     return ServingPlan(
         model=asked.model.name,
@@ -175,8 +177,8 @@ def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
             mesh={"tensor": point.tensor},
             replicas=point.replicas,
             batch=point.batch,
-            page=asked.page,
-            pages=point.batch * asked.pages_each,
+            page=replica.page,
+            pages=point.batch * replica.pages_each,
             chunk=point.chunk,
         ),
         estimate=estimate,

@@ -67,22 +67,21 @@ class Asked:
     pins: ServingPins
 
     @property
-    def page(self) -> int:
-        """Tokens of a page."""
-        return self.pins.page or PAGE
-
-    @property
-    def pages_each(self) -> int:
-        """Pages of a request at its end."""
-        return -(-self.workload.tokens // self.page)
-
-    @property
     def dtype(self) -> str:
         """The dtype of matmuls: 8-bit floats where weights are, if the chip has a rate."""
         fast = "float8_e4m3fn" in dict(self.topology.chip.flops_per_s)
         if self.workload.weights == "fp8" and fast:
             return "float8_e4m3fn"
         return "bfloat16" if self.workload.weights != "model" else self.model.dtype
+
+    def shared(self, tensor: int) -> int:
+        """Devices that share the tokens of every page: as many as there are too few key heads for.
+
+        Args:
+            tensor: devices that share every layer.
+        """
+        heads = [max(count for _, count in call.kept) for call in self.model.attention]
+        return tensor // math.gcd(tensor, *heads)
 
     def tensors(self) -> list[int]:
         """Numbers of devices that may share a layer, rising."""
@@ -101,12 +100,15 @@ class Asked:
         return [1 << power for power in range(CHUNKS[0].bit_length() - 1, last.bit_length())]
 
     def replica(self, tensor: int) -> Replica | None:
-        """So many devices that share every layer; None where the links have no such group.
+        """So many devices that share every layer; None where the links have no such group, or the
+        tokens of a pinned page do not divide among them.
 
         Args:
             tensor: devices.
         """
         devices = self.topology.devices
+        if self.pins.page is not None and self.pins.page % self.shared(tensor):
+            return None
         reduce = FREE
         if tensor > 1:
             spans = place(MeshShape(data=devices // tensor, tensor=tensor), self.topology)
@@ -149,9 +151,20 @@ class Replica:
         )
 
     @property
+    def page(self) -> int:
+        """Tokens of a page: `PAGE`, or more where more devices share them."""
+        shared = self.asked.shared(self.tensor)
+        return self.asked.pins.page or -(-PAGE // shared) * shared
+
+    @property
+    def pages_each(self) -> int:
+        """Pages of a request at its end."""
+        return -(-self.asked.workload.tokens // self.page)
+
+    @property
     def request_bytes(self) -> float:
         """Bytes of the pages of a request, on a device."""
-        return self.asked.pages_each * self.asked.page * self.pricing.split.kept
+        return self.pages_each * self.page * self.pricing.split.kept
 
     def short(self, batch: int, chunk: int) -> float:
         """Bytes that a device lacks; none where it is not above 0.

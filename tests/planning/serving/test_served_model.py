@@ -46,10 +46,10 @@ def test_layers_are_sharded_as_megatron_does(name: str):
     assert found.flops * 8 == pytest.approx(sum(one.flops for one in model.products), rel=0.01)
 
 
-def test_key_heads_are_copied_where_there_are_fewer():
+def test_keys_and_values_are_shared_by_all_devices():
     model = served("llama3-70b")
     found = split(model, cuts(model), 16, weights="bf16", cache="bf16")
-    assert found.kept * 8 == model.kept_bytes("bf16")
+    assert found.kept * 16 == model.kept_bytes("bf16")
 
 
 def test_experts_are_read_as_tokens_visit_them():
