@@ -148,5 +148,9 @@ def fail(sender, why):
 
 
 def tensor(name, array):
-    """An output, by DLPack: older backends take NumPy 2 for something else, and send nothing."""
+    """An output. Older backends take arrays of NumPy 2 for something else, and send nothing of
+    them; DLPack is read by all.
+    """
+    if np.__version__.startswith("1."):
+        return pb.Tensor(name, np.ascontiguousarray(array))
     return pb.Tensor.from_dlpack(name, np.array(array))
