@@ -4,8 +4,9 @@
 
 Programs for the next tokens of 16 requests a group of devices, and for 64 tokens of prompts beside
 them, each over pages of 4,096 tokens, compiled ahead of time for machines that are not here
-(`shardlib.verify_serving`); weights and cache in bfloat16. Stored are predicted and compiled bytes
-of a device, collectives and findings, for each version of JAX.
+(`shardlib.verify_serving`); weights and cache in bfloat16, or in eight bits where a case says so.
+Stored are predicted and compiled bytes of a device, collectives and findings, for each version of
+JAX.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ from benchmarks.environment import RESULTS, write
 from shardlib import models, serving
 from shardlib.models.config import TransformerConfig
 
-#: (model, machine, groups of devices, devices of a group, pages of 64 tokens a group)
+#: (model, machine, groups of devices, devices of a group, pages of 64 tokens a group, weights,
+#: cache)
 CASES = (
-    ("llama3-70b", "v5e:4x4", 1, 16, 1024),
-    ("llama3-70b", "v6e:2x4", 1, 8, 1024),
-    ("llama3-70b", "h100:8", 1, 8, 1024),
-    ("llama3-8b", "v5e:2x4", 1, 8, 1024),
-    ("llama3-8b", "v5e:2x4", 2, 4, 512),
-    ("llama3-8b", "h100:8", 1, 2, 1024),
+    ("llama3-70b", "v5e:4x4", 1, 16, 1024, "model", "model"),
+    ("llama3-70b", "v5e:4x4", 1, 16, 1024, "int8", "fp8"),
+    ("llama3-70b", "v6e:2x4", 1, 8, 1024, "model", "model"),
+    ("llama3-70b", "h100:8", 1, 8, 1024, "model", "model"),
+    ("llama3-8b", "v5e:2x4", 1, 8, 1024, "model", "model"),
+    ("llama3-8b", "v5e:2x4", 2, 4, 512, "model", "model"),
+    ("llama3-8b", "h100:8", 1, 2, 1024, "model", "model"),
 )
 
 
-def case(name: str, machine: str, data: int, tensor: int, pages: int) -> list[dict[str, Any]]:
+def case(
+    name: str, machine: str, data: int, tensor: int, pages: int, weights: str, cache: str
+) -> list[dict[str, Any]]:
     """Both programs of one case."""
     config = models.load(name)
     assert isinstance(config, TransformerConfig)
@@ -49,11 +54,19 @@ def case(name: str, machine: str, data: int, tensor: int, pages: int) -> list[di
         topology=machine,
         tensor=tensor,
         data=data,
-        capacity=serving.Capacity(longest=4096, slots=16, page=64, pages=pages, budget=64),
+        capacity=serving.Capacity(
+            longest=4096,
+            slots=16,
+            page=64,
+            pages=pages,
+            budget=64,
+            storage=serving.Storage(weights=weights, cache=cache),
+        ),
     )
     for one in found:
         print(one, flush=True)
-    return [{"model": name, **one.to_json()} for one in found]
+    stored = {"stored_weights": weights, "stored_cache": cache}
+    return [{"model": name, **stored, **one.to_json()} for one in found]
 
 
 def main() -> None:

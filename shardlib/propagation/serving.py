@@ -50,9 +50,35 @@ def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
         mesh: see `serving_mesh`.
     """
     found = colour(problem)
-    walked = {found.forward[op.operands[0]][0] for op in problem.forward.ops if op.kind == "enter"}
-    fit = _fit(problem, found, walked)
+    walked = _walked(problem, found)
+    fit = _fit(problem, found)
     return {one.path: _layout(one, found, fit, walked, mesh) for one in problem.parameters}
+
+
+def scale_dims(problem: Problem) -> Mapping[str, int]:
+    """The dim whose elements share a scale where weights are stored in eight bits, for every matrix
+    by path: that of the residual stream, or the longest.
+
+    Args:
+        problem: see `serving_layouts`.
+    """
+    found = colour(problem)
+    walked, sizes = _walked(problem, found), _sizes(problem, found)
+    stream = max(sizes, key=lambda name: sizes[name], default=None)
+    dims = dict[str, int]()
+    for one in problem.parameters:
+        names = found.parameters[one.path]
+        inner = [
+            dim
+            for dim, size in enumerate(one.shape)
+            if size > 1 and (names[dim] is None or names[dim] not in walked)
+        ]
+        if len(inner) > 1:
+            dims[one.path] = next(
+                (dim for dim in inner if names[dim] == stream),
+                max(inner, key=lambda dim: one.shape[dim]),
+            )
+    return dims
 
 
 def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None) -> int:
@@ -77,7 +103,7 @@ def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None)
 _Rank = tuple[int, int]
 
 
-def _fit(problem: Problem, found: Colouring, walked: Collection[str | None]) -> Mapping[str, _Rank]:
+def _fit(problem: Problem, found: Colouring) -> Mapping[str, _Rank]:
     """Colours that weights may be cut along."""
     apart = {found.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)} - {None}
     multiplied, mixed = set[str | None](), Counter[str | None]()
@@ -88,16 +114,28 @@ def _fit(problem: Problem, found: Colouring, walked: Collection[str | None]) -> 
             multiplied.update(results, *sides)
         if op.category in CONTRACTIONS and all(apart & set(names) for names in sides):
             mixed.update(results)
-    weights = Counter[str]()
-    for one in problem.parameters:
-        for name in {*found.parameters[one.path]} - {None, *walked, *apart}:
-            weights[str(name)] += math.prod(one.shape)
+    weights = _sizes(problem, found)
     stream = max(weights, key=lambda name: weights[name], default=None)
     return {
         name: (mixed[name], size)
         for name, size in weights.items()
         if name in multiplied and name != stream
     }
+
+
+def _walked(problem: Problem, found: Colouring) -> set[str | None]:
+    """Colours that loops walk along, as along layers."""
+    return {found.forward[op.operands[0]][0] for op in problem.forward.ops if op.kind == "enter"}
+
+
+def _sizes(problem: Problem, found: Colouring) -> Counter[str]:
+    """Elements of weights that have a colour, of those that are not rows, tokens or layers."""
+    apart = {found.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)}
+    weights = Counter[str]()
+    for one in problem.parameters:
+        for name in {*found.parameters[one.path]} - {None, *_walked(problem, found), *apart}:
+            weights[str(name)] += math.prod(one.shape)
+    return weights
 
 
 def _layout(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardlib.serving.engine import Engine
     from shardlib.serving.folders.folder import read_folder
     from shardlib.serving.sampling.guides import spelt
-    from shardlib.serving.scheduling.capacity import Capacity
+    from shardlib.serving.scheduling.capacity import Capacity, Storage
     from shardlib.serving.scheduling.forms import Form
     from shardlib.serving.scheduling.requests import Asked, Event, Request, Told
     from shardlib.serving.scheduling.settings import Sampling
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Asked": "shardlib.serving.scheduling.requests",
     "Capacity": "shardlib.serving.scheduling.capacity",
+    "Storage": "shardlib.serving.scheduling.capacity",
     "Engine": "shardlib.serving.engine",
     "Event": "shardlib.serving.scheduling.requests",
     "Form": "shardlib.serving.scheduling.forms",
@@ -66,6 +67,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Served",
+    "Storage",
     "Told",
     "named",
     "read_folder",

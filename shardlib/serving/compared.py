@@ -14,6 +14,7 @@ from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError
 from shardlib.lowering.serving.pages import Token
 from shardlib.lowering.serving.program import Forward, TracedForward
+from shardlib.lowering.serving.stored import all_plain
 
 #: Tokens that are compared, and of the row that they stand in; fewer where a request may have no
 #: more.
@@ -60,7 +61,7 @@ def compare(
     def of(seq: int) -> np.ndarray:
         row = np.zeros((1, seq), np.int32)
         row[0, :count] = tokens
-        return np.asarray(jax.jit(plain)(*weights, row), np.float32)
+        return np.asarray(jax.jit(plain)(all_plain(weights[0]), weights[1], row), np.float32)
 
     try:
         right = of(min(ROW, traced.longest))

@@ -37,11 +37,7 @@ def exported_step(
         VerificationError: it does not lower for the platform.
     """
 
-    params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.params,
-        on.params,
-    )
+    params = on.described(model.params)
     state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
     )

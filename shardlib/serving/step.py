@@ -45,7 +45,7 @@ def step_function(forward: TracedForward, grid: Grid) -> StepFunction:
         how: Choices,
     ) -> tuple[Chosen, Mapping[str, Pages]]:
         logits, pages = forward(*weights, pages, tokens, where, rows, grid)
-        return choose(grid.rows(logits), how), pages
+        return grid.by_row(choose, logits, how), pages
 
     return step
 

@@ -137,7 +137,7 @@ def verify_serving(
     arrangement = arranged(model, forward, traced, tensor=tensor, data=data)
     where = target(machine, arrangement.mesh)
     require_compiler(where.platform)
-    on = placed(model, arrangement, arrangement.abstract())
+    on = placed(model, arrangement, arrangement.abstract(), size.storage)
     found: list[ServedProgram] = []
     for shape in size.shapes:
         step, predicted = exported_step(model, traced, on, size, shape, where.platform)

@@ -8,7 +8,7 @@ fewer heads than devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,9 @@ from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import Forward, TracedForward
-from shardlib.propagation.serving import serving_layouts, serving_mesh
+from shardlib.lowering.serving.stored import Stored, is_stored, store
+from shardlib.propagation.serving import scale_dims, serving_layouts, serving_mesh
+from shardlib.serving.scheduling.capacity import Storage
 from shardlib.tracing.forward_only import forward_problem
 
 #: Rows and tokens of the batch that weights are laid out for; layouts do not depend on it.
@@ -39,10 +41,12 @@ class Arrangement:
     Attributes:
         mesh: sizes of the mesh axes.
         layouts: of each parameter, by path.
+        scales: of each matrix, the dim whose elements share a scale in eight bits.
     """
 
     mesh: MeshShape
     layouts: Mapping[str, Layout]
+    scales: Mapping[str, int]
 
     def abstract(self) -> AbstractMesh:
         """The mesh without devices."""
@@ -57,10 +61,15 @@ class Placed:
     Attributes:
         mesh: of its devices, or of none where programs are only compiled.
         params: shardings, as a tree like the params.
+        shared: of each, the dim whose elements share a scale where it is stored in eight bits; -1
+            for none.
+        storage: of weights and the cache.
     """
 
     mesh: Mesh | AbstractMesh
     params: Tree
+    shared: Tree
+    storage: Storage
 
     @property
     def grid(self) -> Grid:
@@ -79,7 +88,40 @@ class Placed:
             params: arrays anywhere.
             state: arrays anywhere.
         """
-        return jax.device_put(params, self.params), jax.device_put(state, self.whole)
+        held = jax.device_put(params, self.params)
+        if self.storage.weights != "model":
+            shardings = jax.tree.map(lambda one: one.sharding, self.described(held))
+            held = jax.jit(self._stored, out_shardings=shardings)(held)
+        return held, jax.device_put(state, self.whole)
+
+    def described(self, params: Tree) -> Tree:
+        """Params as they are stored, without their contents, each with its sharding.
+
+        Args:
+            params: of the model, abstract or not.
+        """
+        if self.storage.weights == "model":
+            return jax.tree.map(_like, params, self.params)
+        shapes = jax.eval_shape(self._stored, params)
+
+        def of(leaf: Tree, sharding: NamedSharding, dim: int) -> Tree:
+            if not isinstance(leaf, Stored):
+                return _like(leaf, sharding)
+            spec = [*sharding.spec, *[None] * (len(leaf.values.shape) - len(sharding.spec))]
+            spec[dim] = None
+            scale = NamedSharding(self.mesh, PartitionSpec(*spec))
+            return replace(
+                leaf, values=_like(leaf.values, sharding), scale=_like(leaf.scale, scale)
+            )
+
+        return jax.tree.map(of, shapes, self.params, self.shared, is_leaf=is_stored)
+
+    def _stored(self, params: Tree) -> Tree:
+        return jax.tree.map(
+            lambda leaf, dim: leaf if dim < 0 else store(leaf, dim, self.storage.weights),
+            params,
+            self.shared,
+        )
 
     def of_pages(self, forward: TracedForward, count: int, size: int) -> Mapping[str, Tree]:
         """Pages without their contents, each with its sharding.
@@ -92,7 +134,10 @@ class Placed:
         Raises:
             ArgumentError: pages cannot be sharded over the devices.
         """
-        grid, pages = self.grid, forward.new_pages(count * self.grid.groups, size)
+        grid, pages = (
+            self.grid,
+            forward.new_pages(count * self.grid.groups, size, self.storage.cache),
+        )
 
         def page(one: jax.ShapeDtypeStruct, heads: int) -> jax.ShapeDtypeStruct:
             spec = grid.page_spec(one, heads)
@@ -121,19 +166,38 @@ class Placed:
         )()
 
 
-def placed(model: Model, found: Arrangement, mesh: Mesh | AbstractMesh) -> Placed:
+def _like(leaf: Leaf, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def placed(
+    model: Model,
+    found: Arrangement,
+    mesh: Mesh | AbstractMesh,
+    storage: Storage | None = None,
+) -> Placed:
     """Where the arrays of a model live.
 
     Args:
         model: from a front end in `annotation/`.
         found: see `arranged`.
         mesh: of its shape.
+        storage: of weights and the cache; None for those of the model.
     """
 
     def of(path: KeyPath, _: Leaf) -> NamedSharding:
         return named_sharding(mesh, found.layouts[path_text(path) or "params"])
 
-    return Placed(mesh=mesh, params=jax.tree_util.tree_map_with_path(of, model.params))
+    def shared(path: KeyPath, leaf: Leaf) -> int:
+        dim = found.scales.get(path_text(path) or "params", -1)
+        return dim if jnp.issubdtype(leaf.dtype, jnp.floating) else -1
+
+    return Placed(
+        mesh=mesh,
+        params=jax.tree_util.tree_map_with_path(of, model.params),
+        shared=jax.tree_util.tree_map_with_path(shared, model.params),
+        storage=storage or Storage(),
+    )
 
 
 def arranged(
@@ -154,4 +218,6 @@ def arranged(
         problem = forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
     except ModelError:  # a model may want whole blocks of tokens
         problem = forward_problem(model, forward, rows=ROWS, tokens=longest)
-    return Arrangement(mesh=mesh, layouts=serving_layouts(problem, mesh))
+    return Arrangement(
+        mesh=mesh, layouts=serving_layouts(problem, mesh), scales=scale_dims(problem)
+    )

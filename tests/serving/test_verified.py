@@ -12,11 +12,12 @@ import pytest
 
 import shardlib
 from shardlib import models
+from shardlib.annotation.read import read
 from shardlib.collective import Collective
 from shardlib.hardware import topology
 from shardlib.models.config import TransformerConfig
 from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.capacity import Capacity, Storage
 from shardlib.serving.verified import findings
 from shardlib.verification.compiled_step import CompiledStep
 
@@ -88,6 +89,41 @@ def test_no_device_has_all_pages_of_fewer_key_heads(machine: str, kv_heads: int)
         assert one.predicted["pages"] == whole // 8
         held = one.compiled.device_bytes  # a TPU pads the 8 columns that it has of a key
         assert held["arguments"] == pytest.approx(sum(one.predicted.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "machine", ["cpu:4", pytest.param("v5e:2x2", marks=pytest.mark.compiler("tpu"))]
+)
+def test_a_device_holds_eight_bits(machine: str):
+    sizes = replace(SIZES, storage=Storage(weights="int8", cache="fp8"))
+    for one in shardlib.verify_serving(
+        models.build(CONFIG)[0],
+        lambda model, tokens: model(tokens),
+        topology=machine,
+        tensor=4,
+        capacity=sizes,
+    ):
+        assert one.ok and one.compiled is not None, str(one)
+        held = one.compiled.device_bytes
+        assert held["arguments"] == pytest.approx(sum(one.predicted.values()), rel=0.05)
+        elements = sum(leaf.size for leaf in jax.tree.leaves(read(models.build(CONFIG)[0]).params))
+        assert one.predicted["weights"] < 1.1 * elements / 4
+
+
+@pytest.mark.parametrize("machine", [pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu"))])
+def test_groups_of_devices_move_nothing_large_between_each_other(machine: str):
+    for one in shardlib.verify_serving(
+        models.build(CONFIG)[0],
+        lambda model, tokens: model(tokens),
+        topology=machine,
+        tensor=4,
+        data=2,
+        capacity=SIZES,
+    ):
+        assert one.ok and one.compiled is not None, str(one)
+        between = [each for each in one.compiled.collectives if "data" in each.axes]
+        logits = 2 * 4.1 * SIZES.slots * CONFIG.vocab_size
+        assert all(each.bytes <= logits for each in between), str(one)
 
 
 def test_what_was_predicted_is_what_an_engine_has():

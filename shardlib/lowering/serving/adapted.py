@@ -11,6 +11,7 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Value
+from shardlib.lowering.serving.stored import is_stored, plain
 
 
 @jax.tree_util.register_dataclass
@@ -36,11 +37,11 @@ def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) ->
         adapter: int32, that of the token, from 1 on; 0, or None, for the base.
     """
     if not isinstance(params, Adapted):
-        return jax.tree.leaves((params, state))
-    leaves = jax.tree.leaves((params.params, state))
+        return jax.tree.leaves((params, state), is_leaf=is_stored)
+    leaves = jax.tree.leaves((params.params, state), is_leaf=is_stored)
     if adapter is None:
         return leaves
     for at, stack in params.stacks.items():
         mine = jnp.take(stack, jnp.maximum(adapter - 1, 0), axis=0)
-        leaves[at] = jnp.where(adapter > 0, mine, leaves[at])
+        leaves[at] = jnp.where(adapter > 0, mine, plain(leaves[at]))
     return leaves

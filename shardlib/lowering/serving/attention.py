@@ -156,8 +156,8 @@ def _more(
     before = jnp.exp(highest - top)
     added = jnp.einsum(
         "ackgu,aukv->ackgv",
-        weights.astype(values.dtype),
-        values,
+        weights.astype(queries[-1].dtype),
+        values.astype(queries[-1].dtype),
         preferred_element_type=jnp.float32,
     )
     return (

@@ -19,6 +19,7 @@ from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.latent import Latent
 from shardlib.lowering.serving.pages import Pages, Token, attending
 from shardlib.lowering.serving.positions import Positions
+from shardlib.lowering.serving.stored import plain
 from shardlib.tracing.program import REMAT, Call, Equation, Program
 from shardlib.tracing.rewriting.binding import bind, carried_avals, strong
 
@@ -71,7 +72,7 @@ def evaluate(
             continue
         if call is not None and isinstance(call.form, ExpertForm):
             if call is not done:
-                results = visiting(call.form, cached.grid)(*(env[number] for number in call.inputs))
+                results = visiting(call.form, cached.grid)(*(plain(env[n]) for n in call.inputs))
                 env.update(zip(call.outputs, results, strict=True))
             done = call
             continue
@@ -89,14 +90,14 @@ def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Val
         source = env[found.source]
         query = operands[found.part]
         operands[found.part] = jnp.einsum(
-            "bsnh,lnh->bsnl", query, env[found.key].astype(query.dtype)
+            "bsnh,lnh->bsnl", query, plain(env[found.key]).astype(query.dtype)
         )
         operands[form.parts + found.part] = operands[2 * form.parts] = source[:, :, None]
     mixed, pages = attending(form, cached.grid, found and found.part)(
         cached.pages[call.path], cached.layer, cached.token, *operands
     )
     if found is not None:
-        mixed = jnp.einsum("bsnl,lnv->bsnv", mixed, env[found.value].astype(mixed.dtype))
+        mixed = jnp.einsum("bsnl,lnv->bsnv", mixed, plain(env[found.value]).astype(mixed.dtype))
     return mixed, replace(cached, pages={**cached.pages, call.path: pages})
 
 
@@ -126,6 +127,8 @@ def _equation(
     equation: Equation, operands: list[Value], cached: Cached
 ) -> tuple[Sequence[Value], Cached]:
     places = cached.positions
+    if equation.name != "scan" and equation.name not in REMAT:
+        operands = [plain(one) for one in operands]
     if equation.path in places.iotas:
         params = equation.params
         return [jnp.full(params["shape"], cached.token.position, params["dtype"])], cached
@@ -137,7 +140,7 @@ def _equation(
         ((program, _),) = bodies(equation)
         results, pages = evaluate(program, operands, cached, equation.path)
         return results, replace(cached, pages=pages)
-    return bind(equation, operands), cached
+    return bind(equation, [plain(one) for one in operands]), cached
 
 
 def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
@@ -172,7 +175,7 @@ def _scan(
         return (tuple(outputs[:carried]), dict(pages), iteration + 1), tuple(outputs[carried:])
 
     start = tuple(
-        strong(value, aval)
+        strong(plain(value), aval)
         for value, aval in zip(
             operands[constants : constants + carried],
             carried_avals(program, constants),

@@ -89,21 +89,24 @@ class Grid:
 
         return jax.tree.map(of, tree)
 
-    def rows(self, logits: Value) -> Value:
-        """Logits with each row on one device of its group, where their number divides, and else on
-        all of them: what is sorted along a row is sorted there.
+    def by_row(self, function: Function, logits: Value, beside: Tree) -> Tree:
+        """What a function makes of each row of logits, on one device where their number divides
+        over all of them, and else on all of its group.
 
         Args:
+            function: (logits, beside) -> arrays with as many rows.
             logits: [D R, vocab].
+            beside: arrays with as many rows, and scalars.
         """
         if self.mesh is None or self.mesh.size == 1:
-            return logits
+            return function(logits, beside)
         rows, vocab = logits.shape
         made = PartitionSpec("data", SHARED if vocab % self.ways(SHARED) == 0 else None)
-        spread = PartitionSpec(("data", *SHARED) if rows % self.mesh.size == 0 else "data")
-        for spec in (made, spread):  # in two steps, or weights are gathered for single rows
-            logits = jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, spec))
-        return logits
+        # first as they are made, or weights are gathered for single rows
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, made))
+        row = PartitionSpec(("data", *SHARED) if rows % self.mesh.size == 0 else "data")
+        specs = jax.tree.map(lambda one: row if one.ndim else PartitionSpec(), beside)
+        return self.local(function, (row, specs), row)(logits, beside)
 
     def local(self, function: Function, arguments: Tree, results: Tree) -> Function:
         """A function of what one device holds as a function of whole arrays.

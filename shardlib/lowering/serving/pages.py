@@ -19,6 +19,7 @@ from shardlib.functions.attention import Attention, Operands
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.serving.attention import Partial, Sets, joined, over_pages
 from shardlib.lowering.serving.grid import Grid
+from shardlib.lowering.serving.stored import fitting
 
 #: Pages of one call: those of each array of keys, and of values.
 Pages = tuple[jax.Array, ...]
@@ -180,7 +181,7 @@ def _written(
     here = (place >= 0) & (place < held)
     number = jnp.where(here, number, pages[0].shape[1])
     return tuple(
-        page.at[layer, number, jnp.where(here, place, 0)].set(one.astype(page.dtype), mode="drop")
+        page.at[layer, number, jnp.where(here, place, 0)].set(fitting(one, page.dtype), mode="drop")
         for page, one in zip(pages, new, strict=True)
     )
 

@@ -18,6 +18,7 @@ from shardlib.annotation.model import Tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.adapted import Adapted
+from shardlib.lowering.serving.stored import is_stored
 from shardlib.serving.scheduling.requests import Asked
 
 #: Dotted path of a parameter -> the array that an adapter has in its place.
@@ -73,11 +74,13 @@ class Adapters:
             ArgumentError: there is no room, or it does not fit the base, or the other adapters.
         """
         leaves = jax.tree_util.tree_leaves_with_path(weights[0])
+        stored = jax.tree.leaves(weights[0], is_leaf=is_stored)
         places = {path_text(path): at for at, (path, _) in enumerate(leaves)}
         parts = parts_of(given)
         failures = [
             why
             for why, wrong in (
+                ("weights are stored in eight bits", any(map(is_stored, stored))),
                 (f"there is room for {self.most}", len({*self.rows, name}) > self.most),
                 ("the name is empty", not name),
                 ("it has no parameters", not parts),

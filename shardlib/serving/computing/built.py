@@ -101,7 +101,9 @@ def built(
     traced = traced_forward(model, forward, longest=capacity.longest)
     capacity = capacity.within(traced.window)
     found = arranged(model, forward, traced, tensor=tensor, data=data)
-    where = placed(model, found, device_mesh(found.mesh, devices[: tensor * data])[0])
+    where = placed(
+        model, found, device_mesh(found.mesh, devices[: tensor * data])[0], capacity.storage
+    )
 
     def place(given: Tree | int) -> tuple[Tree, Tree]:
         return where.weights(*_weights(model, given))

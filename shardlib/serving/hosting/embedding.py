@@ -12,6 +12,7 @@ import numpy as np
 from shardlib.annotation.model import Tree
 from shardlib.errors import ModelError
 from shardlib.lowering.serving.program import Forward
+from shardlib.lowering.serving.stored import all_plain
 from shardlib.serving.engine import Engine
 
 
@@ -30,7 +31,7 @@ class Embedder:
         self._engine, model = engine, engine.forward.model
 
         def embed(weights: tuple[Tree, Tree], tokens: jax.Array, count: jax.Array) -> jax.Array:
-            states = hidden(model.evaluating(model.rebuild(*weights)), tokens[None])[0]
+            states = hidden(model.evaluating(model.rebuild(*all_plain(weights))), tokens[None])[0]
             counted = jnp.arange(len(tokens))[:, None] < count
             mean = jnp.where(counted, states.astype(jnp.float32), 0).sum(axis=0) / count
             return mean / jnp.maximum(jnp.linalg.norm(mean), 1e-12)

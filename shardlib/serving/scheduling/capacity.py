@@ -33,6 +33,35 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How weights and the cache are stored.
+
+    Attributes:
+        weights: "model", as it has them; or "int8" or "fp8", matrices with a scale for each row or
+            column.
+        cache: "model", as it makes keys and values; or "fp8", without a scale.
+
+    Raises:
+        ArgumentError: another word.
+    """
+
+    weights: str = "model"
+    cache: str = "model"
+
+    def __post_init__(self) -> None:
+        failures = [
+            f"{name} are stored as {value!r}; known are {', '.join(known)}"
+            for name, value, known in (
+                ("weights", self.weights, ("model", "int8", "fp8")),
+                ("keys and values", self.cache, ("model", "fp8")),
+            )
+            if value not in known
+        ]
+        if failures:
+            raise_all(ArgumentError, "the model cannot be stored so", failures)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capacity:
     """How many requests and tokens are served.
 
@@ -52,6 +81,7 @@ class Capacity:
             others.
         window: tokens that every layer looks back, the token itself included; 0 where some look at
             all. An engine sees to it (`within`).
+        storage: of weights and the cache.
 
     Raises:
         ArgumentError: sizes that are not usable, or do not fit each other.
@@ -68,6 +98,7 @@ class Capacity:
     adapters: int = 0
     tenants: Mapping[str, float] = field(default_factory=dict[str, float])
     window: int = 0
+    storage: Storage = Storage()
 
     def __post_init__(self) -> None:
         least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "chunk": 1} | {

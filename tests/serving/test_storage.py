@@ -1,0 +1,77 @@
+"""Weights and a cache of eight bits: how far logits move."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib import models
+from shardlib.annotation.read import read
+from shardlib.errors import ArgumentError
+from shardlib.lowering.serving.stored import all_plain, is_stored
+from shardlib.serving.engine import Engine
+from shardlib.serving.scheduling.capacity import Capacity, Storage
+from shardlib.serving.scheduling.requests import Asked
+from tests.serving.test_meshes import FAMILIES, LONGEST, forward, prompts
+
+
+def engine(family: str, tensor: int, **stored: str) -> Engine:
+    """It compares its logits with those of the forward pass with the weights that it holds."""
+    return Engine(
+        models.build(FAMILIES[family])[0],
+        forward,
+        weights=3,
+        capacity=Capacity(longest=LONGEST, slots=4, page=4, budget=8, storage=Storage(**stored)),
+        tensor=tensor,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "how", "moved"),
+    [("grouped", 4, "int8", 0.03), ("latent", 2, "int8", 0.03), ("grouped", 1, "fp8", 0.12)],
+)
+def test_logits_hardly_move_with_weights_of_eight_bits(
+    family: str, tensor: int, how: str, moved: float
+):
+    model = read(models.build(FAMILIES[family])[0])
+    served = engine(family, tensor, weights=how)
+    held = served.compute.weights
+    tokens = np.random.default_rng(0).integers(0, 61, (2, LONGEST))
+    exact = np.asarray(forward(model.rebuild(*model.init(3)), tokens))
+    found = np.asarray(forward(model.rebuild(*jax.device_get(all_plain(held))), tokens))
+    # of matrices the eight bits; with experts a choice of another one moves logits, too
+    off = np.abs(found - exact).max(axis=-1) / np.abs(exact).max()
+    assert 0 < np.median(off) <= moved, np.median(off)
+    stored = [leaf for leaf in jax.tree.leaves(held[0], is_leaf=is_stored) if is_stored(leaf)]
+    assert len(stored) >= 7 and all(leaf.values.dtype.itemsize == 1 for leaf in stored)
+    assert all(leaf.scale.size < leaf.values.size for leaf in stored)
+    (answer,) = served.generate([[5, 3, 9]], 4)
+    assert len(answer) == 4
+
+
+def test_logarithms_hardly_move_with_a_cache_of_fp8():
+    found: list[np.ndarray] = []
+    for cache in ("model", "fp8"):
+        served = engine("grouped", 2, cache=cache)
+        request = served.add(Asked(prompt=prompts()[0], most=1, scored=True))
+        served.run()
+        found.append(np.asarray([one.logprob for one in request.scores]))
+        dtypes = {page.dtype for page in jax.tree.leaves(served.compute.pages)}
+        assert dtypes == {jnp.dtype("float32" if cache == "model" else "float8_e4m3fn")}
+    off = np.abs(found[0] - found[1])
+    assert 0 < off.max() <= 0.1, off
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"weights": "int4"}, "weights are stored as 'int4'; known are model, int8, fp8"),
+        ({"cache": "int8"}, "keys and values are stored as 'int8'; known are model, fp8"),
+    ],
+    ids=["weights", "cache"],
+)
+def test_other_words_are_refused(stored: dict[str, str], said: str):
+    with pytest.raises(ArgumentError, match=said):
+        Storage(**stored)
