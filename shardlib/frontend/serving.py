@@ -22,6 +22,7 @@ from shardlib.planning.serving.pins import ServingPin, ServingPins
 from shardlib.planning.serving.serving_plan import ServingPlan, plan_served
 from shardlib.planning.serving.space import Asked
 from shardlib.planning.serving.workload import ServingWorkload
+from shardlib.tracing.forward_only import served_problem
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 
 
@@ -87,7 +88,14 @@ def plan_serving(
         model = replace(model, name=name)
     served = traced_served(model, forward, longest=load.tokens)
     return plan_served(
-        Asked(model=served, cut=cuts(served), topology=machine, workload=load, pins=pins)
+        Asked(
+            model=served,
+            cut=cuts(served),
+            topology=machine,
+            workload=load,
+            pins=pins,
+            problem=served_problem(model, forward, longest=load.tokens),
+        )
     )
 
 

@@ -152,7 +152,7 @@ def _layout(
         if name in fit and (ways := _ways(one.shape[dim], mesh))
     }
     if cut:
-        dim = max(cut, key=lambda dim: (fit[axes[dim]], -dim))
+        dim = max(cut, key=lambda dim: _preference(fit[axes[dim]], mesh.ways(cut[dim]), dim))
         return _cut(one, dim, cut[dim])
     stream = [dim for dim in range(len(one.shape)) if axes.get(dim) not in walked]
     if sum(one.shape[dim] > 1 for dim in stream) > 1:
@@ -160,6 +160,14 @@ def _layout(
             if ways := _ways(one.shape[dim], mesh):
                 return _cut(one, dim, ways)
     return Layout.replicated(len(one.shape))
+
+
+def _preference(rank: _Rank, ways: int, dim: int) -> tuple[int, int, int, int]:
+    """How much a dim is to be cut: as attention has it, or else into the most parts, as the widths
+    of experts are where there are fewer experts than devices.
+    """
+    mixed, size = rank
+    return mixed, ways, size, -dim
 
 
 def _ways(size: int, mesh: MeshShape) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.axes import MeshShape
-from shardlib.errors import ModelError
 from shardlib.jax_types import KeyPath, Leaf
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import axis_names
@@ -28,10 +27,7 @@ from shardlib.lowering.serving.program import Forward, TracedForward
 from shardlib.lowering.serving.stored import Stored, is_stored, store
 from shardlib.propagation.serving import scale_dims, serving_layouts, serving_mesh
 from shardlib.serving.scheduling.capacity import Storage
-from shardlib.tracing.forward_only import forward_problem
-
-#: Rows and tokens of the batch that weights are laid out for; layouts do not depend on it.
-ROWS, TOKENS = 8, 32
+from shardlib.tracing.forward_only import served_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +209,7 @@ def arranged(
         data: groups, each with requests of its own.
     """
     mesh = serving_mesh(tensor=tensor, key_heads=traced.key_heads, data=data)
-    longest = traced.longest
-    try:
-        problem = forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
-    except ModelError:  # a model may want whole blocks of tokens
-        problem = forward_problem(model, forward, rows=ROWS, tokens=longest)
+    problem = served_problem(model, forward, longest=traced.longest)
     return Arrangement(
         mesh=mesh, layouts=serving_layouts(problem, mesh), scales=scale_dims(problem)
     )

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import ModelError
 from shardlib.graph.problem import Problem
 from shardlib.tracing.batch import describe_batch, tokens_of
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 from shardlib.tracing.parameters import abstract, described_parameters, named_inputs
 from shardlib.tracing.program import flatten
+
+#: Rows and tokens of the batch that weights are laid out for; layouts hardly depend on it.
+ROWS, TOKENS = 8, 32
 
 
 def forward_problem(
@@ -44,3 +48,19 @@ def forward_problem(
         batch=described,
         tokens=tokens_of(described),
     )
+
+
+def served_problem(
+    model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, longest: int
+) -> Problem:
+    """The forward pass by which programs that serve lay out weights.
+
+    Args:
+        model: from a front end in `annotation/`.
+        forward: its forward pass.
+        longest: tokens of a request at most.
+    """
+    try:
+        return forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
+    except ModelError:  # a model may want whole blocks of tokens
+        return forward_problem(model, forward, rows=ROWS, tokens=longest)

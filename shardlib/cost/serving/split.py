@@ -7,7 +7,7 @@ fewer heads than devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardlib.cost.serving.served_model import Dim, ServedModel, Weight, stored_itemsize
@@ -90,7 +90,13 @@ def ways(dims: Iterable[Dim], cut: frozenset[str], tensor: int) -> int:
 
 
 def split(
-    model: ServedModel, cut: frozenset[str], tensor: int, *, weights: str, cache: str
+    model: ServedModel,
+    cut: frozenset[str],
+    tensor: int,
+    *,
+    weights: str,
+    cache: str,
+    parts: Mapping[str, int] | None = None,
 ) -> Split:
     """What one of several devices has.
 
@@ -100,12 +106,15 @@ def split(
         tensor: devices that share every layer.
         weights: how they are stored, a word of `STORED`, or "model".
         cache: the same.
+        parts: into how many parts each weight is cut, by path; None to follow `cut`.
     """
 
     def size(weight: Weight) -> float:
         itemsize = stored_itemsize(weights, weight.dtype)
         if not weight.multiplied and weights != "model":  # tables and norms are not quantised
             itemsize = min(2.0, weight.itemsize)
+        if parts is not None:
+            return weight.elements * itemsize / parts.get(weight.path, 1)
         return weight.elements * itemsize / ways(weight.dims, cut, tensor)
 
     groups: dict[int, float] = {}
@@ -114,9 +123,9 @@ def split(
             groups[weight.experts] = groups.get(weight.experts, 0.0) + size(weight)
     sums: dict[tuple[int, float], int] = {}
     for number in {one.added_to for one in model.products}:
-        parts = [one for one in model.products if one.added_to == number]
-        last = parts[-1]
-        if any(ways(one.summed, cut, tensor) > 1 for one in parts):
+        added = [one for one in model.products if one.added_to == number]
+        last = added[-1]
+        if any(ways(one.summed, cut, tensor) > 1 for one in added):
             found = last.runs, _size(last.written, cut, tensor) * last.itemsize
             sums[found] = sums.get(found, 0) + last.runs
     for lookup in model.lookups:

@@ -18,7 +18,7 @@ takes a step for each of its chunks, and half a step to begin with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,10 +32,12 @@ from shardlib.cost.serving.memory import limit, temporaries
 from shardlib.cost.serving.served_model import ServedModel
 from shardlib.cost.serving.split import split
 from shardlib.cost.serving.step_price import Load, Pricing
+from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.planning.serving.pins import ServingPins
 from shardlib.planning.serving.workload import ServingWorkload
+from shardlib.propagation.serving import serving_layouts
 
 Numbers = NDArray[np.float64]
 #: Requests that a replica serves at a time at most; the host does some work for each.
@@ -58,6 +60,7 @@ class Asked:
         topology: the machine.
         workload: what is asked of it.
         pins: what is fixed.
+        problem: the same forward pass, of which programs lay out the weights; None to follow `cut`.
     """
 
     model: ServedModel
@@ -65,6 +68,20 @@ class Asked:
     topology: Topology
     workload: ServingWorkload
     pins: ServingPins
+    problem: Problem | None = None
+
+    def parts(self, tensor: int) -> Mapping[str, int] | None:
+        """Into how many parts programs cut each weight, by path.
+
+        Args:
+            tensor: devices that share every layer.
+        """
+        if self.problem is None:
+            return None
+        shared = self.shared(tensor)
+        mesh = MeshShape(context=shared, tensor=tensor // shared)
+        found = serving_layouts(self.problem, mesh)
+        return {path: mesh.ways(tuple(layout.axes)) for path, layout in found.items()}
 
     @property
     def dtype(self) -> str:
@@ -143,6 +160,7 @@ class Replica:
                 self.tensor,
                 weights=asked.workload.weights,
                 cache=asked.workload.cache,
+                parts=asked.parts(self.tensor),
             ),
             chip=asked.topology.chip,
             reduce=self.reduce,

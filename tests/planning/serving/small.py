@@ -9,6 +9,7 @@ from shardlib.annotation.read import read
 from shardlib.cost.serving.cuts import cuts
 from shardlib.cost.serving.served_model import ServedModel
 from shardlib.frontend.serving import traced_served
+from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import topology
 from shardlib.models import build
 from shardlib.models.config import TransformerConfig
@@ -16,6 +17,7 @@ from shardlib.models.presets import PRESETS
 from shardlib.planning.serving.pins import ServingPins
 from shardlib.planning.serving.space import Asked
 from shardlib.planning.serving.workload import ServingWorkload
+from shardlib.tracing.forward_only import served_problem
 
 
 @cache
@@ -27,6 +29,16 @@ def served(name: str) -> ServedModel:
         replace(read(build(config)[0]), name=name),
         lambda model, tokens: model(tokens),
         longest=config.max_seq,
+    )
+
+
+@cache
+def problem_of(name: str) -> Problem:
+    """The forward pass of a preset, by which programs lay out its weights."""
+    config = PRESETS[name]
+    assert isinstance(config, TransformerConfig)
+    return served_problem(
+        read(build(config)[0]), lambda model, tokens: model(tokens), longest=config.max_seq
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from shardlib.cost.serving.cuts import cuts
 from shardlib.cost.serving.split import Experts, split
 from shardlib.cost.serving.step_price import visited
-from tests.planning.serving.small import served
+from shardlib.propagation.serving import serving_mesh, weight_bytes
+from tests.planning.serving.small import asked, problem_of, served
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,19 @@ def test_experts_are_read_as_tokens_visit_them():
         ]
         found = visited(Experts(bytes=16.0, count=16, chosen=2), np.asarray(float(tokens)))
         assert float(found) == pytest.approx(np.mean(drawn), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "gpt2-small"])
+@pytest.mark.parametrize("tensor", [2, 8, 16])
+def test_weights_of_a_plan_are_those_of_the_programs(name: str, tensor: int):
+    """The layouts of programs; experts and few key heads are cut over all devices, too."""
+    given = asked(name, "v5e:4x4", {"tensor": tensor})
+    problem = problem_of(name)
+    mesh = serving_mesh(
+        tensor=tensor, key_heads=[max(n for _, n in one.kept) for one in given.model.attention]
+    )
+    replica = replace(given, problem=problem).replica(tensor)
+    assert replica is not None
+    held = replica.pricing.split.weights
+    assert held == pytest.approx(weight_bytes(problem, mesh, 2), rel=0.01)
+    assert held * tensor <= 1.75 * 2 * given.model.parameters  # 12 heads on 16 devices
