@@ -142,7 +142,8 @@ def verify_serving(
     for shape in size.shapes:
         step, predicted = exported_step(model, traced, on, size, shape, where.platform)
         made = compile_apart(step, where, limits)
-        compiled, said = _judged(arrangement.mesh, machine, where, step, made, predicted)
+        logits = 4 * traced.vocab * data * shape.tokens
+        compiled, said = _judged(arrangement.mesh, machine, where, step, made, predicted, logits)
         found.append(
             ServedProgram(
                 topology=machine.name,
@@ -166,6 +167,7 @@ def _judged(
     step: ExportedStep,
     made: Compiled | Failure,
     predicted: Mapping[str, int],
+    logits: int,
 ) -> tuple[CompiledStep | None, tuple[Finding, ...]]:
     if isinstance(made, Failure):
         return None, (_finding(made.kind, "error", made.message[:600], "smaller sizes"),)
@@ -177,6 +179,7 @@ def _judged(
             donated=step.donated,
             aliased=traffic.aliased,
             predicted=predicted,
+            logits=logits,
         )
     )
 
@@ -188,6 +191,7 @@ def findings(
     donated: int,
     aliased: int,
     predicted: Mapping[str, int],
+    logits: int,
 ) -> Iterator[Finding]:
     """What is wrong with a program that serves.
 
@@ -197,12 +201,14 @@ def findings(
         donated: arrays of pages.
         aliased: those of them that are written in place.
         predicted: bytes a device: "weights", "pages".
+        logits: bytes of those of all tokens of the step: a gather of more than twice as much is
+            one of weights, whatever the compiler calls it.
     """
     found, pages = compiled.device_bytes, predicted["pages"]
     gathered = [
         one
         for one in compiled.collectives
-        if one.kind == "all-gather" and one.cause.startswith("weights.")
+        if one.kind == "all-gather" and (one.cause.startswith("weights.") or one.bytes > 2 * logits)
     ]
     if gathered:
         size = sum(one.total_bytes for one in gathered)

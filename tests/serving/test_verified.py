@@ -171,6 +171,7 @@ def test_what_is_wrong_is_said():
             Collective(kind="all-gather", axes=("tensor",), bytes=64, count=3, cause="weights.out"),
             Collective(kind="all-gather", axes=("tensor",), bytes=64, cause="weights.a, pages.0"),
             Collective(kind="all-gather", axes=("tensor",), bytes=8, cause="jit(argsort)/sort"),
+            Collective(kind="all-gather", axes=("tensor",), bytes=2001, cause="vmap()/dot"),
         ),
         wire_bytes=0.0,
         compute_seconds=0.0,
@@ -183,6 +184,7 @@ def test_what_is_wrong_is_said():
             donated=4,
             aliased=3,
             predicted={"weights": 1000, "pages": 500},
+            logits=1000,
         )
     )
     assert [(one.code, one.severity) for one in said] == [
@@ -193,4 +195,5 @@ def test_what_is_wrong_is_said():
         ("does-not-fit", "error"),
     ]
     assert "weights.out" in said[0].message and "argsort" not in said[0].message
+    assert "vmap()/dot" in said[0].message
     assert np.all([one.where == "serving" for one in said])
