@@ -143,6 +143,7 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
 def test_programs_of_the_backend_are_python(tmp_path: Path):
     assert {path.name for path in MODELS.glob("*.py")} == {
         "__init__.py",
+        "arrays.py",
         "forward.py",
         "generate.py",
         "normalise.py",

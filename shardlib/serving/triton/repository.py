@@ -197,6 +197,7 @@ class Repository:
 
     def _program(self, place: Path, which: str, settings: JsonObject) -> None:
         shutil.copyfile(MODELS / f"{which}.py", place / "model.py")
+        shutil.copyfile(MODELS / "arrays.py", place / "arrays.py")
         said = {"python_path": list(self.python_path), **settings}
         (place / "settings.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 

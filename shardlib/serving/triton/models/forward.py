@@ -10,11 +10,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SETTINGS = json.loads((HERE / "settings.json").read_text())
-sys.path[:0] = SETTINGS["python_path"]
+sys.path[:0] = [str(HERE), *SETTINGS["python_path"]]
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import triton_python_backend_utils as pb  # noqa: E402
+from arrays import received, sent  # noqa: E402
 from jax import export  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
@@ -35,7 +36,7 @@ class TritonPythonModel:
         names, rows = list(self.about["inputs"]), [0]
         given = {}
         for name in names:
-            parts = [pb.get_input_tensor_by_name(one, name).as_numpy() for one in requests]
+            parts = [received(pb.get_input_tensor_by_name(one, name)) for one in requests]
             rows = [len(part) for part in parts]
             given[name] = np.concatenate(parts)
         total = sum(rows)
@@ -49,16 +50,7 @@ class TritonPythonModel:
         answers, first = [], 0
         for count in rows:
             here = slice(first, first + count)
-            tensors = [tensor(name, one[here]) for name, one in outputs.items()]
+            tensors = [sent(name, one[here]) for name, one in outputs.items()]
             answers.append(pb.InferenceResponse(output_tensors=tensors))
             first += count
         return answers
-
-
-def tensor(name, array):
-    """An output. Older backends take arrays of NumPy 2 for something else, and send nothing of
-    them; DLPack is read by all.
-    """
-    if np.__version__.startswith("1."):
-        return pb.Tensor(name, np.ascontiguousarray(array))
-    return pb.Tensor.from_dlpack(name, np.array(array))

@@ -13,10 +13,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SETTINGS = json.loads((HERE / "settings.json").read_text())
-sys.path[:0] = SETTINGS["python_path"]
+sys.path[:0] = [str(HERE), *SETTINGS["python_path"]]
 
 import numpy as np  # noqa: E402
 import triton_python_backend_utils as pb  # noqa: E402
+from arrays import NO_TEXTS, has_texts, received, sent  # noqa: E402
 
 from shardlib import serving  # noqa: E402
 from shardlib.serving.text import Pieces  # noqa: E402
@@ -29,6 +30,9 @@ class TritonPythonModel:
 
     def initialize(self, args):
         """Reads the folder beside this file, compiles, and starts to step."""
+        self.has_texts = has_texts()
+        if not self.has_texts:  # a text would end this process and all requests: `read` refuses it
+            pb.deserialize_bytes_tensor = lambda data: np.asarray([None], object)
         found = serving.read_folder(HERE / "model")
         self.text = found.text
         self.engine = found.engine(serving.Capacity(**SETTINGS["capacity"]))
@@ -43,7 +47,7 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self.asked.put((read(request), sender))
+                self.asked.put((read(request, self.has_texts), sender))
             except ValueError as error:
                 fail(sender, str(error))
 
@@ -112,22 +116,24 @@ class TritonPythonModel:
             del self.open[event.request]
 
 
-def read(request):
-    """What a request asks for."""
+def read(request, texts):
+    """What a request asks for, of a backend that has texts or not."""
 
     def number(name, default):
         given = pb.get_input_tensor_by_name(request, name)
-        return default if given is None else given.as_numpy().reshape(-1)[0].item()
+        return default if given is None else received(given).reshape(-1)[0].item()
 
     text = pb.get_input_tensor_by_name(request, "text")
     tokens = pb.get_input_tensor_by_name(request, "tokens")
     if (text is None) == (tokens is None):
         raise ValueError("a request has a text, or tokens")
+    if text is not None and not texts:
+        raise ValueError(f"{NO_TEXTS}\nTry: tokens, or a Triton after 2.52")
     given = "" if text is None else text.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
     return {
         "text": given,
-        "tokens": None if tokens is None else tokens.as_numpy().reshape(-1).tolist(),
-        "texts": "text" in request.requested_output_names(),
+        "tokens": None if tokens is None else received(tokens).reshape(-1).tolist(),
+        "texts": texts and "text" in request.requested_output_names(),
         "most": number("most", 16),
         "temperature": number("temperature", 0.0),
         "seed": number("seed", 0),
@@ -136,7 +142,7 @@ def read(request):
 
 def answer(token, text):
     """One token, and where it is asked for the text that is new with it."""
-    found = [tensor("token", np.asarray([token], np.int32))]
+    found = [sent("token", np.asarray([token], np.int32))]
     if text is not None:
         found.append(pb.Tensor("text", np.asarray([text.encode()], object)))
     return pb.InferenceResponse(output_tensors=found)
@@ -145,12 +151,3 @@ def answer(token, text):
 def fail(sender, why):
     """Ends a request with an error."""
     sender.send(pb.InferenceResponse(error=pb.TritonError(why)), flags=FINAL)
-
-
-def tensor(name, array):
-    """An output. Older backends take arrays of NumPy 2 for something else, and send nothing of
-    them; DLPack is read by all.
-    """
-    if np.__version__.startswith("1."):
-        return pb.Tensor(name, np.ascontiguousarray(array))
-    return pb.Tensor.from_dlpack(name, np.array(array))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SETTINGS = json.loads((HERE / "settings.json").read_text())
-sys.path[:0] = SETTINGS["python_path"]
+sys.path[:0] = [str(HERE), *SETTINGS["python_path"]]
 
 import numpy as np  # noqa: E402
 import triton_python_backend_utils as pb  # noqa: E402
+from arrays import NO_TEXTS, has_texts, sent  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 
@@ -19,6 +20,11 @@ class TritonPythonModel:
 
     def initialize(self, args):
         """Reads the tokenizer."""
+        if not has_texts():
+            raise RuntimeError(
+                f"{NO_TEXTS}\nTry: a Triton after 2.52, or `pip install --target FOLDER 'numpy<2'`"
+                f" and FOLDER first in python_path of {HERE / 'settings.json'}"
+            )
         self.tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
 
     def execute(self, requests):
@@ -37,15 +43,4 @@ class TritonPythonModel:
         for row, ids in zip(tokens, found, strict=True):
             row[: len(ids)] = ids
         length = np.asarray([[len(ids)] for ids in found], np.int32)
-        return pb.InferenceResponse(
-            output_tensors=[tensor("tokens", tokens), tensor("length", length)]
-        )
-
-
-def tensor(name, array):
-    """An output. Older backends take arrays of NumPy 2 for something else, and send nothing of
-    them; DLPack is read by all.
-    """
-    if np.__version__.startswith("1."):
-        return pb.Tensor(name, np.ascontiguousarray(array))
-    return pb.Tensor.from_dlpack(name, np.array(array))
+        return pb.InferenceResponse(output_tensors=[sent("tokens", tokens), sent("length", length)])
