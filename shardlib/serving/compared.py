@@ -6,15 +6,19 @@ know would give wrong answers, and no error. So some random tokens go both ways.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError
+from shardlib.lowering.serving.calls import bodies
 from shardlib.lowering.serving.pages import Token
 from shardlib.lowering.serving.program import Forward, TracedForward
 from shardlib.lowering.serving.stored import all_plain
+from shardlib.tracing.program import Program
 
 #: Tokens that are compared, and of the row that they stand in; fewer where a request may have no
 #: more.
@@ -41,7 +45,7 @@ def compare(
     if traced.capped:
         return
     count = min(TOKENS, traced.longest - 1)  # nobody computes the last token of a request
-    tokens = np.random.default_rng(0).integers(0, traced.vocab, count).astype(np.int32)
+    tokens = _tokens(traced, count)
     used = -(-count // page)
     pages = {
         name: tuple(jnp.zeros(one.shape, one.dtype) for one in arrays)
@@ -67,6 +71,11 @@ def compare(
         right = of(min(ROW, traced.longest))
     except ModelError:  # a model may want whole blocks of tokens
         right = of(traced.longest)
+    if not np.isfinite(right).all():
+        raise ModelError(
+            "the forward pass gives logits that are no numbers\nTry: look at the weights; they may"
+            " hold NaN"
+        )
     found = jax.jit(traced.__call__)(*weights, pages, tokens, where, position)[0]
     error = np.abs(np.asarray(found, np.float32) - right).max(axis=-1)
     coarsest = max(
@@ -82,3 +91,24 @@ def compare(
             " or at its position, in a way that is not known here\nTry: attention by"
             " shardlib.attention, and positions by jnp.arange(tokens.shape[1])"
         )
+
+
+def _tokens(traced: TracedForward, count: int) -> np.ndarray:
+    """Random tokens, and among them those that the forward pass may treat apart: every whole number
+    that stands in it.
+    """
+    tokens = np.random.default_rng(0).integers(0, traced.vocab, count).astype(np.int32)
+    named = sorted({one for one in _numbers(traced.program) if 0 <= one < traced.vocab})
+    places = range(2, count - 1, 3)
+    for at, token in zip(places, named, strict=False):
+        tokens[at] = token
+    return tokens
+
+
+def _numbers(program: Program) -> Iterator[int]:
+    for value in program.constants.values():
+        if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.integer):
+            yield int(np.asarray(value))
+    for equation in program.equations:
+        for body, _ in bodies(equation):
+            yield from _numbers(body)

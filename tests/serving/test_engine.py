@@ -313,3 +313,46 @@ def test_a_request_ends_when_its_time_is_over(engine: Engine):
     assert engine.schedule.pool.available == engine.schedule.pool.pages
     with pytest.raises(ArgumentError, match="seconds is 0; it is a number above 0"):
         engine.add(Asked(prompt=(1,), seconds=0))
+
+
+def reset_at(token: int):
+    """The model of the docs, whose positions begin again at one token, as packed documents do."""
+
+    def run(params: Any, tokens: jax.Array) -> jax.Array:
+        index = jnp.arange(tokens.shape[1])[None]
+        begun = jax.lax.cummax(jnp.where(tokens == token, index, 0), axis=1)
+        x = params["embed"][tokens] + jnp.sin((index - begun)[..., None] + jnp.arange(16.0))
+        q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, params["qkv"][:, part]) for part in range(3))
+        mixed = shardlib.attention(q, k, v)
+        return (x + mixed.reshape(*mixed.shape[:2], 16)) @ params["out"]
+
+    return run
+
+
+@pytest.mark.parametrize("token", [0, 5, 4321])
+def test_what_only_a_rare_token_does_is_refused(token: int):
+    with pytest.raises(ModelError, match="looks at other tokens"):
+        Engine(shardlib.tree(wide, AXES), reset_at(token), capacity=Capacity(longest=64))
+
+
+def wide(key: jax.Array) -> dict[str, jax.Array]:
+    keys = jax.random.split(key, 3)
+    return {
+        "embed": jax.random.normal(keys[0], (5000, 16)),
+        "qkv": jax.random.normal(keys[1], (16, 3, 2, 8)) / 4,
+        "out": jax.random.normal(keys[2], (16, 5000)) / 4,
+    }
+
+
+def test_weights_of_another_model_are_refused():
+    right = wide(jax.random.key(0))
+    for wrong, said in (
+        ({**right, "embed": right["embed"][:30]}, r"embed is \[30, 16\]; the model has"),
+        ({**right, "more": right["out"]}, "more is no parameter"),
+        ({"embed": right["embed"]}, "is missing"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            Engine(shardlib.tree(wide, AXES), reset_at(0), weights=wrong)
+    with pytest.raises(ModelError, match="no numbers"):
+        broken = jax.tree.map(lambda leaf: leaf * jnp.nan, right)
+        Engine(shardlib.tree(wide, AXES), reset_at(0), weights=broken)

@@ -218,8 +218,9 @@ def _infeasible(found: Found) -> PinError | InfeasibleError:
                 short_bytes=math.ceil(least),
             )
         return PinError(
-            f"the pins {asked.pins.to_json()} leave no choice: prompts come faster than their"
-            " chunks\nTry: a larger chunk, or a smaller batch"
+            f"prompts come faster than chunks of {asked.chunks()[-1]} tokens compute"
+            f" them{pinned}: a request has {load.prompt} tokens of prompt for {load.output} of"
+            " answer\nTry: a larger chunk, or a smaller batch"
         )
     if not len(found.choices):
         best = max(float(one.requests.max()) * _most(one) for one in all_priced(asked))

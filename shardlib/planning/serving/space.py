@@ -1,7 +1,7 @@
 """What can be chosen, and what each choice is predicted to do.
 
     tensor     every number of devices that divides those of the machine
-    chunk      powers of two, up to the prompt
+    chunk      64 to 8,192 tokens: powers of two, and one and a half times as much
     batch      every whole number of requests whose pages fit, up to `MOST_REQUESTS`
 
 For each tensor and chunk all batches are priced side by side. Requests are taken to be as long as
@@ -48,6 +48,10 @@ PAGE = 16
 BUSY = 0.95
 #: The smallest and the largest chunk, tokens.
 CHUNKS = (64, 8192)
+#: The sizes that are priced: powers of two, and what lies between them.
+CHUNK_SIZES: tuple[int, ...] = tuple(
+    sorted({size for power in range(8) for size in (64 << power, 96 << power) if size <= CHUNKS[1]})
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,7 @@ class Asked:
         """Sizes of chunks, rising."""
         if self.pins.chunk is not None:
             return [self.pins.chunk]
-        last = min(CHUNKS[1], max(CHUNKS[0], 1 << (self.workload.prompt - 1).bit_length()))
-        return [1 << power for power in range(CHUNKS[0].bit_length() - 1, last.bit_length())]
+        return list(CHUNK_SIZES)
 
     def replica(self, tensor: int) -> Replica | None:
         """So many devices that share every layer; None where the links have no such group, or the

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardlib.planning.serving.estimate import LIMITS, ServingPoint
 from shardlib.planning.serving.serving_data import ServingData
+from shardlib.planning.serving.space import CHUNK_SIZES, MOST_REQUESTS
 from shardlib.planning.serving.two_meshes import TwoMeshes
 from shardlib.planning.units.quantity import (
     bytes_text,
@@ -182,7 +183,9 @@ def _search(plan: ServingData) -> list[str]:
         "",
         (
             f"All {found.candidates} choices that fit were priced{kept}, in"
-            f" {seconds_text(found.seconds)}: within the prices no better one exists."
+            f" {seconds_text(found.seconds)}: every number of devices that divides, every batch up"
+            f" to {MOST_REQUESTS:,} and {len(CHUNK_SIZES)} sizes of chunks; among them and within"
+            " the prices no better one exists."
         ),
     )
 

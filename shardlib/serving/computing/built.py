@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import Init, read
+from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.mesh.device_mesh import device_mesh
 from shardlib.lowering.serving.program import Forward, TracedForward, traced_forward
@@ -21,6 +23,7 @@ from shardlib.serving.scheduling.requests import Told
 from shardlib.serving.scheduling.schedule import Share
 from shardlib.serving.step import Step
 from shardlib.serving.weights import arranged, placed
+from shardlib.untrusted.shown import bounded
 
 
 class Computes(Protocol):
@@ -164,12 +167,34 @@ def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
     if isinstance(given, int):
         return jax.jit(model.init)(given)
     if isinstance(given, tuple) and len(given) == 2:
+        _require_same(model.params, given[0])
         return given
     if jax.tree.leaves(model.state):
         raise ArgumentError(
             "the model has state, and weights are params alone\nTry: (params, state)"
         )
+    _require_same(model.params, given)
     return given, model.state
+
+
+def _require_same(wanted: Tree, given: Tree) -> None:
+    """Refuses weights of another model."""
+    mine, theirs = (
+        {
+            path_text(path) or "params": tuple(jnp.shape(leaf))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (wanted, given)
+    )
+    failures = [f"{path} is missing" for path in mine if path not in theirs]
+    failures += [f"{path} is no parameter of the model" for path in theirs if path not in mine]
+    failures += [
+        f"{path} is {list(theirs[path])}; the model has {list(shape)}"
+        for path, shape in mine.items()
+        if theirs.get(path, shape) != shape
+    ]
+    if failures:
+        raise_all(ArgumentError, "the weights are not those of the model", bounded(failures))
 
 
 def shapes(weights: Tree) -> list[object]:

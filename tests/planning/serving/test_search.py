@@ -232,3 +232,17 @@ def test_pins_that_leave_nothing_are_errors(pins: dict[str, int]):
 def test_requests_that_ask_for_nothing_are_errors(load: dict[str, object]):
     with pytest.raises(ArgumentError):
         asked("llama3-8b", "v5e:4x4", **load)
+
+
+@pytest.mark.parametrize("lengths", [(512, 8), (64, 32), (2048, 1), (1, 512)])
+def test_no_pinned_chunk_of_the_space_is_better(lengths: tuple[int, int]):
+    prompt, output = lengths
+    free = search(asked("llama3-8b", "v6e:2x2", prompt=prompt, output=output))
+    best = free.per_chip[free.best()]
+    for chunk in (64, 96, 512, 2048, 4096, 6144, 8192):
+        try:
+            pins = {"chunk": chunk}
+            found = search(asked("llama3-8b", "v6e:2x2", pins, prompt=prompt, output=output))
+        except (PinError, InfeasibleError):
+            continue
+        assert found.per_chip[found.best()] <= best * (1 + 1e-9)
