@@ -14,7 +14,7 @@ CASE = ["plan", "llama3-8b", "--serve", "--topology", "v5e:4x4"]
 
 
 def masked(text: str) -> list[str]:
-    joined = re.sub(r"in [\d.]+ \w+: within", "in T: within", " ".join(text.split()))
+    joined = re.sub(r"in [\d.]+ \w+: every", "in T: every", " ".join(text.split()))
     return joined.split()
 
 
@@ -35,6 +35,8 @@ def test_a_plan_is_written_and_explained(tmp_path: Path, shell):
     assert data["pareto"] and data["two_meshes"]["prefill"]["mesh"]
     code, _, err = shell("explain", str(file), "--why-not", "tensor=2")
     assert code == 2 and "carries no model" in err
+    code, _, err = shell("replan", str(file), "--topology", "v5e:2x4")
+    assert code == 2 and "plans a server" in err
 
 
 @pytest.mark.parametrize(

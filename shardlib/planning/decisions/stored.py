@@ -64,6 +64,11 @@ def read(form: type[P], data: Json, *, changed: bool = False) -> P:
         if isinstance(data, Mapping)
         else type(data).__name__
     )
+    if isinstance(found, str) and found.startswith("serving-"):
+        raise PlanError(
+            "this plans a server, and no training\nTry: shardlib explain FILE; or shardlib plan"
+            " MODEL --serve for another machine"
+        )
     if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
         raise PlanError(
             f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"

@@ -18,7 +18,7 @@ from shardlib.untrusted.documents import parse_json
 from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
 
 #: Version of the JSON form; readers refuse others.
-FORMAT = "serving-1"
+FORMAT = "serving-2"
 P = TypeVar("P", bound="ServingData")
 
 
@@ -71,6 +71,7 @@ class ServingData:
 
     Attributes:
         model: its name.
+        parameters: elements of its weights.
         topology: the machine's.
         workload: what was asked for.
         pins: what was fixed by hand.
@@ -81,6 +82,7 @@ class ServingData:
     """
 
     model: str
+    parameters: int
     topology: str
     workload: ServingWorkload
     pins: ServingPins
@@ -99,6 +101,7 @@ def to_data(plan: ServingData) -> JsonObject:
     found: JsonObject = {
         "format": FORMAT,
         "model": plan.model,
+        "parameters": plan.parameters,
         "topology": plan.topology,
         "workload": asdict(plan.workload),
         "pins": dict(plan.pins.to_json()),

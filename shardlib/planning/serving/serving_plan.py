@@ -170,6 +170,7 @@ def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
     estimate = _estimate(asked, point)
     return ServingPlan(
         model=asked.model.name,
+        parameters=asked.model.parameters,
         topology=asked.topology.name,
         workload=asked.workload,
         pins=asked.pins,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from shardlib.cli.numbers import duration
 from shardlib.errors import ArgumentError, PlanError
+from shardlib.planning.units.quantity import seconds_text
 
 if TYPE_CHECKING:
     from shardlib.planning.serving.serving_data import ServingData
@@ -150,7 +152,9 @@ def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Size
             raise PlanError(
                 f"a plan says what {', '.join(said)} would\nTry: leave {', '.join(said)} out"
             )
-        return _planned(_plan(served, room, planned, longest), devices, longest)
+        plan = _plan(served, room, planned, longest)
+        _require_own(plan, served)
+        return _planned(plan, devices, longest)
     capacity = Capacity(
         longest=longest,
         slots=room.slots,
@@ -160,6 +164,22 @@ def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Size
         prefixes=room.prefixes,
     )
     return Sizes(capacity=capacity, tensor=devices // room.groups, groups=room.groups)
+
+
+def _require_own(plan: ServingData, served: Served) -> None:
+    """Refuses a plan that was made for another model."""
+    import jax
+
+    from shardlib.annotation.read import read
+
+    model = read(served.init)
+    found = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((model.params, model.state)))
+    if plan.parameters != found:
+        raise PlanError(
+            f"the plan is for {plan.model}, which has {plan.parameters:,} parameters, and"
+            f" {served.name} has {found:,}\nTry: shardlib plan MODEL --serve for the model that is"
+            " served, or --ttft and --tpot in place of --plan"
+        )
 
 
 def _planned(plan: ServingData, devices: int, longest: int) -> Sizes:
@@ -176,9 +196,9 @@ def _planned(plan: ServingData, devices: int, longest: int) -> Sizes:
         tensor=choice.tensor,
         groups=choice.replicas,
         says=(
-            f"planned: {choice.batch} requests at a time on {choice.tensor} devices, times"
-            f" {choice.replicas}; first token in {1000 * plan.estimate.ttft_seconds:.3g} ms, next"
-            f" in {1000 * plan.estimate.tpot_seconds:.3g} ms"
+            f"planned: {choice.replicas} x tensor {choice.tensor}, {choice.batch} requests at a"
+            f" time on each; first token in {seconds_text(plan.estimate.ttft_seconds)}, next in"
+            f" {seconds_text(plan.estimate.tpot_seconds)}"
         ),
     )
 
