@@ -62,3 +62,13 @@ def test_words_of_a_server_belong_to_one(shell):
         "plan", "llama3-8b", "-t", "v5e:4x4", "-b", "8", "-s", "128", "--prompt", "7"
     )
     assert code == 2 and "belong to a server" in err
+
+
+def test_a_plan_of_another_model_is_not_served(tmp_path: Path, shell):
+    file = tmp_path / "plan.json"
+    words = ("plan", "gpt2-small", "--serve", "-t", "h100:1", "--out", str(file))
+    code, _, err = shell(*words)
+    assert code == 2 and "cannot be traced for tokens [1, 2303]" in err
+    assert shell(*words, "--prompt", "64", "--output", "32")[0] == 0
+    code, _, err = shell("serve", "demo", "--port", "0", "--plan", str(file))
+    assert code == 2 and "the plan is for gpt2-small" in err and "and demo has" in err

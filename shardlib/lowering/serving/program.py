@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlib.annotation.model import Model, Tree
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, ShardlibError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.serving.adapted import leaves_for
@@ -176,9 +176,17 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
         def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
             return forward(model.evaluating(model.rebuild(params, state)), tokens)
 
-        return jax.make_jaxpr(run)(
-            model.params, model.state, jax.ShapeDtypeStruct((1, seq), jnp.int32)
-        )
+        shape = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+        try:
+            return jax.make_jaxpr(run)(model.params, model.state, shape)
+        except ShardlibError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the forward pass of {model.name} cannot be traced for tokens [1, {seq}]:"
+                f" {type(error).__name__}: {error}\nTry: shorter requests, if the model looks at"
+                " fewer tokens"
+            ) from error
 
     jaxpr = trace(1)
     program, shape = flatten(jaxpr), tuple(jaxpr.out_avals[0].shape)
