@@ -82,7 +82,7 @@ def repository(folder: Path, card: Path) -> list[str]:
 
 
 def started(folder: Path, work: Path, ports: tuple[int, int, int]) -> tuple[Any, float]:
-    """The server, ready, and the seconds that took; it has two minutes."""
+    """The server, ready, and the seconds that took; it has four minutes."""
     bundled = Path(str(pytriton.__file__)).parent / "tritonserver"
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     backends = work / "backends"
@@ -90,29 +90,29 @@ def started(folder: Path, work: Path, ports: tuple[int, int, int]) -> tuple[Any,
     stub = bundled / "python_backend_stubs" / here / "triton_python_backend_stub"
     shutil.copy(stub, backends / "python")
     libraries = Path(str(pytriton.__file__)).parents[1] / "nvidia_pytriton.libs"
-    log = open(work / "server.log", "w")  # noqa: SIM115
-    server = subprocess.Popen(
-        [
-            str(bundled / "bin" / "tritonserver"),
-            f"--model-repository={folder}",
-            f"--backend-directory={backends}",
-            f"--http-port={ports[0]}",
-            f"--grpc-port={ports[1]}",
-            f"--metrics-port={ports[2]}",
-            "--http-address=127.0.0.1",
-            "--grpc-address=127.0.0.1",
-            "--metrics-address=127.0.0.1",
-            "--allow-gpu-metrics=false",
-        ],
-        stdout=log,
-        stderr=log,
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(libraries),
-            "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}",  # the stub's library is its own
-            "JAX_NUM_CPU_DEVICES": "1",
-        },
-    )
+    with open(work / "server.log", "w") as log:
+        server = subprocess.Popen(
+            [
+                str(bundled / "bin" / "tritonserver"),
+                f"--model-repository={folder}",
+                f"--backend-directory={backends}",
+                f"--http-port={ports[0]}",
+                f"--grpc-port={ports[1]}",
+                f"--metrics-port={ports[2]}",
+                "--http-address=127.0.0.1",
+                "--grpc-address=127.0.0.1",
+                "--metrics-address=127.0.0.1",
+                "--allow-gpu-metrics=false",
+            ],
+            stdout=log,
+            stderr=log,
+            env={
+                **os.environ,
+                "LD_LIBRARY_PATH": str(libraries),
+                "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}",  # the stub's library is its own
+                "JAX_NUM_CPU_DEVICES": "1",
+            },
+        )
     client, start = http.InferenceServerClient(f"127.0.0.1:{ports[0]}"), time.monotonic()
     while time.monotonic() - start < 240:
         if server.poll() is not None:
@@ -126,6 +126,22 @@ def started(folder: Path, work: Path, ports: tuple[int, int, int]) -> tuple[Any,
     server.kill()
     lines = (work / "server.log").read_text().splitlines()
     raise SystemExit("\n".join([*[one for one in lines if one.startswith("E")][:9], *lines[-9:]]))
+
+
+def refusal(repository: Path, work: Path, ports: tuple[int, int, int]) -> str:
+    """Why the model that tokenises does not load with NumPy 2, from the log of a server of its
+    own.
+    """
+    work.mkdir()
+    shutil.copytree(repository / "bytes_tokenize", work / "repository" / "bytes_tokenize")
+    try:
+        server, _ = started(work / "repository", work, ports)
+    except SystemExit as error:
+        said = str(error)
+        assert "cannot exchange texts with NumPy 2" in said, said
+        return said.split("RuntimeError: ")[1].split("\\n")[0]
+    server.kill()
+    raise AssertionError("a model that cannot read texts has loaded")
 
 
 def tensor(module: Any, name: str, value: np.ndarray, dtype: str) -> Any:
@@ -259,6 +275,7 @@ def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[
     together = sum(
         a[0] < b[-1] and b[0] < a[-1] for i, a in enumerate(times) for b in times[i + 1 :]
     )
+    apart = float(min(np.abs(a - b).max() for n, a in enumerate(wanted) for b in wanted[:n]))
     texts = float(np.abs(np.stack(many(of_text, 48)) - normal).max())
     assert max(wrong, embedded, texts) < 1e-5, (wrong, embedded, texts)
     assert said == answers, (said, answers)
@@ -271,6 +288,7 @@ def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[
         "classifier": {"largest_difference": wrong, "batches": batches(client, "classifier")},
         "embedding": {
             "largest_difference": embedded,
+            "between_prompts_at_least": apart,
             "batches": batches(client, "bytes_states"),
         },
         "ensemble": {"largest_difference": texts},
@@ -282,6 +300,11 @@ def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[
             "text_beside_them": refused,
         },
     }
+
+
+def _numpy1(folder: Path) -> str:
+    (found,) = metadata.distributions(name="numpy", path=[str(folder)])
+    return found.version
 
 
 def main() -> None:
@@ -301,6 +324,7 @@ def main() -> None:
         card = work / "bytes.toml"
         card.write_text(CARD)
         names = repository(work / "repository", card)
+        refused = refusal(work / "repository", work / "alone", ports)
         settings = work / "repository" / "bytes_tokenize" / "1" / "settings.json"
         said = json.loads(settings.read_text())
         said["python_path"].insert(0, str(asked.numpy1))
@@ -319,7 +343,13 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 server.kill()
     versions = {name: metadata.version(name) for name in ("nvidia-pytriton", "tritonclient")}
-    data = {"packages": versions, "parsed": len(names), "ready_seconds": round(seconds, 1), **found}
+    data = {
+        "packages": versions | {"numpy of the model that tokenises": _numpy1(asked.numpy1)},
+        "parsed": len(names),
+        "ready_seconds": round(seconds, 1),
+        "tokenising_with_numpy_2": refused,
+        **found,
+    }
     write(asked.out, data)
     print(json.dumps(found, indent=1))
 

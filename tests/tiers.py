@@ -46,6 +46,7 @@ TESTS = {
     "serving": "compile",
     "serving/test_fairness.py": "unit",
     "serving/test_schedule.py": "unit",
+    "serving/test_triton_server.py": "processes",
     "serving/test_verified.py": "processes",
     "servers/test_asynchronous.py": "unit",
     "servers/test_gate.py": "unit",
