@@ -130,7 +130,7 @@ def test_tokens_are_those_of_the_whole_forward_pass(
     assert engine.compute.compiled == compiled
     assert engine.schedule.pool.available == engine.schedule.pool.pages
     assert engine.schedule.preempted == 0 or scarce
-    if scarce and data == 1 and page == 4:
+    if scarce and data == 1 and page == 4 and family != "window":  # it gives pages back
         assert engine.schedule.preempted
 
 
