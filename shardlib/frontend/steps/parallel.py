@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import overload
 
 import jax
-import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.steps.compiled import StepProgram, stepping
 from shardlib.hardware.topology import Topology
-from shardlib.tracing.steps.traced_step import trace_step
+from shardlib.lowering.steps.step_program import copied
+from shardlib.tracing.steps.traced_step import abstract_leaf, trace_step
 
 #: (state, batch) -> (new state, metrics), or (params, batch) -> anything.
 Function = Callable[[Tree, Tree], Tree]
@@ -80,7 +80,7 @@ class Parallel:
         return self._programs[key]
 
     def _made(self, state: Tree, batch: Tree) -> tuple[bool, StepProgram]:
-        shapes = jax.tree.map(_abstract, (state, batch))
+        shapes = jax.tree.map(abstract_leaf, (state, batch))
         out = jax.eval_shape(self._function, *shapes)
         steps = isinstance(out, tuple) and len(out) == 2 and _shapes(out[0]) == _shapes(shapes[0])
 
@@ -132,20 +132,13 @@ def parallelize(
     return wrapped if function is None else wrapped(function)
 
 
-def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    found = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype)  # type: ignore[union-attr]
-
-
 def _shapes(tree: Tree) -> object:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((one.shape, str(one.dtype)) for one in map(_abstract, leaves))
+    return structure, tuple((one.shape, str(one.dtype)) for one in map(abstract_leaf, leaves))
 
 
 def _placed(leaf: Tree, asked: jax.ShapeDtypeStruct) -> jax.Array:
     """An array where the program has it; a copy, unless it is there already."""
     if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding:
         return leaf
-    return jax.device_put(jnp.array(leaf, copy=True), asked.sharding)
+    return copied(leaf, asked.sharding)

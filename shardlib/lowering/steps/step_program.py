@@ -94,7 +94,7 @@ class LoweredStep:
         number = np.int32(read_seed(seed))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         if self.first is None:
-            return jax.tree.map(_copied, self.given, shardings)
+            return jax.tree.map(copied, self.given, shardings)
         return jax.jit(self._first, out_shardings=shardings)(number)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
@@ -258,6 +258,11 @@ def _abstract(tree: Tree, found: Sequence[object], mesh: Mesh | AbstractMesh) ->
     )
 
 
-def _copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array where it will stay; a copy, since a step donates it."""
+def copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array where it will stay; a copy, since a step donates it.
+
+    Args:
+        leaf: an array anywhere.
+        sharding: where the program has it.
+    """
     return jax.device_put(jnp.array(leaf, copy=True), sharding)

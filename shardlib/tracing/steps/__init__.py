@@ -1,5 +1,6 @@
 """A step that a user wrote, with gradients and optimizers inside, as a problem to be planned.
 
 traced_step.py   the step as a program and a problem
+parts.py         rows of the batch that are put side by side
 state_roles.py   what each array of the state is, by what the step does with it
 """

@@ -24,6 +24,7 @@ from shardlib.graph.graph import Graph
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.graph.rows import Dependence, Rows
+from shardlib.jax_types import Leaf
 from shardlib.propagation.ties import Classes, tie_graph
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
@@ -84,7 +85,7 @@ def trace_step(
         StateError: the new state has another structure, other shapes or dtypes; all are listed.
         BatchError: names do not fit the batch, or it has no rows.
     """
-    shapes = jax.tree.map(_abstract, (state, batch))
+    shapes = jax.tree.map(abstract_leaf, (state, batch))
     described = describe_batch(shapes[1], batch_axes)
     if not described:
         raise BatchError("the batch has no rows: it holds no arrays\nTry: at least one array")
@@ -111,7 +112,12 @@ def trace_step(
     )
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, or of a number.
+
+    Args:
+        leaf: of a state or a batch.
+    """
     found = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
     return jax.ShapeDtypeStruct(found.shape, found.dtype)
 
