@@ -8,16 +8,18 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from shardlib import __version__
 from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http import faults
 from shardlib.serving.http.guard import Guard
-from shardlib.serving.http.page import PAGE, figures
-from shardlib.serving.http.routes import router
+from shardlib.serving.http.routes.catalog import Catalog
+from shardlib.serving.http.routes.chat import chat_routes
+from shardlib.serving.http.routes.completions import completion_routes
+from shardlib.serving.http.routes.embeddings import embedding_routes
+from shardlib.serving.http.routes.models import model_routes
+from shardlib.serving.http.routes.status import status_routes
 from shardlib.serving.http.settings import Settings
 from shardlib.serving.http.watching import Watching
 
@@ -63,27 +65,14 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
         title="shardlib", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     faults.install(app)
-    app.include_router(router(models, limits, int(time.time())))
-
-    @app.get("/health")
-    async def health() -> Response:
-        trouble = {name: one.worker.trouble for name, one in models.items()}
-        bad = any(trouble.values())
-        return JSONResponse(
-            {"status": "failed" if bad else "ok", "models": trouble}, 503 if bad else 200
-        )
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(watching.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/figures")
-    async def page_figures() -> Response:
-        return JSONResponse(figures(models, watching))
-
-    @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        return PAGE
-
+    catalog, started = Catalog(models), int(time.time())
+    for routes in (
+        model_routes(catalog, started),
+        completion_routes(catalog, limits),
+        chat_routes(catalog, limits),
+        embedding_routes(catalog),
+    ):
+        app.include_router(routes, prefix="/v1")
+    app.include_router(status_routes(models, watching))
     app.add_middleware(Guard, settings=limits)
     return app

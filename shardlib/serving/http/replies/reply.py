@@ -1,21 +1,16 @@
-"""Answers as a whole and as events, until the client is gone."""
+"""An answer: tokens as choices, whole or piece by piece."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from shardlib.serving.hosting.answer import Answer, Part, Written, prompt_part
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.hosting.stream import Stream, StreamError
 from shardlib.serving.http.faults import ended
-from shardlib.serving.http.shapes import Shape, Usage, new_head
+from shardlib.serving.http.replies.heads import Usage, new_head
+from shardlib.serving.http.replies.shapes import Shape
 from shardlib.serving.scheduling.requests import BROKEN, CANCELLED, Asked
 from shardlib.untrusted.json_types import JsonObject
 
@@ -34,6 +29,7 @@ class Reply:
         deployed: the model that answers.
         asked: what it was asked.
         shape: how choices are written.
+        listed: whether tokens are listed with their logarithms.
         stops: texts that end a choice.
         echo: whether prompts stand in front of their answers.
         usage: tokens, so far.
@@ -44,6 +40,7 @@ class Reply:
     deployed: Deployment
     asked: Sequence[Asked]
     shape: Shape
+    listed: bool
     stops: Sequence[str]
     echo: bool
     usage: Usage
@@ -105,9 +102,13 @@ class Reply:
             texts[index] += part.text
             tokens[index] += part.tokens
             ends[index] = part.ended
-        choices = [
-            self.shape.whole(index, Part(texts[index], tuple(tokens[index]), ends[index]))
+        wholes = [
+            Part(texts[index], tuple(tokens[index]), ends[index])
             for index in range(len(self.asked))
+        ]
+        choices = [
+            self.shape.choice(index, self.shape.whole(one), one, listed=self.listed)
+            for index, one in enumerate(wholes)
         ]
         head = new_head(self.shape.prefix, self.shape.kind, self.deployed.name)
         return head.json(choices, self.version, usage=self.usage.json)
@@ -118,89 +119,19 @@ class Reply:
         Args:
             usage: whether an object with the tokens comes at the end.
         """
-        head = new_head(self.shape.prefix, self.shape.event, self.deployed.name)
+        shape = self.shape
+        head = new_head(shape.prefix, shape.event, self.deployed.name)
         more = {"usage": None} if usage else {}
+        nothing = Part("", (), None)
         try:
-            for index in range(len(self.asked)):
-                if (first := self.shape.begin(index)) is not None:
-                    yield head.json([first], self.version, **more)
+            for index in range(len(self.asked) if shape.begin else 0):
+                begun = shape.choice(index, shape.begin, nothing, listed=False)
+                yield head.json([begun], self.version, **more)
             async for index, part in self.parts():
-                yield head.json([self.shape.part(index, part)], self.version, **more)
+                choice = shape.choice(index, shape.part(part), part, listed=self.listed)
+                yield head.json([choice], self.version, **more)
         except StreamError as error:
             yield ended(error).body
             return
         if usage:
             yield head.json([], self.version, usage=self.usage.json)
-
-
-@contextlib.asynccontextmanager
-async def listening(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
-    """Listens until the end of the block whether the client goes.
-
-    Args:
-        receive: of the request, whose body has been read.
-        gone: is called then.
-    """
-
-    async def listen() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone()
-
-    task = asyncio.create_task(listen())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-class EventStream(Response):
-    """An answer as server-sent events.
-
-    Args:
-        reply: what is written.
-        usage: whether tokens are counted at the end.
-        seconds: that one event may wait for its reader.
-        close: is called at the end, whatever happens.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, reply: Reply, *, usage: bool, seconds: float, close: Callable[[], None]
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._reply, self._usage = reply, usage
-        self._seconds, self._close = seconds, close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it; who does not read for too long is cut off."""
-
-        async def write(text: str, *, more: bool = True) -> None:
-            async with asyncio.timeout(self._seconds):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-        try:
-            async with listening(receive, self._reply.gone):
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": self.status_code,
-                        "headers": self.raw_headers,
-                    }
-                )
-                failed = False
-                async with contextlib.aclosing(self._reply.events(usage=self._usage)) as events:
-                    async for event in events:
-                        failed = "error" in event
-                        await write(f"data: {json.dumps(event, separators=(',', ':'))}\n\n")
-                await write("" if failed else "data: [DONE]\n\n", more=False)
-        except TimeoutError:
-            scope["state"]["abort"]()
-            await asyncio.sleep(0)  # the connection is lost then, and nothing is missing of it
-        finally:
-            self._reply.stream.cancel()
-            self._close()

@@ -1,0 +1,8 @@
+"""From what a body says to what an engine is asked.
+
+prompts.py        texts and tokens of a body as prompts
+conversations.py  messages as a prompt
+forms.py          the form that an answer is to have
+sampling.py       how tokens are chosen
+requests.py       all of it together: requests for the engine
+"""

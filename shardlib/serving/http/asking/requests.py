@@ -1,0 +1,89 @@
+"""Requests for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardlib.errors import ArgumentError
+from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http.asking.forms import form_of
+from shardlib.serving.http.asking.sampling import sampling_of
+from shardlib.serving.http.bodies.choosing import Choosing
+from shardlib.serving.http.faults import Fault
+from shardlib.serving.scheduling.requests import Asked
+from shardlib.serving.scheduling.settings import Sampling
+
+
+def refuse_unserved(body: Choosing) -> None:
+    """Refuses what is understood and not served, rather than to answer something else.
+
+    Args:
+        body: of the request.
+
+    Raises:
+        Fault: 400, with the field.
+    """
+    for name in body.unserved:
+        raise Fault(400, f"{name} is not served here", code="unsupported_value", param=name)
+
+
+def asked_of(
+    body: Choosing, prompts: Sequence[Sequence[int]], deployed: Deployment, *, salt: str
+) -> list[Asked]:
+    """What the engine is asked: every prompt `n` times, with seeds that follow each other.
+
+    Args:
+        body: of the request.
+        prompts: tokens of each.
+        deployed: the model.
+        salt: of the client's prefixes.
+
+    Raises:
+        Fault: 400; more tokens than fit, or figures that the engine refuses.
+    """
+    if body.top and not body.listed:
+        raise Fault(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
+    engine, text = deployed.worker.engine, deployed.served.text
+    found: list[Asked] = []
+    try:
+        form = form_of(body)
+        how = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
+        for prompt in prompts:
+            one = Asked(
+                prompt=tuple(prompt),
+                most=_most(body, len(prompt), deployed),
+                sampling=how,
+                stop=(frozenset() if body.ignore_eos else text.ends)
+                | frozenset(body.stop_token_ids or ()),
+                salt=salt,
+                top=body.top,
+                least=body.min_tokens or 0,
+                scored=body.scored,
+                form=form,
+            )
+            if failures := one.failures(vocab=engine.forward.vocab, room=engine.room):
+                raise ArgumentError("; ".join(failures))
+            found += [
+                replace(one, sampling=replace(how, seed=(how.seed + number) % (1 << 32)))
+                for number in range(body.answers)
+            ]
+    except ArgumentError as error:
+        raise Fault(400, str(error), code="invalid_value") from error
+    return found
+
+
+def _most(body: Choosing, size: int, deployed: Deployment) -> int:
+    """Tokens of an answer to a prompt of so many tokens, at most."""
+    room = deployed.worker.engine.room
+    left = room - size
+    most = body.most or max(left, 1)
+    if most > left:
+        raise Fault(
+            400,
+            f"{deployed.name} looks at {room} tokens at most; the prompt has {size}, and {most} of"
+            " an answer were asked for",
+            code="context_length_exceeded",
+            param=body.prompt_field,
+        )
+    return most

@@ -1,0 +1,79 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardlib.serving.http.bodies.choosing import Choosing
+from shardlib.serving.http.bodies.fields import Body
+from shardlib.untrusted.json_types import JsonObject
+
+
+class Part(Body):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[Part] | None = None
+    name: str | None = None
+
+
+class Schema(Body):
+    """A schema of answers."""
+
+    schema_: JsonObject = Field(alias="schema")
+
+
+class Format(Body):
+    """The form of an answer, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class Chat(Choosing):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: Format | None = None
+    modalities: list[str] | None = None
+    tools: list[JsonObject] | None = None
+    functions: list[JsonObject] | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that prompts are made of."""
+        return "messages"
+
+    @property
+    def unserved(self) -> list[str]:
+        """Fields that are understood and not served."""
+        other = self.modalities not in (None, ["text"])
+        found = ["tools"] * bool(self.tools) + ["functions"] * bool(self.functions)
+        return found + ["modalities"] * other
+
+    @property
+    def most(self) -> int | None:
+        """Tokens of an answer at most; None for as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def listed(self) -> bool:
+        """Whether tokens are listed with their logarithms."""
+        return bool(self.logprobs)
+
+    @property
+    def top(self) -> int:
+        """Likeliest tokens that are listed beside each."""
+        return self.top_logprobs or 0

@@ -1,0 +1,17 @@
+"""The body of `/v1/embeddings`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardlib.serving.http.bodies.fields import Body, Prompt
+
+
+class Embedding(Body):
+    """`/v1/embeddings`."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None

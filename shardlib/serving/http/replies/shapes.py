@@ -1,0 +1,123 @@
+"""Choices of an answer, as `/v1/completions` and `/v1/chat/completions` write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shardlib.serving.hosting.answer import Part, Written
+from shardlib.serving.text import UNKNOWN
+from shardlib.untrusted.json_types import JsonObject
+
+#: The logarithm that stands for a probability of 0, which JSON has no number for.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How an interface writes choices.
+
+    Attributes:
+        prefix: of ids.
+        kind: of objects with a whole answer.
+        event: of objects with a piece.
+        whole: fields of a whole choice.
+        part: fields of a piece.
+        listed: tokens with their logarithms.
+        begin: what the first piece has, before there is a token; empty for no such
+            piece.
+    """
+
+    prefix: str
+    kind: str
+    event: str
+    whole: Callable[[Part], JsonObject]
+    part: Callable[[Part], JsonObject]
+    listed: Callable[[Sequence[Written]], JsonObject]
+    begin: JsonObject = field(default_factory=dict)
+
+    def choice(self, index: int, fields: JsonObject, part: Part, *, listed: bool) -> JsonObject:
+        """A choice, whole or a piece.
+
+        Args:
+            index: of the choice.
+            fields: that hold its text.
+            part: of which its tokens and its end are.
+            listed: whether its tokens are listed.
+        """
+        return {
+            "index": index,
+            **fields,
+            "logprobs": self.listed(part.tokens) if listed else None,
+            "finish_reason": _finish(part.ended),
+        }
+
+
+def _finish(ended: str | None) -> str | None:
+    return ended if ended in (None, "stop", "length") else "stop"
+
+
+def _odds(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def _columns(tokens: Sequence[Written]) -> JsonObject:
+    """Tokens as lists of what they have."""
+    return {
+        "tokens": [one.text for one in tokens],
+        "token_logprobs": [_odds(one.logprob) for one in tokens],
+        "top_logprobs": [
+            {text: _odds(odds) for text, odds in reversed(one.likely)} or None for one in tokens
+        ],
+        "text_offset": [one.offset for one in tokens],
+    }
+
+
+def _rows(tokens: Sequence[Written]) -> JsonObject:
+    """Tokens as objects."""
+    rows = [
+        {
+            **_likely(one.text, one.logprob),
+            "top_logprobs": [_likely(text, odds) for text, odds in one.likely],
+        }
+        for one in tokens
+    ]
+    return {"content": rows, "refusal": None}
+
+
+def _likely(text: str, logprob: float | None) -> JsonObject:
+    whole = UNKNOWN not in text
+    return {
+        "token": text,
+        "logprob": _odds(logprob),
+        "bytes": list(text.encode("utf-8", "replace")) if whole else None,
+    }
+
+
+def _message(part: Part) -> JsonObject:
+    return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+
+
+def _delta(part: Part) -> JsonObject:
+    return {"delta": {"content": part.text} if part.text or part.tokens else {}}
+
+
+#: Choices of `/v1/completions`.
+COMPLETION = Shape(
+    prefix="cmpl",
+    kind="text_completion",
+    event="text_completion",
+    whole=lambda part: {"text": part.text},
+    part=lambda part: {"text": part.text},
+    listed=_columns,
+)
+#: Choices of `/v1/chat/completions`.
+CHAT = Shape(
+    prefix="chatcmpl",
+    kind="chat.completion",
+    event="chat.completion.chunk",
+    whole=_message,
+    part=_delta,
+    listed=_rows,
+    begin={"delta": {"role": "assistant", "content": ""}},
+)

@@ -1,0 +1,45 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from shardlib.serving.http.asking.conversations import conversation
+from shardlib.serving.http.asking.requests import asked_of, refuse_unserved
+from shardlib.serving.http.bodies.chat import Chat
+from shardlib.serving.http.replies.heads import Usage
+from shardlib.serving.http.replies.reply import Reply
+from shardlib.serving.http.replies.shapes import CHAT
+from shardlib.serving.http.routes.catalog import Catalog
+from shardlib.serving.http.routes.generation import places, sent
+from shardlib.serving.http.settings import Settings
+
+
+def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
+    """Conversations.
+
+    Args:
+        catalog: of models.
+        settings: limits.
+    """
+    made = APIRouter()
+
+    @made.post("/chat/completions")
+    async def chat(body: Chat, http: Request) -> Response:
+        deployed = catalog.find(body.model)
+        refuse_unserved(body)
+        with places(deployed, body.answers, settings) as held:
+            prompt = await conversation(body, deployed)
+            reply = Reply(
+                deployed=deployed,
+                asked=asked_of(body, [prompt], deployed, salt=http.state.salt),
+                shape=CHAT,
+                listed=body.listed,
+                stops=body.stops,
+                echo=False,
+                usage=Usage(prompt=len(prompt)),
+            )
+            return await sent(http, body, reply, held, settings)
+
+    return made

@@ -1,0 +1,45 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from shardlib.serving.http.asking.prompts import tokens_of
+from shardlib.serving.http.asking.requests import asked_of, refuse_unserved
+from shardlib.serving.http.bodies.completion import Completion
+from shardlib.serving.http.replies.heads import Usage
+from shardlib.serving.http.replies.reply import Reply
+from shardlib.serving.http.replies.shapes import COMPLETION
+from shardlib.serving.http.routes.catalog import Catalog
+from shardlib.serving.http.routes.generation import places, sent
+from shardlib.serving.http.settings import Settings
+
+
+def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
+    """Texts that go on.
+
+    Args:
+        catalog: of models.
+        settings: limits.
+    """
+    made = APIRouter()
+
+    @made.post("/completions")
+    async def completions(body: Completion, http: Request) -> Response:
+        deployed = catalog.find(body.model)
+        refuse_unserved(body)
+        with places(deployed, body.prompts * body.answers, settings) as held:
+            prompts = await tokens_of(body.prompt, deployed)
+            reply = Reply(
+                deployed=deployed,
+                asked=asked_of(body, prompts, deployed, salt=http.state.salt),
+                shape=COMPLETION,
+                listed=body.listed,
+                stops=body.stops,
+                echo=bool(body.echo),
+                usage=Usage(prompt=sum(map(len, prompts))),
+            )
+            return await sent(http, body, reply, held, settings)
+
+    return made
