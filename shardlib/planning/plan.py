@@ -19,6 +19,7 @@ from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.constraint import Constraints
+from shardlib.planning.answers.kernels import Kernels
 from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.decisions.candidate import Candidate
@@ -93,6 +94,10 @@ class Source(Protocol):
 
     def sensitivity(self, plan: Plan) -> Sensitivity:
         """See `Plan.sensitivity`."""
+        ...
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `Plan.kernels`."""
         ...
 
     def replan(
@@ -194,6 +199,14 @@ class Plan(ToldPlan):
             PlanError: the plan was read from a file and does not carry its model.
         """
         return source_of(self).sensitivity(self)
+
+    def kernels(self) -> Kernels:
+        """The kernels of a step beside the roofline of the chip; `print` shows the slowest.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+        """
+        return source_of(self).kernels(self)
 
     def timeline(self) -> Timeline:
         """When each pipeline stage does what, in predicted seconds, and what islands exchange, in

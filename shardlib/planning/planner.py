@@ -20,12 +20,14 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.constraint import Constraints
+from shardlib.planning.answers.kernels import Kernels
 from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.decisions.dtypes import effective, under
 from shardlib.planning.plan import Plan, Ranked, Source
 from shardlib.planning.questions.alternatives import alternatives
 from shardlib.planning.questions.constraints import constraints
+from shardlib.planning.questions.kernels import kernels
 from shardlib.planning.questions.replan import replan
 from shardlib.planning.questions.sensitivity import sensitivity
 from shardlib.planning.search import search as searching
@@ -126,6 +128,10 @@ class Prepared:
     def sensitivity(self, plan: Plan) -> Sensitivity:
         """See `shardlib.planning.questions.sensitivity`."""
         return sensitivity(plan)
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `shardlib.planning.questions.kernels`."""
+        return kernels(plan)
 
     def replan(
         self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool

@@ -150,6 +150,9 @@ def explain_command(
             help="What memory and links are worth, and the regret if a figure is lower.",
         ),
     ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="The kernels of a step beside the roofline.")
+    ] = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", callback=writable, help="Write a report for the browser here."),
@@ -162,7 +165,9 @@ def explain_command(
     from shardlib.planning.text.diff import diff
     from shardlib.planning.text.explain import explain
 
-    if explain_serving(file, as_json, others=bool(why_not or alternatives or sensitivity or html)):
+    if explain_serving(
+        file, as_json, others=bool(why_not or alternatives or sensitivity or kernels or html)
+    ):
         return
     plan = read_plan(file, changed=changed)
     data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}
@@ -180,11 +185,16 @@ def explain_command(
             "text": text,
         }
     told = None
-    if alternatives or sensitivity:
+    if alternatives or sensitivity or kernels:
         from shardlib.planning.questions.questions import answers
 
         with quiet_stdout(as_json):
-            told = answers(with_source(plan), alternatives=alternatives, sensitivity=sensitivity)
+            told = answers(
+                with_source(plan),
+                alternatives=alternatives,
+                sensitivity=sensitivity,
+                kernels=kernels,
+            )
         data |= told.to_json()
         text = "\n".join([*([text] if why_not else []), str(told)])
     if html is not None:

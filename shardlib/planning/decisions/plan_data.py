@@ -18,6 +18,7 @@ from shardlib.cost.estimate import Estimate
 from shardlib.decisions.plain_data import identity, plain
 from shardlib.layout import Layout
 from shardlib.planning.decisions.compiled_trials import Refined
+from shardlib.planning.decisions.landscape import Priced
 from shardlib.planning.decisions.purpose import Purpose
 from shardlib.report import Finding
 from shardlib.rules import Rules
@@ -104,6 +105,8 @@ class Search:
         seconds: wall time of the search.
         rejected: the best plan of each other mesh, the fastest first.
         counts: number of candidates by outcome.
+        landscape: plans that were priced, spread over time and memory, the fastest first; all that
+            need less memory than every faster one, to about 2%.
     """
 
     evaluations: int = 0
@@ -113,6 +116,7 @@ class Search:
     seconds: float = 0.0
     rejected: tuple[Rejected, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
+    landscape: tuple[Priced, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +238,7 @@ def _content(plan: PlanData) -> JsonObject:
                 }
                 for r in plan.search.rejected
             ],
+            "landscape": [point.to_json() for point in plan.search.landscape],
         },
         "refined": plan.refined.to_json() if plan.refined else None,
         "parameters": [

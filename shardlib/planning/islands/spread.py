@@ -51,6 +51,13 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
             )
             for other in plan.search.rejected
         ),
+        landscape=tuple(
+            replace(
+                point,
+                step_seconds=point.step_seconds + met.share(exchange, point.step_seconds),
+            )
+            for point in plan.search.landscape
+        ),
     )
     placed = place(mesh, joined) or {}
     links = tuple(

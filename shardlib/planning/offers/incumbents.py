@@ -11,6 +11,7 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing.totals import Totals
 from shardlib.planning.decisions.candidate import Candidate
+from shardlib.planning.offers.landscape import Landscape
 from shardlib.planning.offers.offer import Block, Least, Offer
 from shardlib.planning.offers.ranking import Ranking
 from shardlib.propagation.assignment import Choice
@@ -32,6 +33,7 @@ class Best:
         by_mesh: the fastest plan of every mesh that was priced, or the minimum-memory plan where
             none fits: (seconds, bytes, candidate); seconds are infinite where it does not fit.
         counts: plans by outcome.
+        landscape: of what was priced: of every place the fastest plan and the leanest.
     """
 
     seconds: float = np.inf
@@ -45,6 +47,7 @@ class Best:
     counts: dict[str, int] = field(
         default_factory=lambda: {"priced": 0, "memory": 0, "indivisible": 0, "bound": 0}
     )
+    landscape: Landscape[Candidate] = field(default_factory=Landscape[Candidate])
 
 
 class Seen:
@@ -78,6 +81,7 @@ class Seen:
         size = len(block.c)
         self._offers: list[Offer] = []
         self._fast, self._minimum_memory, self._peak = Least(size), Least(size), np.zeros(size)
+        self._lean_seconds = np.zeros(size)
         self._offset = len(rows)
         if ranking is not None:
             rows += [
@@ -138,6 +142,11 @@ class Seen:
             self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
         every = np.arange(len(peak))
         self._minimum_memory.take_in(number, offer, candidates, peak, every)
+        rows = np.flatnonzero(
+            (self._minimum_memory.offers[candidates] == number)
+            & (self._minimum_memory.rows[candidates] == every)
+        )
+        self._lean_seconds[candidates[rows]] = seconds[rows]
 
     def _rank(
         self,
@@ -198,6 +207,10 @@ class Seen:
                 float(self._peak[row]),
                 float(minimum_memory.values[row]),
             )
+            lean = float(minimum_memory.values[row])
+            self._best.landscape.note(
+                leanest, float(self._lean_seconds[row]), lean, fits=lean <= self._capacity
+            )
 
     def _note(
         self,
@@ -213,6 +226,8 @@ class Seen:
             best.minimum_memory_bytes, best.minimum_memory = least, minimum_memory
         if fits and (best.fastest is None or _before(seconds, fastest, best.chosen, best.fastest)):
             best.chosen, best.fastest = seconds, fastest
+        if fits:
+            best.landscape.note(fastest, seconds, peak, fits=True)
         entry = seconds, peak if fits else least, fastest
         known = best.by_mesh.get(fastest.mesh)
         if known is None or entry[:2] < known[:2]:

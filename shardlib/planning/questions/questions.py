@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlib.planning.answers.alternative import Alternative, alternatives_text
 from shardlib.planning.answers.constraint import Constraints
+from shardlib.planning.answers.kernels import Kernels
 from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.plan import Plan
 from shardlib.untrusted.json_types import JsonObject
@@ -21,11 +22,13 @@ class Answers:
         constraints: what holds the plan back.
         sensitivity: what more memory and faster links are worth, and the regret if a figure is
             lower.
+        kernels: of a step, beside the roofline.
     """
 
     alternatives: tuple[Alternative, ...] | None = None
     constraints: Constraints | None = None
     sensitivity: Sensitivity | None = None
+    kernels: Kernels | None = None
 
     def to_json(self) -> JsonObject:
         """The answers as plain data, each under its name."""
@@ -36,16 +39,27 @@ class Answers:
             data["constraints"] = self.constraints.to_json()
         if self.sensitivity is not None:
             data["sensitivity"] = self.sensitivity.to_json()
+        if self.kernels is not None:
+            data["kernels"] = self.kernels.to_json()
         return data
 
     def __str__(self) -> str:
         texts = [alternatives_text(self.alternatives)] if self.alternatives is not None else []
         return "\n".join(
-            [*texts, *(str(one) for one in (self.constraints, self.sensitivity) if one is not None)]
+            [
+                *texts,
+                *(
+                    str(one)
+                    for one in (self.constraints, self.sensitivity, self.kernels)
+                    if one is not None
+                ),
+            ]
         )
 
 
-def answers(plan: Plan, *, alternatives: bool = False, sensitivity: bool = False) -> Answers:
+def answers(
+    plan: Plan, *, alternatives: bool = False, sensitivity: bool = False, kernels: bool = False
+) -> Answers:
     """Asks a plan with its source.
 
     Args:
@@ -53,9 +67,11 @@ def answers(plan: Plan, *, alternatives: bool = False, sensitivity: bool = False
         alternatives: which plans come next, and what holds this one back.
         sensitivity: what more memory and faster links are worth, and the regret if a figure is
             lower.
+        kernels: of a step, beside the roofline.
     """
     return Answers(
         alternatives=plan.alternatives() if alternatives else None,
         constraints=plan.constraints() if alternatives else None,
         sensitivity=plan.sensitivity() if sensitivity else None,
+        kernels=plan.kernels() if kernels else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from shardlib.hardware.slices import device_counts
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.dtypes import combinations, effective
+from shardlib.planning.decisions.landscape import Priced
 from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
@@ -56,6 +57,20 @@ class PricedSpace:
     rules: Rules | None
     rows: list[Place]
     devices: int
+    _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
+
+    def landscape(self, most: int) -> tuple[Priced, ...]:
+        """What was priced, thinned; made once, when it is first asked for.
+
+        Args:
+            most: points at most.
+        """
+        if not self._points:
+            self._points.extend(
+                Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)
+                for point in self.best.landscape.points(most)
+            )
+        return tuple(self._points)
 
     def candidate(self, entry: Entry[Candidate]) -> Candidate:
         """The candidate of an entry of the ranking."""

@@ -42,6 +42,8 @@ from shardlib.planning.space.workload import Workload, prepare
 
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200
+#: Most points of the landscape that it holds.
+MOST_POINTS = 240
 
 
 def search(
@@ -243,6 +245,7 @@ def _certificate(
         seconds=seconds,
         rejected=_rejected(best, candidate),
         counts=tuple(sorted(best.counts.items())),
+        landscape=space.landscape(MOST_POINTS),
     )
 
 
