@@ -46,6 +46,7 @@ ENTRIES = {
     "compile": "DESIGN.md and `shardlib.__all__`",
     "verify": "DESIGN.md and `shardlib.__all__`",
     "scale": "`shardlib.__all__`",
+    "compare": "docs/booking.md: what `scale` takes, for several kinds of machines",
     "plan_serving": "DESIGN.md and `shardlib.__all__`",
     "compile_step": "DESIGN.md and `shardlib.__all__`",
     "fit": "`shardlib.__all__`",

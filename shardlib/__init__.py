@@ -29,6 +29,7 @@ is no JAX below floor 5:
     8  compiler                                  the whole story on one page
        frontend                                  its steps, one a file
     9  models                                    reference models
+       booking                                   which machine ends a run in time, and what it costs
        data                                      documents, tokens, batches
        checkpointing                             states on disk, for any mesh
        doctor                                    what keeps hosts from training together

@@ -25,6 +25,7 @@ FLOORS = {
     8: ["compiler", "frontend"],
     9: [
         "models",
+        "booking",
         "data",
         "checkpointing",
         "doctor",

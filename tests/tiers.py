@@ -15,6 +15,7 @@ TIERS = ("unit", "compile", "processes")
 #: below `shardlib`.
 TESTS = {
     "annotation": "compile",
+    "booking": "unit",
     "checkpointing": "compile",
     "cli": "unit",
     "cost": "unit",

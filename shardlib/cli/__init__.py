@@ -1,5 +1,5 @@
-"""The command line: `shardlib plan | explain | timeline | replan | scale | edge | verify | train |
-status | launch | generate | export | serve | bench-serve | doctor | models | topologies`.
+"""The command line: `shardlib plan | explain | timeline | replan | scale | compare | edge | verify
+| train | status | launch | generate | export | serve | bench-serve | doctor | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -31,6 +31,7 @@ from shardlib.cli.commands import (
     training,
     verifying,
 )
+from shardlib.cli.commands.booking import comparing
 from shardlib.cli.commands.serving import bench, exporting, generating, serve
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
@@ -45,6 +46,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "timeline": planning.timeline_command,
     "replan": planning.replan_command,
     "scale": scaling.scale_command,
+    "compare": comparing.compare_command,
     "edge": scaling.edge_command,
     "verify": verifying.verify_command,
     "train": training.train_command,

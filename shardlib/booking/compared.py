@@ -1,0 +1,110 @@
+"""Machines side by side, as a value and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardlib.booking.offers import Offer, Offers, device_hours
+from shardlib.booking.target import Target
+from shardlib.planning.answers.run_cost import DAY
+from shardlib.planning.units.quantity import count_text, percent_text
+from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.untrusted.json_types import JsonObject
+
+HEAD = ("machine", "", "devices", "days", "device-hours", "cost", "MWh", "MFU", "mesh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Families of machines for one run.
+
+    Attributes:
+        model: its name.
+        target: tokens, deadline, prices, failures.
+        tokens_per_step: of the global batch, which is the same everywhere.
+        families: in the order in which they were asked for.
+    """
+
+    model: str
+    target: Target
+    tokens_per_step: int
+    families: tuple[Offers, ...]
+
+    @property
+    def cheapest(self) -> Offer | None:
+        """The least money of all; None where a family that meets the deadline has no price, or
+        none meets it.
+        """
+        found = [one.cheapest for one in self.families if one.cheapest is not None]
+        prices = [money(offer) for offer in found]
+        if not found or None in prices:
+            return None
+        return min(found, key=lambda offer: money(offer) or 0.0)
+
+    def to_json(self) -> JsonObject:
+        """The comparison as plain data; plans are named by their digests."""
+        best = self.cheapest
+        return {
+            "model": self.model,
+            "target": self.target.to_json(),
+            "tokens_per_step": self.tokens_per_step,
+            "families": [one.to_json() for one in self.families],
+            "cheapest": None if best is None else best.topology,
+        }
+
+    def __str__(self) -> str:
+        rows = [HEAD, *self.rows()]
+        used = [at for at in range(len(HEAD)) if at < 2 or any(row[at] for row in rows[1:])]
+        lines = [
+            self.title,
+            *aligned([[row[at] for at in used] for row in rows], right=range(2, len(used) - 1)),
+        ]
+        best = self.cheapest
+        if best is not None and len(self.families) > 1:
+            lines += wrapped("  - ", f"The least money: {best.topology}.")
+        for one in self.families:
+            lines += wrapped("  - ", f"{one.family}: {one.certificate}.")
+        return "\n".join(lines) + "\n"
+
+    @property
+    def title(self) -> str:
+        """What is compared."""
+        return (
+            f"{self.model}: {count_text(self.target.tokens)} tokens within {self.target.days:,.3g}"
+            f" days, {count_text(self.tokens_per_step)} tokens a step"
+        )
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Cells of the table, two rows a family, or one where one size is both."""
+        for one in self.families:
+            smallest, cheapest = one.smallest, one.cheapest
+            if smallest is None or cheapest is None:
+                yield (one.family, "none in time", *[""] * (len(HEAD) - 2))
+            elif smallest == cheapest:
+                yield _row(smallest, "smallest, cheapest")
+            else:
+                yield _row(smallest, "smallest")
+                yield _row(cheapest, "cheapest")
+
+
+def money(offer: Offer) -> float | None:
+    """What an offer costs; None without a price."""
+    return None if offer.cost is None else offer.cost.money
+
+
+def _row(offer: Offer, what: str) -> tuple[str, ...]:
+    assert offer.cost is not None and offer.plan is not None
+    paid, energy = money(offer), offer.cost.kilowatt_hours
+    idle = offer.devices - offer.plan.mesh.devices
+    return (
+        offer.topology,
+        what,
+        f"{offer.devices:,}",
+        f"{offer.cost.wall_seconds / DAY:,.1f}",
+        count_text(device_hours(offer)),
+        "" if paid is None else f"{paid:,.0f}",
+        "" if energy is None else f"{energy / 1000:,.0f}",
+        percent_text(offer.mfu),
+        f"{offer.plan.mesh}" + (f" ({idle:,} idle)" if idle else ""),
+    )

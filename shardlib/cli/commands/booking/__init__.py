@@ -1,0 +1,1 @@
+"""`shardlib compare | fit-model`: what to book."""

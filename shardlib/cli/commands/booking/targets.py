@@ -1,0 +1,75 @@
+"""Options that say what a run has to do, and by when.
+
+>>> prices(["h100=2.40,v5p=4.20"])
+{'h100': 2.4, 'v5p': 4.2}
+>>> failures("3h@16384")
+Failures(every=10800.0, devices=16384)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from shardlib.booking.target import Failures
+from shardlib.cli.numbers import duration
+from shardlib.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What machines cost, and how often they fail."""
+
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--price",
+            metavar="CHIP=MONEY",
+            help="Of one such chip and hour, in your own money: h100=2.40,v5p=4.20. Repeatable.",
+        ),
+    ] = None
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            "--mtbf",
+            metavar="3h@16384",
+            help="Between two failures of a machine of so many devices; others in proportion.",
+        ),
+    ] = None
+
+
+def prices(words: Sequence[str]) -> dict[str, float]:
+    """Chips and what an hour of one costs.
+
+    Raises:
+        PlanError: something else is written there, or a chip stands there twice.
+    """
+    found: dict[str, float] = {}
+    for word in (part.strip() for text in words for part in text.split(",")):
+        match = re.fullmatch(r"([\w-]+)=(\d+(?:\.\d*)?|\.\d+)", word)
+        if match is None or match[1] in found:
+            twice = " stands there twice" if match else " says no price"
+            raise PlanError(f"--price {word!r}{twice}\nTry: --price h100=2.40,v5p=4.20")
+        found[match[1]] = float(match[2])
+    return found
+
+
+def failures(text: str | None) -> Failures | None:
+    """How often machines fail.
+
+    Raises:
+        PlanError: it does not say of how many devices, or no duration.
+    """
+    if text is None:
+        return None
+    every, at, devices = text.partition("@")
+    if not at or not re.fullmatch(r"0*[1-9]\d{0,11}", devices.strip()):
+        raise PlanError(
+            f"--mtbf {text!r} does not say of how many devices: machines of many sizes are"
+            " compared, and larger ones fail oftener\nTry: --mtbf 3h@16384"
+        )
+    return Failures(every=duration(every, "--mtbf"), devices=int(devices))
