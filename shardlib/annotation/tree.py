@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
+from shardlib.annotation.stateful import Pair, bound
 from shardlib.annotation.trees.exact import op_by_op
 from shardlib.annotation.trees.parts import Parts, is_array, is_plain, made_abstractly
 from shardlib.annotation.trees.paths import Tree, path_text
@@ -32,9 +33,12 @@ class TreeInit:
 
     initialise: Callable[[jax.Array], Tree]
     axes: Tree = None
+    stateful: bool = False
 
 
-def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit:
+def tree(
+    initialise: Callable[[jax.Array], Tree], axes: Tree = None, *, stateful: bool = False
+) -> TreeInit:
     """Describes a model that is a plain pytree, or a module that is one, as those of Equinox are.
 
         shardlib.tree(
@@ -45,10 +49,24 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
     the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are
     trained (`shardlib.annotation.trees.parts`).
 
+    A model with state, as `hk.transform_with_state` and `eqx.nn.make_with_state` make it:
+
+        model = hk.transform_with_state(forward)
+
+        def loss(pair, batch):
+            params, state = pair
+            logits, state = model.apply(params, state, None, batch["x"])
+            return cross_entropy(logits, batch["y"]), state
+
+        shardlib.tree(lambda key: model.init(key, batch["x"]), stateful=True)
+
     Args:
-        initialise: PRNG key -> params, or a module.
+        initialise: PRNG key -> params, or a module; with `stateful`, a pair (params, state).
         axes: pytree like the params with a tuple of logical axes, or None, for each array; or these
-            by dotted path, for as many arrays as have names; None alone names nothing.
+            by dotted path, for as many arrays as have names; None alone names nothing. With
+            `stateful`, of the params.
+        stateful: whether the initialiser makes a pair (params, state). The loss gets this pair, and
+            returns `(loss, state)` or `(loss, metrics, state)` with the state of the next step.
 
     Returns:
         The description, for `init` of `shardlib.plan`, `compile` and the like; nothing is
@@ -61,7 +79,7 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
         raise AnnotationError(
             f"shardlib.tree needs a function key -> params, found {type(initialise).__name__}"
         )
-    return TreeInit(initialise=initialise, axes=axes)
+    return TreeInit(initialise=initialise, axes=axes, stateful=stateful)
 
 
 def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
@@ -84,6 +102,8 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
             f"initialiser {name!r} failed when called with jax.random.key(0):"
             f" {type(error).__name__}: {error}"
         ) from error
+    if described.stateful:
+        return _stateful(described, made, name, wrt)
     if not is_plain(jax.tree.leaves(made)):
         return _module(described, made, name, wrt)
 
@@ -130,6 +150,28 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
         bind=_binding(parts.whole),
         rebuild=parts.whole,
         findings=(*findings, *parts.findings),
+        frozen=frozen_leaves(wrt, params, "pytree"),
+    )
+
+
+def _stateful(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
+    """The model of a pair (params, state)."""
+    pair = Pair.of(made, name)
+    params, state = pair.split(made)
+
+    def init(seed: Index) -> tuple[Tree, Tree]:
+        return pair.split(described.initialise(jax.random.key(seed)))
+
+    axes, findings = _named(params, _of_module(pair.model, params, described.axes))
+    return Model(
+        name=name,
+        init=op_by_op(init),
+        params=params,
+        state=state,
+        axes=axes,
+        bind=bound(pair),
+        rebuild=pair.whole,
+        findings=(*findings, *pair.model.findings),
         frozen=frozen_leaves(wrt, params, "pytree"),
     )
 

@@ -1,0 +1,97 @@
+"""Do models that nobody here wrote train under shardlib as they do under plain optax?
+
+    python benchmarks/brought_models.py [NAME ...] [--page docs/brought_models.md]
+
+Each model is planned for eight simulated devices, compiled and trained five steps in float32: on
+the mesh that is planned, and on two that shard all that can be sharded. Losses and parameters are
+compared with those of optax on one device. A model runs in a process of its own; its packages have
+to be installed, and one whose package is not is skipped and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.environment import RESULTS, simulate_devices, write
+
+PATH = RESULTS / "brought_models.json"
+
+
+def names() -> list[str]:
+    """All models, in the order of the table."""
+    from benchmarks.brought import linen_models, nnx_models, tree_models
+
+    return [
+        f"{module.__name__.rpartition('.')[2]}.{model.__name__}"
+        for module in (nnx_models, linen_models, tree_models)
+        for model in module.MODELS
+    ]
+
+
+def one(name: str) -> dict[str, Any]:
+    """The row of one model, computed here."""
+    import importlib
+
+    from benchmarks.brought.comparison import compared
+
+    room, _, model = name.partition(".")
+    case = getattr(importlib.import_module(f"benchmarks.brought.{room}"), model)()
+    return {"name": name, "version": metadata.version(case.package), **compared(case)}
+
+
+def apart(name: str) -> dict[str, Any]:
+    """The row of one model, computed in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", name], capture_output=True, text=True, timeout=900
+    )
+    if done.returncode:
+        return {"name": name, "error": done.stderr[-3000:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def worst(row: dict[str, Any]) -> float:
+    """The largest difference over the meshes that a program was made for."""
+    return max((m["difference"] for m in row["meshes"].values() if "difference" in m), default=1e9)
+
+
+def said(row: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    if "error" in row:
+        return f"{row['name']}: {row['error'].strip().splitlines()[-1][:150]}"
+    meshes = "; ".join(
+        f"{name} {m['difference']:.1e}" if "difference" in m else f"{name} {m['error'][:150]}"
+        for name, m in row["meshes"].items()
+    )
+    return f"{row['name']}: {meshes} (rounding alone {row['moved_by_rounding']:.1e})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--one")
+    parser.add_argument("--scratch", type=Path, help="write there instead")
+    arguments = parser.parse_args()
+    simulate_devices(8)
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # most of the time is compiling
+    if arguments.one:
+        print(json.dumps(one(arguments.one)))
+        return
+    path = arguments.scratch or PATH
+    known = json.loads(path.read_text())["models"] if path.exists() else {}
+    for name in [n for n in names() if not arguments.names or n in arguments.names]:
+        known[name] = apart(name)
+        print(said(known[name]), flush=True)
+        write(path, {"models": known}, quiet=True)
+
+
+if __name__ == "__main__":
+    main()
