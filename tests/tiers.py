@@ -31,6 +31,7 @@ TESTS = {
     "http/test_folder.py": "processes",
     "http/test_process.py": "processes",
     "http/test_templates.py": "processes",
+    "http/test_tools.py": "processes",
     "launching": "processes",
     "islands": "compile",
     "lowering": "compile",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from shardlib.untrusted.json_types import JsonMapping
+
 #: What stands in a text for bytes that are no character, or not yet one.
 UNKNOWN = "\ufffd"
 #: Tokens that `Pieces` decodes again at most, where none of them ends with a whole character.
@@ -132,7 +134,7 @@ class Pieces:
         self._sent = len(self._text.decode(self._tokens)) - waiting
 
 
-def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
+def plain_chat(messages: Sequence[JsonMapping]) -> str:
     """A conversation for a model that has no template of its own: a line for each message.
 
     >>> plain_chat([{"role": "user", "content": "Hello."}])

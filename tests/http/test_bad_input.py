@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.hosting.deployment import Deployment, spell
+from shardlib.serving.http.asking.requests import asked_of
+from shardlib.serving.http.bodies.chat import Chat
+from shardlib.serving.http.catalog import Named
+from shardlib.serving.http.faults import Fault
 from tests.http.conftest import TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -43,8 +48,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": 3}, "prompt"),
     ("completions", {"prompt": ""}, "prompt is empty"),
     ("completions", {"prompt": []}, "prompt"),
-    ("completions", {"prompt": ["a", 3]}, "prompt"),
-    ("completions", {"prompt": [True]}, "prompt"),
+    ("completions", {"prompt": ["a", 3]}, "prompt: item 1 is a number, and item 0 a text; it is a"),
+    ("completions", {"prompt": [[1], "a"]}, "prompt: item 1 is a text, and item 0 a list; it is"),
+    ("completions", {"prompt": [1, "a"]}, "prompt: item 1 is a text; tokens are whole numbers"),
+    ("completions", {"prompt": [[1], [2.5]]}, "prompt: item 1.0 is 2.5; tokens are whole numbers"),
+    ("completions", {"prompt": ["a"] * 257}, "prompt: there are 257 of them; 256 are the most"),
+    ("completions", {"prompt": {"a": 1}}, "prompt: it is an object; it is a text, tokens, a list"),
+    ("completions", {"prompt": [True]}, "prompt: item 0 is a boolean; it is a text, tokens"),
+    ("completions", {"prompt": "a", "seconds": 0}, "seconds"),
     ("completions", {"prompt": [256]}, "prompt has the token 256; tokens of tiny are below 256"),
     ("completions", {"prompt": [-1]}, "prompt"),
     ("completions", {"prompt": [[1], []]}, "prompt"),
@@ -95,8 +106,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": CHAT, "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (
         "chat/completions",
-        {"messages": CHAT, "tools": [{"type": "function"}]},
-        "tools is not served here",
+        {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools is not served here: tiny has no template of conversations that writes them",
     ),
     ("chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format"),
     (
@@ -159,16 +170,42 @@ def test_what_is_no_body_is_refused(ask: Any, content: bytes):
     assert status == 400 and message, message
 
 
-def test_half_a_surrogate_pair_is_a_question_mark(ask: Any):
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("completions", r'{"prompt": "a\ud800"}', "prompt has half of a surrogate pair"),
+        ("completions", r'{"prompt": ["a", "\udc00b"]}', "prompt.1 has half of a surrogate pair"),
+        ("completions", r'{"prompt": "a", "stop": "\ud800"}', "stop has half of"),
+        ("completions", r'{"prompt": "a", "model": "\ud800"}', "model has half of"),
+        (
+            "chat/completions",
+            r'{"messages": [{"role": "user", "content": "\ud800"}]}',
+            "messages.0.content has half of a surrogate pair, which is no character",
+        ),
+        ("embeddings", r'{"input": "\ud800"}', "input has half of"),
+        ("embeddings", r'{"input": "a", "user": {"\ud800": 1}}', "user has half of"),
+    ],
+)
+def test_half_a_surrogate_pair_is_no_character(ask: Any, path: str, body: str, said: str):
+    status, message = ask(path, content=body, headers={"content-type": "application/json"})
+    assert (status, said in message) == (400, True), message
+    whole = r'{"prompt": "a\ud83d\ude00", "max_tokens": 1, "echo": true}'
     head = {"content-type": "application/json"}
-    body = b'{"prompt": "a\\ud800", "max_tokens": 1, "echo": true}'
-    status, text = ask("completions", content=body, headers=head)
-    assert (status, json.loads(text)["choices"][0]["text"][:2]) == (200, "a?")
-    assert (
-        ask("completions", content=b'{"prompt": "a", "model": "\\ud800"}', headers=head)[0] == 404
-    )
-    talk = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}'
-    assert ask("chat/completions", content=talk, headers=head)[0] == 200
+    status, text = ask("completions", content=whole, headers=head)
+    assert (status, json.loads(text)["choices"][0]["text"][:2]) == (200, "a\U0001f600")
+
+
+def test_a_form_without_its_package_says_so(deployed: Deployment, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardlib.serving.hosting.deployment.find_spec", lambda _: None)
+    bare = replace(deployed, formless=spell(deployed.worker.engine, deployed.served.text))
+    for name, field in (
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "a"}),
+    ):
+        body = Chat.model_validate({"messages": CHAT, name: field})
+        with pytest.raises(Fault, match=rf"{name} is not served here.*package llguidance") as found:
+            asked_of(body, [[1]], Named(name="tiny", deployed=bare), salt="")
+        assert (found.value.status_code, found.value.param) == (400, name)
 
 
 def test_fields_that_nobody_knows_are_ignored(ask: Any):

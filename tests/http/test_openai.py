@@ -187,6 +187,32 @@ def test_stop_strings_end_an_answer_wherever_tokens_end(
     assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
 
 
+def test_min_tokens_hold_stop_strings_back(client: openai.OpenAI):
+    """As vLLM does: a stop string that is whole within the first tokens ends nothing."""
+    bias = {str(ord(one)): 100 for one in "abc"}
+    how: dict[str, Any] = {"model": "tiny", "prompt": BYTES, "seed": 7, "logit_bias": bias}
+    whole = client.completions.create(max_tokens=60, **how).choices[0].text
+    stop = whole[10:12]
+    assert set(whole) <= set("abc") and whole.count(stop) > 2
+    for least in (0, whole.index(stop) + 1, whole.index(stop) + 2, 30):
+        right = next(at for at in range(60) if whole.startswith(stop, at) and at + 2 > least)
+        asked = {"max_tokens": 60, "stop": stop, "extra_body": {"min_tokens": least}, **how}
+        found = client.completions.create(**asked).choices[0]
+        assert (found.text, found.finish_reason) == (whole[:right], "stop")
+        events = client.completions.create(stream=True, **asked)
+        assert "".join(one.choices[0].text for one in events) == whole[:right]
+
+
+def test_an_answer_that_is_late_is_a_beginning(client: openai.OpenAI):
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=200, seed=2, extra_body={"seconds": 0.02}
+    )
+    assert found.choices[0].finish_reason == "length" and found.usage is not None
+    assert found.usage.completion_tokens < 200
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=200, seed=2)
+    assert whole.choices[0].text.startswith(found.choices[0].text.rstrip("\ufffd"))
+
+
 def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI):
     schema: dict[str, Any] = {
         "type": "object",

@@ -33,7 +33,7 @@ def test_templates_are_rendered_as_transformers_does():
     for one in STORED["conversations"]:
         renderer = Renderer(Templated(template=one["template"], variables=STORED["variables"]))
         try:
-            assert renderer(one["messages"]) == one["text"], one["name"]
+            assert renderer(one["messages"], one.get("tools", ())) == one["text"], one["name"]
         finally:
             renderer.close()
 

@@ -82,6 +82,18 @@ def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == f"value_{printable(text)}\n"
 
 
+@pytest.mark.long
+def test_what_is_guessed_ahead_changes_no_answer(folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = (str(folder), "--prompt", "value_", "--most", "20", "--seed", "3", "--json")
+    found: list[str] = []
+    for more in ((), ("--drafts", "3"), ("--draft", str(folder), "--seconds", "600")):
+        assert run_command(*words, *more) == 0
+        found.append(json.loads(capsys.readouterr().out)["text"])
+    assert found == found[:1] * 3
+    assert run_command(*words, "--seconds", "0.000001") == 0
+    assert json.loads(capsys.readouterr().out)["text"] == ""
+
+
 def test_a_run_gives_the_weights_of_its_newest_checkpoint(folder: Path):
     found = named(str(folder))
     assert (found.name, found.version, found.warning) == ("run", "step 6", "")

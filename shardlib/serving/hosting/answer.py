@@ -6,13 +6,14 @@
 >>> [answer.add(Told(token=byte, logprob=-1)).text for byte in b"a\\nb\\n"]
 ['a', '', '\\nb', '']
 >>> answer.add(Told(token=10, logprob=-1))
-Part(text='', tokens=(), ended='stop')
+Part(text='', tokens=(), ended='stop', calls=())
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardlib.serving.scheduling.requests import STOP, Told
 from shardlib.serving.text import Pieces, Text
@@ -35,6 +36,23 @@ class Written:
     offset: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A function that an answer calls.
+
+    Attributes:
+        name: of the function.
+        arguments: as JSON; of an answer that was cut off only a beginning.
+        index: of the call in its answer.
+        id: by which its result is told.
+    """
+
+    name: str
+    arguments: str
+    index: int = 0
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
 @dataclass(frozen=True)
 class Part:
     """What is new of an answer.
@@ -43,11 +61,13 @@ class Part:
         text: that follows.
         tokens: whose text has begun.
         ended: why the answer is whole with it; None while it goes on.
+        calls: of functions.
     """
 
     text: str
     tokens: tuple[Written, ...]
     ended: str | None
+    calls: tuple[ToolCall, ...] = ()
 
 
 def written(text: Text, told: Told, offset: int) -> Written:
@@ -92,13 +112,18 @@ class Answer:
         text: the model's tokenizer.
         stop: texts that end the answer; they are not part of it.
         before: characters that stand in front of it.
+        least: tokens in which no text ends the answer; one that goes on after them does.
     """
 
-    def __init__(self, text: Text, *, stop: Sequence[str] = (), before: int = 0) -> None:
+    def __init__(
+        self, text: Text, *, stop: Sequence[str] = (), before: int = 0, least: int = 0
+    ) -> None:
         self._text, self._stop = text, tuple(stop)
         self._pieces = Pieces(text)
         self._held = ""  # that may be the beginning of a stop string
         self._given = before
+        self._least = least
+        self._safe = 0  # characters that are held, of the first tokens
         self._tokens: list[Written] = []  # whose text has not begun
 
     def add(self, told: Told | None, *, ended: str | None = None) -> Part:
@@ -111,9 +136,16 @@ class Answer:
         if told is not None:
             self._tokens.append(written(self._text, told, self._given + len(self._held)))
             self._held += self._pieces.add(told.token)
+            if self._least > 0:
+                self._least -= 1
+                self._safe = len(self._held)
         if ended is not None:
             self._held += self._pieces.end()
-        found = [at for one in self._stop if (at := self._held.find(one)) >= 0]
+        found = [
+            at
+            for one in self._stop
+            if (at := self._held.find(one, max(0, self._safe - len(one) + 1))) >= 0
+        ]
         if found:
             self._held = self._held[: min(found)]
             return replace(self._give(len(self._held), last=False), ended=STOP)
@@ -136,6 +168,7 @@ class Answer:
     def _give(self, size: int, *, last: bool) -> Part:
         piece, self._held = self._held[:size], self._held[size:]
         self._given += size
+        self._safe = max(0, self._safe - size)
         given = [one for one in self._tokens if last or one.offset < self._given]
         self._tokens = self._tokens[len(given) :]
         return Part(text=piece, tokens=tuple(given), ended=None)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 from shardlib.errors import ShardlibError
+from shardlib.serving.engine import Engine
+from shardlib.serving.hosting.beside import Beside
 from shardlib.serving.hosting.embedding import Embedder
 from shardlib.serving.hosting.stream import StreamError
 from shardlib.serving.hosting.templates import Renderer
 from shardlib.serving.hosting.worker import Worker
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.served import Served
+from shardlib.serving.text import Text
 
 #: Tokens that end an answer that has a form, where a tokenizer has none that does.
 NO_END = frozenset({0})
@@ -30,6 +33,8 @@ class Deployment:
         worker: its engine.
         renderer: of conversations.
         embedder: of texts; None where the model gives no hidden states.
+        formless: why answers can have no form; empty where they can.
+        adapters: names of them, by which requests ask for the model with one.
     """
 
     name: str
@@ -37,6 +42,8 @@ class Deployment:
     worker: Worker
     renderer: Renderer = field(repr=False)
     embedder: Embedder | None = None
+    formless: str = ""
+    adapters: tuple[str, ...] = ()
 
     async def follow(self, seconds: float) -> None:
         """Serves newer weights as they come, for ever. What goes wrong with them is logged, and
@@ -75,6 +82,7 @@ def deploy(
     groups: int = 1,
     waiting: int = 64,
     buffer: int = 1024,
+    beside: Beside | None = None,
 ) -> Deployment:
     """Makes the engine of a model, and compiles everything that it will run.
 
@@ -86,14 +94,17 @@ def deploy(
         groups: of so many devices, each with requests and pages of its own.
         waiting: requests that wait for a slot at most.
         buffer: tokens that an answer may be ahead of who reads it.
+        beside: a smaller model that guesses, and adapters.
 
     Raises:
         ArgumentError, ModelError: see `Engine`.
     """
     renderer = Renderer(served.text)
+    others = beside or Beside()
+    capacity = replace(capacity, adapters=len(others.adapters))
     engine = served.engine(capacity, tensor=tensor, data=groups)
-    if find_spec("llguidance") is not None and (spelling := served.text.spelling()) is not None:
-        engine.spell(spelling, served.text.ends or NO_END)
+    others.join(engine)
+    formless = spell(engine, served.text)
     engine.warm_up()
     embedder = None if served.hidden is None else Embedder(engine, served.hidden)
     if embedder is not None:
@@ -104,4 +115,28 @@ def deploy(
         worker=Worker(engine, waiting=waiting, buffer=buffer, version=served.version),
         renderer=renderer,
         embedder=embedder,
+        formless=formless,
+        adapters=tuple(others.adapters),
     )
+
+
+def spell(engine: Engine, text: Text) -> str:
+    """Tells an engine what tokens spell, so that answers may have a form.
+
+    Args:
+        engine: of the model.
+        text: its tokenizer.
+
+    Returns:
+        Why it cannot be told; empty where it was.
+    """
+    if find_spec("llguidance") is None:
+        return (
+            "the server has no package llguidance, which forms need\nTry: pip install"
+            " 'shardlib[structured]' there"
+        )
+    spelling = text.spelling()
+    if spelling is None:
+        return "nothing is known of what the tokens of the model spell"
+    engine.spell(spelling, text.ends or NO_END)
+    return ""

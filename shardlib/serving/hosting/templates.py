@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.text import Text, plain_chat
+from shardlib.untrusted.json_types import JsonMapping
 
 #: Characters of a template.
 LONGEST = 1 << 17
@@ -40,11 +41,12 @@ class Renderer:
                 " the most"
             )
 
-    def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def __call__(self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] = ()) -> str:
         """The text of a conversation, up to where the assistant answers.
 
         Args:
             messages: each with a "role" and a "content".
+            tools: functions that the template is to write.
 
         Raises:
             ArgumentError: the template refuses them, fails, or takes too long.
@@ -55,6 +57,7 @@ class Renderer:
             **self._text.variables,
             "messages": [dict(one) for one in messages],
             "add_generation_prompt": True,
+            **({"tools": [dict(one) for one in tools]} if tools else {}),
         }
         with self._lock:
             found = self._asked({"template": self._text.template, "variables": variables})

@@ -3,6 +3,7 @@
 settings.py   what whoever starts the server may change
 faults.py     what is answered where something is wrong
 guard.py      who may ask, and how much
+catalog.py    models and adapters, by the names that requests have for them
 bodies/       what is asked, as JSON has it
 asking/       from there to what an engine is asked
 replies/      what is answered: as a whole and as events, as JSON has it

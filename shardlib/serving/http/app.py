@@ -13,8 +13,8 @@ from shardlib import __version__
 from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http import faults
+from shardlib.serving.http.catalog import Catalog
 from shardlib.serving.http.guard import Guard
-from shardlib.serving.http.routes.catalog import Catalog
 from shardlib.serving.http.routes.chat import chat_routes
 from shardlib.serving.http.routes.completions import completion_routes
 from shardlib.serving.http.routes.embeddings import embedding_routes
@@ -32,7 +32,7 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
         settings: limits.
 
     Raises:
-        ArgumentError: no models, or two of one name.
+        ArgumentError: no models, or two models or adapters of one name.
     """
     limits = settings or Settings()
     names = [one.name for one in deployed]
@@ -42,6 +42,7 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
             " NAME=MODEL"
         )
     models: Mapping[str, Deployment] = {one.name: one for one in deployed}
+    catalog, started = Catalog(models), int(time.time())
     watching = Watching(models)
     for name, one in models.items():
         one.worker.watch = watching.of[name]
@@ -65,7 +66,6 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
         title="shardlib", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     faults.install(app)
-    catalog, started = Catalog(models), int(time.time())
     for routes in (
         model_routes(catalog, started),
         completion_routes(catalog, limits),

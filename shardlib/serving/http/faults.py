@@ -81,6 +81,9 @@ def _wrong_body(error: RequestValidationError) -> Fault:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Fault(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
+    if first["type"] == "characters":
+        path = str(first.get("ctx", {}).get("field"))
+        return Fault(400, first["msg"], code="invalid_value", param=path.partition(".")[0])
     where = [str(part) for part in first["loc"][1:]]
     name = where[0] if where else None
     spelled = ".".join(where) or "the body"

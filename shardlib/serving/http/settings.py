@@ -28,6 +28,7 @@ class Settings:
         drain_seconds: that answers have to end in when the server is to stop.
         refresh_seconds: between two looks for newer weights.
         connections: at a time.
+        answer_seconds: after which an answer ends with what it has; None for as long as it takes.
 
     Raises:
         ArgumentError: figures that are not above 0.
@@ -44,13 +45,15 @@ class Settings:
     drain_seconds: float = 60.0
     refresh_seconds: float = 10.0
     connections: int = 1024
+    answer_seconds: float | None = None
 
     def __post_init__(self) -> None:
         failures = [
             f"{one.name} is {value!r}; it is a number above 0"
             for one in fields(self)
             if one.name not in ("tokens", "waiting")
-            if not ((value := getattr(self, one.name)) > 0 and math.isfinite(value))
+            if (value := getattr(self, one.name)) is not None
+            if not (value > 0 and math.isfinite(value))
         ]
         if self.waiting < 0:
             failures.append(f"waiting is {self.waiting!r}; it is a whole number from 0 on")

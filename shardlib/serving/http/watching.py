@@ -96,7 +96,8 @@ class OneWatch:
         self._generated = all_of.generated.labels(name)
         self._cached = all_of.cached.labels(name)
         self._ended = {
-            reason: all_of.ended.labels(name, reason) for reason in ("length", "stop", "cancelled")
+            reason: all_of.ended.labels(name, reason)
+            for reason in ("length", "stop", "late", "cancelled")
         }
         self._last: dict[tuple[Stream, int], tuple[float, int]] = {}
         self._tokens = self._prompted = self._shared = 0

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
 from shardlib.cli.app import AsJson
+from shardlib.cli.commands.serving.beside import Guesses
+from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
 
 
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How tokens are chosen, and for how long."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="0 takes the likeliest; by default what the folder says, 0.8 of a run.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Likeliest tokens to choose from; 0: all.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Probability that the tokens to choose from have."),
+    ] = None
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", help="That the answer may take; it ends with what it has then."),
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of the choices.")] = 0
+
+
+@spread
 def generate_command(
     model: Annotated[
         str,
@@ -24,21 +52,9 @@ def generate_command(
     most: Annotated[
         int, typer.Option("--most", "-n", min=1, help="Tokens of the answer; bytes, of a run.")
     ] = 200,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            help="0 takes the likeliest; by default what the folder says, 0.8 of a run.",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Likeliest tokens to choose from; 0: all.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Probability that the tokens to choose from have."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the choices.")] = 0,
+    *,
+    how: How,
+    guesses: Guesses,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
@@ -48,9 +64,9 @@ def generate_command(
     from shardlib.serving.scheduling.requests import Asked
     from shardlib.serving.scheduling.settings import Sampling
 
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    how = {name: value for name, value in given.items() if value is not None}
-    asked = replace(Sampling(temperature=0.8), **how)  # before anything is read
+    given = {name: value for name, value in vars(how).items() if value is not None}
+    seconds = given.pop("seconds", None)
+    asked = replace(Sampling(temperature=0.8), **given)  # before anything is read
     if not prompt:
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
     with quiet_stdout(as_json):
@@ -68,13 +84,19 @@ def generate_command(
                 f" {found.longest} that {found.name} looks at\nTry: a shorter prompt, or a smaller"
                 " --most"
             )
-        engine = found.engine(Capacity(longest=_room(len(tokens) + most, found.longest), slots=1))
+        room = _room(len(tokens) + most, found.longest)
+        engine = found.engine(Capacity(longest=room, slots=1, drafts=guesses.ahead))
+        guesses.join(engine)
+        if seconds is not None:
+            engine.warm_up()  # compilation is no part of them
     if found.sampling is not None:
-        asked = replace(found.sampling, **how)
+        asked = replace(found.sampling, **given)
     pieces = Pieces(found.text)
     if not as_json:
         echo(prompt, nl=False)
-    request = engine.add(Asked(prompt=tokens, most=most, sampling=asked, stop=found.text.ends))
+    request = engine.add(
+        Asked(prompt=tokens, most=most, sampling=asked, stop=found.text.ends, seconds=seconds)
+    )
     while request.ended is None:
         for event in engine.step():
             if event.token is not None and not as_json:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardlib.cli.app import AsJson
+from shardlib.cli.commands.serving.beside import Guesses
 from shardlib.cli.commands.serving.sizes import Planned, Room, devices_of, sizes_of
 from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
@@ -41,6 +42,10 @@ class Place:
     drain: Annotated[
         float, typer.Option("--drain", help="Seconds that answers have to end in after SIGTERM.")
     ] = 60.0
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", help="That an answer may take; it ends with what it has then."),
+    ] = None
     refresh: Annotated[
         float, typer.Option("--refresh", help="Seconds between looks for newer checkpoints.")
     ] = 10.0
@@ -62,6 +67,7 @@ def serve_command(
     place: Place,
     room: Room,
     planned: Planned,
+    guesses: Guesses,
     as_json: AsJson = False,
 ) -> None:
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest
@@ -80,6 +86,7 @@ def serve_command(
         waiting=place.waiting,
         drain_seconds=place.drain,
         refresh_seconds=place.refresh,
+        answer_seconds=place.seconds,
     )
     if place.host not in LOOPBACK and not tokens:
         echo(
@@ -89,7 +96,7 @@ def serve_command(
     # What is taken is said before anything is made.
     with server.listen(place.host, place.port) as at:
         with quiet_stdout(as_json):
-            deployed = _deployed(models or [], room, planned, limits)
+            deployed = _deployed(models or [], room, planned, guesses, limits)
         names = [one.name for one in deployed]
 
         def ready() -> None:
@@ -104,7 +111,7 @@ def serve_command(
 
 
 def _deployed(
-    models: list[str], room: Room, planned: Planned, settings: Settings
+    models: list[str], room: Room, planned: Planned, guesses: Guesses, settings: Settings
 ) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
     devices = devices_of(room)
@@ -132,12 +139,13 @@ def _deployed(
         deployed.append(
             deploy(
                 served,
-                sizes.capacity,
+                replace(sizes.capacity, drafts=guesses.ahead),
                 name=name,
                 tensor=sizes.tensor,
                 groups=sizes.groups,
                 waiting=settings.waiting,
                 buffer=settings.buffer,
+                beside=guesses.beside(),
             )
         )
     return deployed

@@ -2,6 +2,7 @@
 
 prompts.py        texts and tokens of a body as prompts
 conversations.py  messages as a prompt
+tools.py          functions that an answer may call, or has to
 forms.py          the form that an answer is to have
 sampling.py       how tokens are chosen
 requests.py       all of it together: requests for the engine

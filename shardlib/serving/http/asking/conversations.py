@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.http.asking.prompts import whole
+from shardlib.serving.http.asking.tools import knows_tools
 from shardlib.serving.http.bodies.chat import Chat
+from shardlib.serving.http.bodies.messages import Call, Message, Part
 from shardlib.serving.http.faults import Fault
+from shardlib.untrusted.json_types import JsonObject
 
 
 async def conversation(body: Chat, deployed: Deployment) -> list[int]:
@@ -21,26 +25,65 @@ async def conversation(body: Chat, deployed: Deployment) -> list[int]:
     Raises:
         Fault: 400; parts that are no text, or messages that the template refuses.
     """
-    messages: list[dict[str, str]] = []
-    for number, message in enumerate(body.messages):
-        parts = [] if isinstance(message.content, str) else message.content or []
-        if any(part.type != "text" or part.text is None for part in parts):
-            raise Fault(
-                400,
-                f"messages[{number}] has a part that is no text",
-                code="unsupported_value",
-                param="messages",
-            )
-        text = (
-            message.content
-            if isinstance(message.content, str)
-            else "".join(part.text or "" for part in parts)
-        )
-        messages.append({"role": whole(message.role), "content": whole(text)})
+    known = knows_tools(deployed)
+    messages = [_written(number, one, known) for number, one in enumerate(body.messages)]
+    tools = [one.json_object for one in body.tools or ()] if known else []
     try:
-        text = await asyncio.to_thread(deployed.renderer, messages)
+        text = await asyncio.to_thread(deployed.renderer, messages, tools)
     except ArgumentError as error:
         raise Fault(400, str(error), code="invalid_value", param="messages") from error
     return await asyncio.to_thread(
         deployed.served.text.encode, text, begin=deployed.served.text.template is None
     )
+
+
+def _written(number: int, message: Message, known: bool) -> JsonObject:
+    """A message as templates get it.
+
+    Args:
+        number: of the message.
+        message: as the body has it.
+        known: whether the template knows of functions.
+    """
+    parts = [] if isinstance(message.content, str) else message.content or []
+    if any(part.type != "text" or part.text is None for part in parts):
+        raise _fault(f"messages[{number}] has a part that is no text", "unsupported_value")
+    if message.tool_calls and not known:
+        raise _fault(
+            f"messages[{number}] has tool_calls, which the template of conversations does not"
+            " write",
+            "unsupported_value",
+        )
+    text = message.content if isinstance(message.content, str) else _joined(parts)
+    found: JsonObject = {"role": message.role, "content": text}
+    if message.tool_calls:
+        found["tool_calls"] = [_call(number, one) for one in message.tool_calls]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
+
+
+def _joined(parts: Sequence[Part]) -> str:
+    return "".join(part.text or "" for part in parts)
+
+
+def _call(number: int, call: Call) -> JsonObject:
+    """A call; templates get its arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _fault(
+            f"messages[{number}] has a call of {call.function.name} whose arguments are no JSON"
+            " object",
+            "invalid_value",
+        )
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _fault(said: str, code: str) -> Fault:
+    return Fault(400, said, code=code, param="messages")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from shardlib.errors import ArgumentError
+from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http.asking.tools import tool_form
 from shardlib.serving.http.bodies.chat import Chat, Format
 from shardlib.serving.http.bodies.choosing import Choosing, Structure
+from shardlib.serving.http.faults import Fault
 from shardlib.serving.scheduling.forms import Form
 
 
@@ -51,18 +54,30 @@ def structured_forms(said: Structure | None) -> list[Form]:
     return found
 
 
-def form_of(body: Choosing) -> Form | None:
+def form_of(body: Choosing, deployed: Deployment) -> Form | None:
     """The form that an answer is to have; None for any.
 
     Args:
         body: of the request.
+        deployed: the model that answers.
 
     Raises:
         ArgumentError: it is none, or there are several.
+        Fault: 400; answers of the model can have no form.
     """
-    found = structured_forms(body.structured_outputs)
+    found = [("structured_outputs", form) for form in structured_forms(body.structured_outputs)]
     if isinstance(body, Chat) and (form := response_form(body.response_format)) is not None:
-        found.append(form)
+        found.append(("response_format", form))
+    if isinstance(body, Chat) and (form := tool_form(body)) is not None:
+        found.append(("tool_choice", form))
     if len(found) > 1:
         raise ArgumentError("an answer has one form")
-    return found[0] if found else None
+    for name, _ in found:
+        if deployed.formless:
+            raise Fault(
+                400,
+                f"{name} is not served here: {deployed.formless}",
+                code="unsupported_value",
+                param=name,
+            )
+    return found[0][1] if found else None

@@ -10,6 +10,7 @@ from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http.asking.forms import form_of
 from shardlib.serving.http.asking.sampling import sampling_of
 from shardlib.serving.http.bodies.choosing import Choosing
+from shardlib.serving.http.catalog import Named
 from shardlib.serving.http.faults import Fault
 from shardlib.serving.scheduling.requests import Asked
 from shardlib.serving.scheduling.settings import Sampling
@@ -29,25 +30,32 @@ def refuse_unserved(body: Choosing) -> None:
 
 
 def asked_of(
-    body: Choosing, prompts: Sequence[Sequence[int]], deployed: Deployment, *, salt: str
+    body: Choosing,
+    prompts: Sequence[Sequence[int]],
+    named: Named,
+    *,
+    salt: str,
+    seconds: float | None = None,
 ) -> list[Asked]:
     """What the engine is asked: every prompt `n` times, with seeds that follow each other.
 
     Args:
         body: of the request.
         prompts: tokens of each.
-        deployed: the model.
+        named: the model.
         salt: of the client's prefixes.
+        seconds: that an answer may take; a body may ask for less. None for any.
 
     Raises:
         Fault: 400; more tokens than fit, or figures that the engine refuses.
     """
     if body.top and not body.listed:
         raise Fault(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
+    deployed = named.deployed
     engine, text = deployed.worker.engine, deployed.served.text
     found: list[Asked] = []
     try:
-        form = form_of(body)
+        form = form_of(body, deployed)
         how = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
         for prompt in prompts:
             one = Asked(
@@ -61,6 +69,8 @@ def asked_of(
                 least=body.min_tokens or 0,
                 scored=body.scored,
                 form=form,
+                adapter=named.adapter,
+                seconds=min(filter(None, (body.seconds, seconds)), default=None),
             )
             if failures := one.failures(vocab=engine.forward.vocab, room=engine.room):
                 raise ArgumentError("; ".join(failures))

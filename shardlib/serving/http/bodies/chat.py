@@ -8,22 +8,12 @@ from pydantic import Field
 
 from shardlib.serving.http.bodies.choosing import Choosing
 from shardlib.serving.http.bodies.fields import Body
+from shardlib.serving.http.bodies.messages import Message
+from shardlib.serving.http.bodies.tools import NamedTool, Tool
 from shardlib.untrusted.json_types import JsonObject
 
-
-class Part(Body):
-    """A part of a message."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(Body):
-    """A message of a conversation."""
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
-    name: str | None = None
+#: Functions that a body may give.
+MOST_TOOLS = 128
 
 
 class Schema(Body):
@@ -48,7 +38,9 @@ class Chat(Choosing):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: Format | None = None
     modalities: list[str] | None = None
-    tools: list[JsonObject] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[JsonObject] | None = None
 
     @property
@@ -60,8 +52,7 @@ class Chat(Choosing):
     def unserved(self) -> list[str]:
         """Fields that are understood and not served."""
         other = self.modalities not in (None, ["text"])
-        found = ["tools"] * bool(self.tools) + ["functions"] * bool(self.functions)
-        return found + ["modalities"] * other
+        return ["functions"] * bool(self.functions) + ["modalities"] * other
 
     @property
     def most(self) -> int | None:

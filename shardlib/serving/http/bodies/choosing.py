@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shardlib.serving.http.bodies.fields import Body, Token
+from shardlib.serving.http.bodies.fields import Asking, Body, Token
 from shardlib.untrusted.json_types import JsonObject
 
 #: Texts that end an answer, and characters of each.
@@ -31,7 +31,7 @@ class Structure(Body):
     grammar: str | None = None
 
 
-class Sampled(Body):
+class Sampled(Asking):
     """How tokens are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -57,6 +57,7 @@ class Choosing(Sampled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: Structure | None = None
+    seconds: Annotated[float, Field(gt=0)] | None = None
 
     @property
     def prompt_field(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shardlib.serving.http.bodies.choosing import Choosing
-from shardlib.serving.http.bodies.fields import Prompt, count
+from shardlib.serving.http.bodies.prompts import Prompts
 
 #: Tokens of an answer where a body does not say how many.
 MOST = 16
@@ -16,7 +16,7 @@ MOST = 16
 class Completion(Choosing):
     """`/v1/completions`."""
 
-    prompt: Prompt
+    prompt: Prompts
     suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -27,11 +27,6 @@ class Completion(Choosing):
         """Fields that are understood and not served."""
         more = self.best_of not in (None, self.answers)
         return ["suffix"] * bool(self.suffix) + ["best_of"] * more
-
-    @property
-    def prompts(self) -> int:
-        """How many prompts there are."""
-        return count(self.prompt)
 
     @property
     def most(self) -> int:

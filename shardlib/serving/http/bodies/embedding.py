@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardlib.serving.http.bodies.fields import Body, Prompt
+from shardlib.serving.http.bodies.fields import Asking
+from shardlib.serving.http.bodies.prompts import Prompts
 
 
-class Embedding(Body):
+class Embedding(Asking):
     """`/v1/embeddings`."""
 
-    input: Prompt
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None

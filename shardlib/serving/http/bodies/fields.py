@@ -8,31 +8,64 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
-
-#: Prompts, or texts to embed, of one request.
-MOST_PROMPTS = 256
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Token = Annotated[int, Field(ge=0)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-ManyTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
-Prompt = str | Tokens | Texts | ManyTokens
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """What all bodies, and their parts, have in common."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Asking(Body):
+    """A body that asks a model for something."""
 
     model: str | None = None
     user: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_characters(cls, given: object) -> object:
+        """Refuses halves of surrogate pairs, which JSON can hold and no text has."""
+        if (where := half_of_a_pair(given)) is not None:
+            raise PydanticCustomError(
+                "characters",
+                "{field} has half of a surrogate pair, which is no character",
+                {"field": where},
+            )
+        return given
 
-def count(prompt: Prompt) -> int:
-    """How many prompts, or texts to embed, a field has.
+
+def half_of_a_pair(given: object) -> str | None:
+    """Where some JSON has half of a surrogate pair, as a dotted path; None where it has none.
+
+    >>> half_of_a_pair({"messages": [{"content": "a\\ud800"}]})
+    'messages.0.content'
 
     Args:
-        prompt: of a body.
+        given: as read.
     """
-    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+    waiting: list[tuple[str, object]] = [("", given)]
+    while waiting:
+        path, one = waiting.pop()
+        if isinstance(one, str) and not one.isascii() and _is_half(one):
+            return path or "the body"
+        if isinstance(one, dict):
+            for name, value in one.items():
+                if _is_half(str(name)):
+                    return path or "a name"
+                waiting.append((f"{path}.{name}" if path else str(name), value))
+        elif isinstance(one, list):
+            waiting += [(f"{path}.{at}", value) for at, value in enumerate(one)]
+    return None
+
+
+def _is_half(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

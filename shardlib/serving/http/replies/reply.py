@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.serving.hosting.answer import Answer, Part, Written, prompt_part
-from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.hosting.answer import Answer, Part, ToolCall, Written, prompt_part
 from shardlib.serving.hosting.stream import Stream, StreamError
+from shardlib.serving.hosting.tool_calls import CallReader
+from shardlib.serving.http.catalog import Named
 from shardlib.serving.http.faults import ended
 from shardlib.serving.http.replies.heads import Usage, new_head
 from shardlib.serving.http.replies.shapes import Shape
@@ -26,29 +27,31 @@ class Reply:
     """An answer that is written.
 
     Attributes:
-        deployed: the model that answers.
+        named: the model that answers.
         asked: what it was asked.
         shape: how choices are written.
         listed: whether tokens are listed with their logarithms.
         stops: texts that end a choice.
+        reader: makes what takes calls of functions out of one answer; None where there are none.
         echo: whether prompts stand in front of their answers.
         usage: tokens, so far.
         version: of the weights, once it is known.
         stream: of tokens.
     """
 
-    deployed: Deployment
+    named: Named
     asked: Sequence[Asked]
     shape: Shape
     listed: bool
     stops: Sequence[str]
     echo: bool
     usage: Usage
+    reader: Callable[[], CallReader] | None = None
     version: str = ""
     stream: Stream = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stream = self.deployed.worker.submit(self.asked)
+        self.stream = self.named.deployed.worker.submit(self.asked)
 
     def gone(self) -> None:
         """Nobody waits for the answer any more."""
@@ -60,11 +63,12 @@ class Reply:
         Raises:
             StreamError: an answer ends early.
         """
-        text = self.deployed.served.text
+        text = self.named.deployed.served.text
         answers: dict[int, Answer] = {}
         for index, one in enumerate(self.asked):
             before = len(text.decode(one.prompt)) if self.echo else 0
-            answers[index] = Answer(text, stop=self.stops, before=before)
+            answers[index] = Answer(text, stop=self.stops, before=before, least=one.least)
+        readers = [self.reader() for _ in self.asked] if self.reader is not None else []
         echoed: set[int] = set()
         try:
             while answers:
@@ -81,10 +85,12 @@ class Reply:
                     prompt = self.asked[heard.index].prompt
                     yield heard.index, prompt_part(text, prompt, heard.scores)
                 part = answer.add(heard.told, ended=heard.ended)
+                if readers:
+                    part = readers[heard.index].add(part)
                 if part.ended is not None:
                     del answers[heard.index]
                     self.stream.end(heard.index)
-                if part.text or part.tokens or part.ended:
+                if part.text or part.tokens or part.ended or part.calls:
                     yield heard.index, part
         finally:
             self.stream.cancel()
@@ -98,19 +104,21 @@ class Reply:
         texts = [""] * len(self.asked)
         tokens: list[list[Written]] = [[] for _ in self.asked]
         ends: list[str | None] = [None] * len(self.asked)
+        calls: list[list[ToolCall]] = [[] for _ in self.asked]
         async for index, part in self.parts():
             texts[index] += part.text
             tokens[index] += part.tokens
             ends[index] = part.ended
+            calls[index] += part.calls
         wholes = [
-            Part(texts[index], tuple(tokens[index]), ends[index])
+            Part(texts[index], tuple(tokens[index]), ends[index], tuple(calls[index]))
             for index in range(len(self.asked))
         ]
         choices = [
             self.shape.choice(index, self.shape.whole(one), one, listed=self.listed)
             for index, one in enumerate(wholes)
         ]
-        head = new_head(self.shape.prefix, self.shape.kind, self.deployed.name)
+        head = new_head(self.shape.prefix, self.shape.kind, self.named.name)
         return head.json(choices, self.version, usage=self.usage.json)
 
     async def events(self, *, usage: bool) -> AsyncGenerator[JsonObject, None]:
@@ -120,7 +128,7 @@ class Reply:
             usage: whether an object with the tokens comes at the end.
         """
         shape = self.shape
-        head = new_head(shape.prefix, shape.event, self.deployed.name)
+        head = new_head(shape.prefix, shape.event, self.named.name)
         more = {"usage": None} if usage else {}
         nothing = Part("", (), None)
         try:

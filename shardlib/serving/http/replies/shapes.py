@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.serving.hosting.answer import Part, Written
+from shardlib.serving.hosting.answer import Part, ToolCall, Written
+from shardlib.serving.hosting.tool_calls import CALLED
+from shardlib.serving.scheduling.requests import LENGTH, STOP
 from shardlib.serving.text import UNKNOWN
 from shardlib.untrusted.json_types import JsonObject
 
@@ -54,7 +56,7 @@ class Shape:
 
 
 def _finish(ended: str | None) -> str | None:
-    return ended if ended in (None, "stop", "length") else "stop"
+    return ended if ended in (None, STOP, LENGTH, CALLED) else LENGTH  # late ones lack their end
 
 
 def _odds(logprob: float | None) -> float | None:
@@ -95,11 +97,23 @@ def _likely(text: str, logprob: float | None) -> JsonObject:
 
 
 def _message(part: Part) -> JsonObject:
-    return {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+    content = part.text or (None if part.calls else "")
+    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+    if part.calls:
+        message["tool_calls"] = [_call(one) for one in part.calls]
+    return {"message": message}
 
 
 def _delta(part: Part) -> JsonObject:
-    return {"delta": {"content": part.text} if part.text or part.tokens else {}}
+    delta: JsonObject = {"content": part.text} if part.text or part.tokens else {}
+    if part.calls:
+        delta["tool_calls"] = [{"index": one.index, **_call(one)} for one in part.calls]
+    return {"delta": delta}
+
+
+def _call(one: ToolCall) -> JsonObject:
+    function = {"name": one.name, "arguments": one.arguments}
+    return {"id": one.id, "type": "function", "function": function}
 
 
 #: Choices of `/v1/completions`.

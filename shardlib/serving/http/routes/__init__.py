@@ -1,6 +1,5 @@
 """The places of the interface, a file for each resource.
 
-catalog.py      models by the names that requests have for them
 models.py       `/v1/models`
 generation.py   what completions and chat have in common: places, and answers whole or streamed
 completions.py  `/v1/completions`

@@ -7,11 +7,12 @@ from fastapi.responses import Response
 
 from shardlib.serving.http.asking.conversations import conversation
 from shardlib.serving.http.asking.requests import asked_of, refuse_unserved
+from shardlib.serving.http.asking.tools import reader_of, refuse_tools
 from shardlib.serving.http.bodies.chat import Chat
+from shardlib.serving.http.catalog import Catalog
 from shardlib.serving.http.replies.heads import Usage
 from shardlib.serving.http.replies.reply import Reply
 from shardlib.serving.http.replies.shapes import CHAT
-from shardlib.serving.http.routes.catalog import Catalog
 from shardlib.serving.http.routes.generation import places, sent
 from shardlib.serving.http.settings import Settings
 
@@ -27,18 +28,23 @@ def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
 
     @made.post("/chat/completions")
     async def chat(body: Chat, http: Request) -> Response:
-        deployed = catalog.find(body.model)
+        named = catalog.find(body.model)
+        deployed = named.deployed
         refuse_unserved(body)
+        refuse_tools(body, deployed)
         with places(deployed, body.answers, settings) as held:
             prompt = await conversation(body, deployed)
             reply = Reply(
-                deployed=deployed,
-                asked=asked_of(body, [prompt], deployed, salt=http.state.salt),
+                named=named,
+                asked=asked_of(
+                    body, [prompt], named, salt=http.state.salt, seconds=settings.answer_seconds
+                ),
                 shape=CHAT,
                 listed=body.listed,
                 stops=body.stops,
                 echo=False,
                 usage=Usage(prompt=len(prompt)),
+                reader=reader_of(body, deployed),
             )
             return await sent(http, body, reply, held, settings)
 

@@ -8,10 +8,10 @@ from fastapi.responses import Response
 from shardlib.serving.http.asking.prompts import tokens_of
 from shardlib.serving.http.asking.requests import asked_of, refuse_unserved
 from shardlib.serving.http.bodies.completion import Completion
+from shardlib.serving.http.catalog import Catalog
 from shardlib.serving.http.replies.heads import Usage
 from shardlib.serving.http.replies.reply import Reply
 from shardlib.serving.http.replies.shapes import COMPLETION
-from shardlib.serving.http.routes.catalog import Catalog
 from shardlib.serving.http.routes.generation import places, sent
 from shardlib.serving.http.settings import Settings
 
@@ -27,13 +27,16 @@ def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
 
     @made.post("/completions")
     async def completions(body: Completion, http: Request) -> Response:
-        deployed = catalog.find(body.model)
+        named = catalog.find(body.model)
+        deployed = named.deployed
         refuse_unserved(body)
-        with places(deployed, body.prompts * body.answers, settings) as held:
+        with places(deployed, len(body.prompt) * body.answers, settings) as held:
             prompts = await tokens_of(body.prompt, deployed)
             reply = Reply(
-                deployed=deployed,
-                asked=asked_of(body, prompts, deployed, salt=http.state.salt),
+                named=named,
+                asked=asked_of(
+                    body, prompts, named, salt=http.state.salt, seconds=settings.answer_seconds
+                ),
                 shape=COMPLETION,
                 listed=body.listed,
                 stops=body.stops,

@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, Response
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http.asking.prompts import tokens_of
 from shardlib.serving.http.bodies.embedding import Embedding
+from shardlib.serving.http.catalog import Catalog
 from shardlib.serving.http.faults import Fault
-from shardlib.serving.http.routes.catalog import Catalog
 
 
 def embedding_routes(catalog: Catalog) -> APIRouter:
@@ -28,7 +28,15 @@ def embedding_routes(catalog: Catalog) -> APIRouter:
 
     @made.post("/embeddings")
     async def embeddings(body: Embedding) -> Response:
-        deployed = catalog.find(body.model)
+        named = catalog.find(body.model)
+        deployed = named.deployed
+        if named.adapter:
+            raise Fault(
+                400,
+                f"{named.name} is an adapter, and gives no embeddings; {deployed.name} does",
+                code="unsupported_value",
+                param="model",
+            )
         with deployed.worker.places(1):
             texts = await tokens_of(body.input, deployed, name="input")
             vectors = await _embedded(texts, deployed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from shardlib.serving.http.routes.catalog import Catalog
+from shardlib.serving.http.catalog import Catalog, Named
 from shardlib.untrusted.json_types import JsonObject
 
 
@@ -17,23 +17,24 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
     """
     made = APIRouter()
 
-    def described(name: str) -> JsonObject:
-        deployed = catalog.find(name)
+    def described(one: Named) -> JsonObject:
+        worker = one.deployed.worker
         return {
-            "id": name,
+            "id": one.name,
             "object": "model",
             "created": started,
             "owned_by": "shardlib",
-            "max_model_len": deployed.worker.engine.room,
-            "version": deployed.worker.version or None,
+            "max_model_len": worker.engine.room,
+            "version": worker.version or None,
+            "parent": one.deployed.name if one.adapter else None,  # as vLLM has it
         }
 
     @made.get("/models")
     async def list_models() -> JsonObject:
-        return {"object": "list", "data": [described(name) for name in catalog]}
+        return {"object": "list", "data": [described(one) for one in catalog]}
 
     @made.get("/models/{name:path}")
     async def one_model(name: str) -> JsonObject:
-        return described(name)
+        return described(catalog.find(name))
 
     return made
