@@ -15,6 +15,9 @@ picture.py       the same as a picture
 page.py          the same as a page
 comparison.py    with all of these
 side_by_side.py  all of it
+family.py        models of one shape and many sizes
+fitted.py        the largest that ends in time, and what is proven of it
+fitting.py       the search for it
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlib.booking.comparison import Comparison
+    from shardlib.booking.fitted import Fitted
+    from shardlib.booking.fitting import Budget, fit_model
     from shardlib.booking.offers import Offer, Offers
     from shardlib.booking.side_by_side import compare
     from shardlib.booking.target import Failures, Target
@@ -30,15 +35,29 @@ if TYPE_CHECKING:
 
 _HOME = {
     "DAY": "shardlib.planning.answers.run_cost",
+    "Budget": "shardlib.booking.fitting",
     "Comparison": "shardlib.booking.comparison",
     "Failures": "shardlib.booking.target",
+    "Fitted": "shardlib.booking.fitted",
     "Offer": "shardlib.booking.offers",
     "Offers": "shardlib.booking.offers",
     "Target": "shardlib.booking.target",
     "compare": "shardlib.booking.side_by_side",
+    "fit_model": "shardlib.booking.fitting",
 }
 
-__all__ = ["DAY", "Comparison", "Failures", "Offer", "Offers", "Target", "compare"]
+__all__ = [
+    "DAY",
+    "Budget",
+    "Comparison",
+    "Failures",
+    "Fitted",
+    "Offer",
+    "Offers",
+    "Target",
+    "compare",
+    "fit_model",
+]
 
 
 def __getattr__(name: str) -> Any:

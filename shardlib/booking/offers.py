@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardlib.planning.answers.run_cost import DAY, RunCost
+from shardlib.booking.target import days_text
+from shardlib.planning.answers.run_cost import RunCost
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import percent_text
 from shardlib.untrusted.json_types import JsonObject
@@ -184,4 +185,4 @@ def _missed(offer: Offer) -> str:
     """A size that misses the deadline, with the reason."""
     if offer.cost is None:
         return f"{offer.topology} ({offer.message})"
-    return f"{offer.topology} ({offer.cost.wall_seconds / DAY:,.1f} days)"
+    return f"{offer.topology} ({days_text(offer.cost.wall_seconds)})"

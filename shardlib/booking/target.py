@@ -16,8 +16,18 @@ from dataclasses import dataclass, field
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.hardware.catalog import CATALOG
 from shardlib.planning.answers.run_cost import DAY, RESTART_S
+from shardlib.planning.units.quantity import seconds_text
 from shardlib.untrusted import shown
 from shardlib.untrusted.json_types import JsonObject
+
+
+def days_text(seconds: float) -> str:
+    """Days, or a shorter unit below one.
+
+    >>> days_text(3 * DAY), days_text(60.0)
+    ('3.0 days', '60.0 s')
+    """
+    return f"{seconds / DAY:,.1f} days" if seconds >= DAY else seconds_text(seconds)
 
 
 def _positive(value: object) -> bool:

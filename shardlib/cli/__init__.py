@@ -1,5 +1,6 @@
-"""The command line: `shardlib plan | explain | timeline | replan | scale | compare | edge | verify
-| train | status | launch | generate | export | serve | bench-serve | doctor | models | topologies`.
+"""The command line: `shardlib plan | explain | timeline | replan | scale | compare | fit-model |
+edge | verify | train | status | launch | generate | export | serve | bench-serve | doctor | models
+| topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -31,7 +32,7 @@ from shardlib.cli.commands import (
     training,
     verifying,
 )
-from shardlib.cli.commands.booking import comparing
+from shardlib.cli.commands.booking import comparing, fitting
 from shardlib.cli.commands.serving import bench, exporting, generating, serve
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
@@ -47,6 +48,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "replan": planning.replan_command,
     "scale": scaling.scale_command,
     "compare": comparing.compare_command,
+    "fit-model": fitting.fit_model_command,
     "edge": scaling.edge_command,
     "verify": verifying.verify_command,
     "train": training.train_command,
