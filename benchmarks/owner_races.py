@@ -89,7 +89,7 @@ def train(folder: Path, steps: int, outcome: Path, ready: Path, go: Path) -> Non
             batch_of,
             steps=steps,
             settings=Settings(
-                run=folder, save_every=SAVE_EVERY, keep=Keep(newest=None), tensorboard=False
+                run=folder, save_every=SAVE_EVERY, keep=Keep(newest=None), loggers=()
             ),
         )
         found = {"end": "finished"}

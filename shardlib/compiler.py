@@ -227,6 +227,7 @@ def compile(
             guards=guards,
             disk=disk,
             evaluation=traced.model.evaluated(evaluation or loss),
+            evaluated=evaluation or loss,
         )
 
 

@@ -44,6 +44,7 @@ from shardlib.checkpointing.tree import (
 )
 from shardlib.checkpointing.writing import delete_superfluous, write_checkpoint
 from shardlib.errors import CheckpointError
+from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
@@ -116,11 +117,11 @@ class Checkpoints:
                 self._owner.release()
             raise
 
-    def prepare(self, target: State | AnyProgram) -> None:
+    def prepare(self, target: State | AnyProgram | StepProgram) -> None:
         """Compiles what `save` runs on the devices for a program, or for a state, concrete or
         abstract with shardings, so that the first save need not.
         """
-        state = target.state if isinstance(target, AnyProgram) else target
+        state = target.state if isinstance(target, AnyProgram | StepProgram) else target
         stored = target.stored if isinstance(target, Program) else frozenset[str]()
         self._camera.prepare(
             {
@@ -221,7 +222,7 @@ class Checkpoints:
 
     def restore(
         self,
-        target: State | AnyProgram,
+        target: State | AnyProgram | StepProgram,
         step: int | None = None,
         *,
         parameters_only: bool = False,
@@ -244,6 +245,7 @@ class Checkpoints:
                 optimizer; every difference is listed.
         """
         self.wait()
+        target = target.state if isinstance(target, StepProgram) else target
         check_target(target.state if isinstance(target, AnyProgram) else target)
         if parameters_only and not isinstance(target, AnyProgram):
             raise CheckpointError(

@@ -2,6 +2,10 @@
 
 fit.py           the training loop
 settings.py      how a run is kept, watched and judged
+validation/      the loss of a whole set of rows, exactly
+callbacks/       what a user adds: early stop, best checkpoint, samples
+loggers/         TensorBoard, Weights & Biases, MLflow
+states/          states read and changed by hand
 stepping/        the steps of a run, and streams of batches
 run/             the folder of a run
 measures/        losses, rates, the load of the machine, profiles
@@ -12,4 +16,5 @@ config.py        what an operator may change about it
 sampling.py      text that it writes
 result.py        what its run found
 display.py       what a person sees of a run
+notebook.py      the same in a notebook
 """

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlib.training.measures.busy import in_words
+from shardlib.training.notebook import NotebookBar
 from shardlib.training.result import Figures, TrainResult
 
 #: Steps whose median gives the tokens a second that are shown.
@@ -23,8 +24,8 @@ LINE_EVERY = 30.0
 
 
 class Display:
-    """Progress on a console: a bar with the step, the loss, tokens a second and the time that
-    remains; in files, a line now and then.
+    """Progress on a console: a bar with the step, the loss, tokens a second and the time that is
+    left; in a notebook the same in HTML; in files, a line now and then.
     """
 
     def __init__(self, console: Console, steps: int, tokens: int) -> None:
@@ -39,17 +40,21 @@ class Display:
             TextColumn("loss {task.fields[loss]:.3f}"),
             TextColumn("{task.fields[rate]:,.0f} tokens/s"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
             transient=False,
         )
+        self._notebook = NotebookBar(steps) if console.is_jupyter and not console.quiet else None
         self._task = self._bar.add_task("", total=steps, loss=math.nan, rate=0.0)
 
     def __enter__(self) -> Display:
-        self._bar.start()
+        if self._notebook is None:
+            self._bar.start()
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._bar.stop()
+        if self._notebook is None:
+            self._bar.stop()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         """A step is done, in so many seconds.
@@ -62,6 +67,9 @@ class Display:
         self._recent.append(seconds)
         rate = self.tokens / statistics.median(self._recent)
         self._bar.update(self._task, completed=step, loss=loss, rate=rate)
+        if self._notebook is not None:
+            self._notebook.update(step, loss, rate)
+            return
         if not self._console.is_terminal and time.monotonic() - self._line >= LINE_EVERY:
             self._line = time.monotonic()
             self.say(f"step {step} of {self._steps}: loss {loss:.3f}, {rate:,.0f} tokens/s")

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
+from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -43,9 +44,9 @@ def _count(value: Any) -> bool:
 #: What the arguments of `fit` must be.
 _KINDS: Mapping[str, Kind] = {
     "program": (
-        lambda value: isinstance(value, Program | IslandsProgram),
+        lambda value: isinstance(value, Program | IslandsProgram | StepProgram),
         "program",
-        "program=shardlib.compile(init, loss, optimizer, batch)",
+        "program=shardlib.compile(init, loss, optimizer, batch), or shardlib.compile_step(...)",
     ),
     "data": (
         lambda value: callable(value) or hasattr(value, "rows"),
@@ -74,7 +75,10 @@ class Fitted:
         waited_seconds: of those of this process, spent waiting for batches.
         saved_seconds: beside them, spent on saving by this process.
         resumed: the step that this process began after; 0 at the very beginning.
-        stopped: why it ended before the last step, "SIGTERM"; empty where it did not.
+        stopped: why it ended before the last step: "SIGTERM", or what a callback said; empty where
+            it did not.
+        validations: metrics of every validation by name, by step, where they are known, like
+            `losses`.
         busy: share of the processors that other programs used meanwhile; None where it is not
             known.
     """
@@ -87,11 +91,12 @@ class Fitted:
     saved_seconds: float
     resumed: int = 0
     stopped: str = ""
+    validations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     busy: float | None = None
 
 
 def fit(
-    program: Program,
+    program: Program | StepProgram,
     data: Rows | BatchOf,
     *,
     steps: int,
@@ -107,7 +112,8 @@ def fit(
     one.
 
     Args:
-        program: what to run.
+        program: what to run: of `shardlib.compile`, or of `shardlib.compile_step`, whose metrics
+            have a "loss", or another one that `Policy(metric=...)` names.
         data: a dataset (`shardlib.data.open.read`), of which every process reads the rows that its
             devices hold; or a function from the step, counted from 0, to the whole global batch on
             the host, which must give the same batch whenever it is asked for a step; with a folder,
@@ -115,8 +121,8 @@ def fit(
         steps: in all, those of earlier processes of the run included; a run that has done them is
             given back as it is.
         seed: of `program.init`, where nothing is restored.
-        settings: folder, checkpoints, what follows a bad loss; by default those of `Settings()`,
-            which keep nothing.
+        settings: folder, checkpoints, what follows a bad loss, validation, callbacks, loggers; by
+            default those of `Settings()`, which keep nothing.
         console: where to show progress; nowhere by default.
         identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
         tokens: of a batch, for the tokens a second that `console` shows; 0 where they are not
@@ -153,7 +159,7 @@ def fit(
         needed=("program", "data", "steps"),
     )
     task = Task(
-        programs=((0, program), *later),
+        programs=cast("tuple[tuple[int, Program], ...]", ((0, program), *later)),
         data=data,
         steps=steps,
         seed=read_seed(seed),
@@ -172,6 +178,7 @@ def fit(
             waited_seconds=loop.waited,
             saved_seconds=loop.saving.seconds if loop.saving is not None else 0.0,
             resumed=loop.resumed,
-            stopped=loop.stop.reason if loop.step < steps else "",
+            stopped=(loop.stop.reason or loop.watching.reason) if loop.step < steps else "",
+            validations=loop.records.validations,
             busy=loop.busy.share(),
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardlib.checkpointing.keep import Keep
 from shardlib.errors import ModelError, raise_all
+from shardlib.training.callbacks import BestCheckpoint, Callback
+from shardlib.training.loggers import Logger, TensorBoard
 from shardlib.training.measures.judge import Policy
+from shardlib.training.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,6 @@ class Settings:
         policy: what follows a bad loss.
         hang_seconds: how long a step may take before the process is ended as hung; None for any
             time.
-        tensorboard: whether to write event files.
         profile: (first step, number of steps) to record a trace of; None for none.
         allow_changes: what may be another than the run in the folder was begun with: "loss",
             "optimizer", "lr" (the numbers of the optimizer), "data", "seed", "model", "batch",
@@ -34,6 +36,10 @@ class Settings:
         doctor_seconds: that several processes may take to look at their hosts before the first step
             (`shardlib.doctor`); what is wrong is an error that names the host. None looks at
             nothing.
+        validation: what is validated on the way; None for nothing.
+        callbacks: called before the first step, after every step and validation, and at the end.
+        loggers: where numbers and events go, beside `metrics.jsonl` in the folder; by default event
+            files for TensorBoard in the folder.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -45,10 +51,12 @@ class Settings:
     keep: Keep = field(default_factory=Keep)
     policy: Policy = field(default_factory=Policy)
     hang_seconds: float | None = None
-    tensorboard: bool = True
     profile: tuple[int, int] | None = None
     allow_changes: tuple[str, ...] = ()
     doctor_seconds: float | None = 60.0
+    validation: Validation | None = None
+    callbacks: tuple[Callback, ...] = ()
+    loggers: tuple[Logger, ...] = (TensorBoard(),)
 
     def __post_init__(self) -> None:
         failures = (
@@ -71,5 +79,33 @@ class Settings:
             )
         if isinstance(self.allow_changes, str):
             failures.append(f"allow_changes is {self.allow_changes!r}; it must be a tuple of names")
+        failures += [
+            f"{name} is {value!r}; it must be a tuple of {name}"
+            for name, value in (("callbacks", self.callbacks), ("loggers", self.loggers))
+            if not isinstance(value, tuple)
+        ]
+        failures += self._best()
         if failures:
             raise_all(ModelError, "the settings of the run are not usable", failures)
+
+    @property
+    def kept(self) -> Keep:
+        """Which checkpoints stay: `keep`, and what a `BestCheckpoint` keeps."""
+        best = self._bests()
+        if not best:
+            return self.keep
+        return replace(
+            self.keep, best=best[0].metric, best_mode=best[0].mode, best_count=best[0].count
+        )
+
+    def _bests(self) -> list[BestCheckpoint]:
+        return [one for one in self.callbacks if isinstance(one, BestCheckpoint)]
+
+    def _best(self) -> list[str]:
+        """What is wrong with a best checkpoint."""
+        best = self._bests()
+        if len(best) > 1 or (best and self.keep.best is not None):
+            return ["there is more than one best checkpoint: `BestCheckpoint`, `Keep(best=...)`"]
+        if best and self.run is None:
+            return ["a best checkpoint needs a folder to be kept in: run"]
+        return []

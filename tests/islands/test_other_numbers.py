@@ -187,7 +187,7 @@ def test_another_optimizer_or_model_is_an_error(saved: Any) -> None:
 
 
 def test_a_run_goes_on_as_another_number_of_islands(tmp_path: Path) -> None:
-    settings = {"save_every": 3, "tensorboard": False}
+    settings = {"save_every": 3, "loggers": ()}
 
     def run(made: Any, steps: int, **more: Any) -> Any:
         kept = shardlib.Settings(run=tmp_path, **settings, **more)

@@ -30,7 +30,7 @@ class Interrupted(Exception):
 
 
 def run(made: Any, folder: Path, data: Any = rows, **settings: Any) -> Any:
-    kept = shardlib.Settings(run=folder, **{"save_every": 3, "tensorboard": False, **settings})
+    kept = shardlib.Settings(run=folder, **{"save_every": 3, "loggers": (), **settings})
     return shardlib.fit(made, data, steps=STEPS, settings=kept)
 
 

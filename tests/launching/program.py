@@ -30,7 +30,7 @@ def trained(what: str, folder: str, process: int) -> None:
         compiled({"fsdp": 4}),
         batches,
         steps=7 if what == "differ" and process == 1 else 6,
-        settings=Settings(run=folder, save_every=4, tensorboard=False),
+        settings=Settings(run=folder, save_every=4, loggers=()),
     )
     print(process, found.steps, flush=True)
 

@@ -32,9 +32,7 @@ def run(number: int, count: int, port: str, folder: str) -> None:
         compiled({"fsdp": 2 * count}),
         batches,
         steps=30,
-        settings=Settings(
-            run=str(Path(folder, "run")), save_every=7, tensorboard=False, hang_seconds=30
-        ),
+        settings=Settings(run=str(Path(folder, "run")), save_every=7, loggers=(), hang_seconds=30),
     )
     Path(folder, f"found-{number}").write_text(
         json.dumps({"steps": found.steps, "stopped": found.stopped})

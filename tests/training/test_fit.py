@@ -62,7 +62,7 @@ def run(
         program,
         batches,
         steps=steps,
-        settings=Settings(run=folder, **{"save_every": 7, "tensorboard": False, **settings}),
+        settings=Settings(run=folder, **{"save_every": 7, "loggers": (), **settings}),
         console=console,
         tokens=BATCH,
     )
@@ -391,7 +391,7 @@ def test_batches_that_grow(tmp_path: Path):
             batches,
             steps=14,
             later=later,
-            settings=Settings(run=tmp_path / "run", tensorboard=False),
+            settings=Settings(run=tmp_path / "run", loggers=()),
         )
     assert 0 < found.resumed < 14 and found.losses == tuple(losses) and equal(found.state, state)
     with pytest.raises(LayoutError) as caught:
@@ -441,7 +441,7 @@ def test_bad_requests(program: Program, tmp_path: Path):
         program,
         batch_of,
         steps=1,
-        settings=Settings(run=tmp_path, tensorboard=False),
+        settings=Settings(run=tmp_path, loggers=()),
         identity={"data": "a"},
     )
     with pytest.raises(RunError, match='data is "b", the run has "a"'):

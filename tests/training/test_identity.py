@@ -273,7 +273,7 @@ def test_fit_goes_on_with_another_optimizer_on_purpose(tmp_path: Path):
             one,
             batch_of,
             steps=steps,
-            settings=Settings(run=tmp_path, tensorboard=False, **settings),
+            settings=Settings(run=tmp_path, loggers=(), **settings),
             console=Console(file=shown or io.StringIO(), width=300),
         )
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from shardlib.training.measures.metrics import JsonLines, TensorBoard, by_step, read_records
+from shardlib.training.measures.metrics import EventFiles, JsonLines, by_step, read_records
 
 
 def test_lines_come_back(tmp_path: Path):
@@ -49,7 +49,7 @@ def test_steps_that_were_done_again_count_once():
 
 
 def test_tensorboard_files_hold_the_numbers(tmp_path: Path):
-    sink = TensorBoard(tmp_path)
+    sink = EventFiles(tmp_path)
     sink.write({"step": 3, "loss": 0.125})
     sink.write({"step": 3, "event": "skipped"})
     sink.close()

@@ -14,7 +14,8 @@ from shardlib.lowering.islands.stored import apart, together
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 
-State: TypeAlias = TrainState | IslandsState
+#: Of a step of the user's own, the state is any tree.
+State: TypeAlias = TrainState | IslandsState | Tree
 AnyProgram: TypeAlias = Program | IslandsProgram
 #: What goes before the paths of arrays of islands.
 OF_ISLANDS = "islands."
@@ -73,6 +74,8 @@ def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
         state: abstract.
     """
     exchange = state.exchange if isinstance(state, IslandsState) else None
+    if not isinstance(state, TrainState | IslandsState):
+        return True
     return (
         islands_in(arrays) == islands_of(state)
         and keeps_outer(arrays) == has_outer(state)

@@ -125,6 +125,7 @@ def build_program(
             mesh=mesh,
             model=model,
             loss=options.evaluation or loss,
+            written=options.evaluated,
             params=store.params,
             state=replace(state, opt_state=(), exchange=None),
             axes=batch_axes or {},

@@ -70,6 +70,7 @@ class Evaluation:
         axes: logical axes of the batch of a step, by path.
         batch_axes: logical axes of batches, a tree like them; None for those of a step, or else by
             convention.
+        written: the loss as the user wrote it; None where it is not known.
         programs: those that have been compiled, by structure, shapes and dtypes of the batch.
     """
 
@@ -81,6 +82,7 @@ class Evaluation:
     state: TrainState
     axes: Mapping[str, LogicalAxes]
     batch_axes: Tree = None
+    written: UserLoss | None = None
     programs: dict[Any, EvaluationProgram] = field(default_factory=dict)
 
     @property
@@ -231,6 +233,7 @@ class Evaluation:
             self,
             loss=self.loss if loss is None else self.model.evaluated(loss),
             batch_axes=batch_axes,
+            written=self.written if loss is None else loss,
             programs={},
         )
 

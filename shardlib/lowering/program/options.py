@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from shardlib.annotation.model import PureLoss
+from shardlib.annotation.model import PureLoss, UserLoss
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.program.guards import Guards
 
@@ -28,6 +28,7 @@ class BuildOptions:
         disk: folder for state that the plan puts on disk; by default what `SHARDLIB_DISK_DIR` says,
             or else the system's folder for temporary files.
         evaluation: what `Program.evaluate` evaluates; by default the loss.
+        evaluated: the same as the user wrote it; None where it is not known.
         exchange: how partial sums of gradients are exchanged; by default as the plan says.
     """
 
@@ -36,4 +37,5 @@ class BuildOptions:
     guards: Guards | None = None
     disk: str | os.PathLike[str] | None = None
     evaluation: PureLoss | None = None
+    evaluated: UserLoss | None = None
     exchange: GradientExchange | None = None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import StateError
 from shardlib.jax_types import Value
@@ -114,6 +115,16 @@ class LoweredStep:
         require(batch, self.batch)
         self._require(state)
         return self.compiled(state, given(batch, self.batch))
+
+    def prepare(self) -> None:
+        """Compiles the step, if that has not been done."""
+        _ = self.compiled
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
+        and "peak".
+        """
+        return _jax_compat.compiled_memory(self.compiled)
 
     @property
     def compiled(self) -> jax.stages.Compiled:

@@ -29,11 +29,14 @@ class Inputs:
         parameters, states: how many of the first inputs are parameters, and how many after these
             are model state.
         dims: for each array of the batch its dim of rows; None where it has none.
+        apart: whether parts of the batch know nothing of each other, so that nothing can be made of
+            the data of the whole batch beforehand: a ratio of sums over rows is coupled then.
     """
 
     parameters: int
     states: int
     dims: tuple[int | None, ...]
+    apart: bool = False
 
     def kinds(self, program: Program) -> list[Kind]:
         """The kinds of all inputs."""
@@ -43,7 +46,7 @@ class Inputs:
             (
                 free(drawn=is_key(aval))
                 if dim is None
-                else row(Place(start=dim, stop=dim + 1), drawn=is_key(aval))
+                else row(Place(start=dim, stop=dim + 1), drawn=is_key(aval), learned=self.apart)
             )
             for dim, aval in zip(self.dims, batch, strict=True)
         ]

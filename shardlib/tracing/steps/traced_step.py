@@ -43,15 +43,18 @@ class TracedStep:
 
     Attributes:
         name: of the step.
+        closed: as it was traced.
         program: with the leaves of the state, then of the batch.
         problem: what is planned; `problem.forward` is the whole step.
         roles: what the arrays of the state are.
         paths: of the arrays of the state.
         state: abstract arrays of the state.
+        batch: abstract arrays of the batch.
         metrics: abstract metrics.
     """
 
     name: str
+    closed: jex.ClosedJaxpr
     program: Program
     problem: Problem
     roles: StateRoles
@@ -102,6 +105,7 @@ def trace_step(
     roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
     return TracedStep(
         name=name,
+        closed=closed,
         program=program,
         problem=_problem(graph, roles, paths, described, axes or {}, name),
         roles=roles,

@@ -45,6 +45,8 @@ class Policy:
         action: after a spike, one of `ACTIONS`. A loss that is not finite warns nobody: it rolls
             back, or stops.
         attempts: times that a run may roll back without a new checkpoint between.
+        metric: the metric of a step that is judged; of a step of the user's own it is what stands
+            for the loss.
         skips: steps in a row that guards may leave out; one more is a bad loss. A scale of the loss
             that begins too high takes up to twenty.
 
@@ -56,6 +58,7 @@ class Policy:
     spike: float = 20.0
     action: str = "roll-back"
     attempts: int = 3
+    metric: str = "loss"
     skips: int = 20
 
     def __post_init__(self) -> None:

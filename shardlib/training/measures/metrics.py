@@ -25,6 +25,9 @@ from shardlib.errors import RunError
 from shardlib.untrusted import read_regular
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
+#: The event that has numbers of its own.
+VALIDATION = "validation"
+
 
 class Sink(Protocol):
     """Where metrics go."""
@@ -57,7 +60,7 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
+class EventFiles:
     """Writes numbers as scalars and events as text, for TensorBoard."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
@@ -70,12 +73,11 @@ class TensorBoard:
 
     def write(self, record: JsonMapping) -> None:
         step = int(record["step"])
-        if "event" in record:
+        numbers = scalars(record)
+        if "event" in record and not numbers:
             self._writer.add_text("events", json.dumps(_plain(record)), step)
-            return
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, step)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -150,6 +152,38 @@ def _record(line: str) -> JsonObject | None:
     ):
         return None
     return record
+
+
+def scalars(record: JsonMapping) -> dict[str, float]:
+    """The numbers of a step or a validation by name; of other events none.
+
+    Args:
+        record: as a sink takes it.
+    """
+    if record.get("event", VALIDATION) != VALIDATION:
+        return {}
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and name not in ("step", "time")
+    }
+
+
+def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
+    """The numbers of every validation that counts, by step.
+
+    Args:
+        records: in the order they were written.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for record in records:
+        if record.get("event") in ("resumed", "rolled-back"):
+            found = {step: kept for step, kept in found.items() if step <= record["step"]}
+        elif record.get("event") == VALIDATION:
+            numbers = scalars(record)
+            numbers.pop("seconds", None)
+            found[record["step"]] = numbers
+    return dict(sorted(found.items()))
 
 
 def number(record: JsonMapping, name: str) -> float:

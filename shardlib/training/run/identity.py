@@ -9,6 +9,9 @@ somebody calls it.
                 as they are; of the model and the batch paths, shapes and dtypes
     exchange    how islands meet, with its numbers; not how many there are
 
+A step of the user's own (`shardlib.compile_step`) has all of it inside: its jaxpr is the loss, and
+the numbers in it count as `lr`.
+
 Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests are
 the same in every process; other versions of JAX, Flax or optax may write the same function down
 otherwise, and then the versions are a part of the message (`differences.py`, which compares).
@@ -28,10 +31,12 @@ import optax
 
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.data.batches.loader import Rows
+from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.lowering.islands.learned import first_of
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
+from shardlib.training.states.programs import AnyProgram
 from shardlib.untrusted.json_types import JsonObject
 
 #: Numbers of an optimizer that are kept to be shown.
@@ -39,7 +44,7 @@ NUMBERS = 64
 
 
 def traced(
-    programs: Sequence[tuple[int, Program]], data: Rows | Callable[[int], Tree], seed: int
+    programs: Sequence[tuple[int, AnyProgram]], data: Rows | Callable[[int], Tree], seed: int
 ) -> JsonObject:
     """What is traced, as plain data.
 
@@ -49,6 +54,8 @@ def traced(
         seed: of the run.
     """
     program = programs[0][1]
+    if isinstance(program, StepProgram):
+        return _of_step(program, data, seed)
     model = first_of(program).model
     losses = [_loss(one) for _, one in programs]
     return {
@@ -69,11 +76,31 @@ def traced(
     }
 
 
-def _batch(program: Program | IslandsProgram) -> Tree:
+def _of_step(program: StepProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
+    """What is traced of a step that has everything inside."""
+    found = draw(program.traced.closed)
+    return {
+        "loss": {
+            "digest": _hash(found.structure),
+            "operations": dict(found.operations),
+            "constants": [],
+            "untraceable": "",
+        },
+        "optimizer": {"digest": "inside of the step", "operations": {}},
+        "lr": {"digest": _hash(found.constants), "constants": list(found.numbers[:NUMBERS])},
+        "data": {"digest": _data(data)},
+        "seed": {"value": seed},
+        "model": {"digest": _hash(_shapes(program.traced.state))},
+        "batch": {"arrays": {"0": _shapes(program.batch)}},
+        "exchange": {"value": _exchange(program)},
+    }
+
+
+def _batch(program: AnyProgram) -> Tree:
     return program.rows if isinstance(program, IslandsProgram) else program.batch
 
 
-def _exchange(program: Program | IslandsProgram) -> str:
+def _exchange(program: AnyProgram) -> str:
     """How islands meet, however many there are."""
     numbers = program.plan.exchange.to_json()
     kind = str(numbers.pop("kind"))
@@ -93,8 +120,8 @@ class _Loss:
     untraceable: str = ""
 
 
-def _loss(program: Program | IslandsProgram) -> _Loss:
-    if program.source is None:
+def _loss(program: AnyProgram) -> _Loss:
+    if isinstance(program, StepProgram) or program.source is None:
         return _Loss(digests=("not traced",), operations={})
     closed = program.source.closed_jaxpr
     parameters = len(jax.tree.leaves(first_of(program).model.params))

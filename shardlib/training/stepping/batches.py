@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.data.batches.loader import Loader, Rows
+from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 
@@ -42,7 +43,7 @@ class Stream(Protocol):
 Opens = Callable[[Any, int], Stream]
 
 
-def batch_of(program: Program | IslandsProgram) -> Tree:
+def batch_of(program: Program | IslandsProgram | StepProgram) -> Tree:
     """The abstract batch of a program, of all its islands where it has several."""
     return program.rows if isinstance(program, IslandsProgram) else program.batch
 

@@ -69,7 +69,7 @@ class Equipment:
             say(str(finding))
 
     def open_records(self, task: Task, step: int, stack: contextlib.ExitStack) -> None:
-        """Opens the records of the folder, and says what was changed in it on purpose.
+        """Opens the records of the folder and loggers, and says what was changed in it on purpose.
 
         Args:
             task: what the run is to do.
@@ -78,10 +78,11 @@ class Equipment:
 
         Raises:
             RunError: they cannot be written.
+            MissingPackageError: a logger needs a package that is not installed.
         """
-        if self.folder is None or self.held is None:
+        self.records.open(self.folder, step, stack, task.settings.loggers, task.words)
+        if self.held is None:
             return
-        self.records.open(self.folder, step, stack, tensorboard=task.settings.tensorboard)
         for text in self.held.texts:
             self.records.say(text)
         if self.held.changes:
@@ -113,7 +114,7 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
     if folder is not None and held is not None:
         checkpoints = stack.enter_context(
             contextlib.closing(
-                Checkpoints(folder.checkpoints, keep=settings.keep, owner=held.owner)
+                Checkpoints(folder.checkpoints, keep=settings.kept, owner=held.owner)
             )
         )
     stop = stack.enter_context(stop_requests())

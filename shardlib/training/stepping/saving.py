@@ -109,7 +109,10 @@ class Saving:
                     state,
                     plan=self.task.program.plan,
                     extra=extra,
-                    metrics={"loss": self.records.last()},
+                    metrics={
+                        "loss": self.records.last(),
+                        **self.records.validations.get(step, {}),
+                    },
                     wait=wait,
                 )
                 self.saved, begun = step, True

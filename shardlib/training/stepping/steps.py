@@ -11,34 +11,23 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax
 
-from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import ModelError, TrainingError
+from shardlib.errors import ShardlibError, TrainingError
 from shardlib.processes.agreement import agree
 from shardlib.processes.ranks import anywhere
 from shardlib.report import Finding
 from shardlib.training.display import Display
 from shardlib.training.measures.busy import Busy
 from shardlib.training.measures.judge import Judge
-from shardlib.training.stepping.batches import Stream, batch_of, opened
 from shardlib.training.stepping.equipment import equipped
-from shardlib.training.stepping.limits import has_limit, limited_to
-from shardlib.training.stepping.numbers import meetings, numbers_of
+from shardlib.training.stepping.feed import Feed
+from shardlib.training.stepping.limits import limited_to, require_judged
+from shardlib.training.stepping.numbers import Pending, meetings, numbers_of
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
-from shardlib.untrusted.json_types import JsonMapping
-
-
-@dataclass(kw_only=True)
-class _Pending:
-    """A step whose metrics have not been read."""
-
-    step: int
-    metrics: JsonMapping
-    times: dict[str, float]
+from shardlib.training.stepping.watching import Watching
 
 
 class Loop:
@@ -56,24 +45,21 @@ class Loop:
     """
 
     def __init__(self, task: Task, display: Display, stack: contextlib.ExitStack) -> None:
-        self.task, self.display, self.stack, self.data = task, display, stack, opened(task.data)
+        require_judged(task)
+        self.task, self.display, self.stack = task, display, stack
         self.open = equipped(task, stack, display.say)
         self.records, self.saving = self.open.records, self.open.saving
         self.stop, self.watchdog = self.open.stop, self.open.watchdog
+        self.watching = Watching(task, self.records, display)
         self.judge, self.offset, self.rollbacks = Judge(task.settings.policy), 0, 0
         self.limits = task.settings.policy.action == "skip"
-        if self.limits and not has_limit(task.program):
-            raise ModelError(
-                "the policy leaves out steps whose loss is a spike, and the program has no guard"
-                " that could\nTry: shardlib.compile(..., guards=shardlib.Guards(spike=True))"
-            )
         self.step = self.resumed = 0
         # Several executions in flight starve the threads with which CPU devices meet; elsewhere one
         # step runs while the metrics of the one before are read.
         self.ahead = 0 if jax.default_backend() == "cpu" else 1
-        self.pending: deque[_Pending] = deque()
+        self.pending: deque[Pending] = deque()
         self.waited = 0.0
-        self.stream: Stream | None = None
+        self.feed = Feed(task)
         self.noticed: tuple[Finding, ...] = ()
 
     def run(self) -> None:
@@ -87,14 +73,20 @@ class Loop:
             try:
                 while self.step < self.task.steps and not self._stopping():
                     self._one()
-                    if self.saving is not None and self.saving.due(self.step):
+                    self._validate()
+                    if self.saving is not None and self._save_due(self.saving):
                         self._save(self.saving)
                 self._settle(0)
+                self.watching.end(self.step, self.state)
             except KeyboardInterrupt:
                 self._say_stopped("SIGINT")
                 raise
+            except Exception:
+                if self.watching.failed and self.saving is not None:
+                    self._save_last(self.saving)
+                raise
             self._end()
-        self._close_stream()
+        self.feed.close()
 
     def _begin(self) -> None:
         """The first state: a new one, or that of the newest good checkpoint."""
@@ -125,12 +117,15 @@ class Loop:
             self.records.event("resumed", self.step)
             self._note()
             self.display.resumed(self.step, self.task.steps)
+        else:
+            self.watching.remember({})
+        self.watching.begin(self.step, self.state)
 
     def _one(self) -> None:
         """Hands one step to the devices, and settles those that are more than `ahead` behind."""
         begin = time.perf_counter()
         with self.watchdog.phase("data", self.step):
-            batch = self._batch()
+            batch = self.feed.next(self.step, self.offset)
         got = time.perf_counter()
         self.open.profiler.before(self.step + 1)
         if self.limits:
@@ -139,46 +134,34 @@ class Loop:
             self.state, metrics = self.task.at(self.step).step(self.state, batch)
             self.step += 1
             times = {"data_seconds": got - begin, "dispatch_seconds": time.perf_counter() - got}
-            self.pending.append(_Pending(step=self.step, metrics=metrics, times=times))
+            self.pending.append(Pending(step=self.step, metrics=metrics, times=times))
             self.waited += got - begin
             self._settle(self.ahead)
-
-    def _batch(self) -> Tree:
-        if self.stream is None:
-            offset, task = self.offset, self.task
-            abstract = (
-                batch_of(task.program)
-                if len(task.programs) == 1
-                else lambda number: batch_of(task.at(number - offset))
-            )
-            self.stream = self.data(abstract, self.step + offset)
-        number, batch = next(self.stream)
-        assert number == self.step + self.offset, (
-            f"the stream gave the batch of step {number} for that of step {self.step + self.offset}"
-        )
-        return batch
 
     def _settle(self, ahead: int) -> None:
         """Reads, judges and writes down all pending steps but the last `ahead`."""
         while len(self.pending) > ahead:
             one = self.pending.popleft()
-            numbers = numbers_of(one.metrics)
+            numbers = numbers_of(one.metrics, self.judge.policy.metric)
             now = time.perf_counter()
             seconds, self.clock = now - self.clock, now
-            if not self._judged(one.step, numbers["loss"], bool(numbers.get("skipped"))):
+            judged = numbers[self.judge.policy.metric]
+            if not self._judged(one.step, judged, bool(numbers.get("skipped"))):
                 return
             self._write_down(one, numbers, seconds)
 
-    def _write_down(self, one: _Pending, numbers: Mapping[str, float], seconds: float) -> None:
+    def _write_down(self, one: Pending, numbers: Mapping[str, float], seconds: float) -> None:
         """A step that was judged to be good."""
         records, loss = self.records, numbers["loss"]
         records.losses[one.step], records.seconds[one.step] = loss, seconds
+        added = self.watching.step(one.step, numbers, self.state)
         self.open.profiler.after(one.step)
         busy = self.busy.recent()
         records.write(
             {
                 "step": one.step,
                 **numbers,
+                **added,
                 "seconds": seconds,
                 **one.times,
                 **meetings(self.task.program.plan, one.step),
@@ -188,12 +171,7 @@ class Loop:
         )
         self.display.step(one.step, loss, seconds)
         if numbers.get("skipped"):
-            records.event("skipped", one.step)
-            where = " on some islands" if numbers["skipped"] < 1 else ""
-            self.display.say(
-                f"step {one.step} was left out{where}: its gradients were not finite, or its loss"
-                " was a spike"
-            )
+            records.skipped(one.step, numbers["skipped"])
 
     def _judged(self, step: int, loss: float, skipped: bool) -> bool:
         """Whether the loop goes on from here; if not, it has gone back."""
@@ -224,7 +202,7 @@ class Loop:
         self.offset = ahead - self.step
         self.records.forget_after(self.step)
         self._note()
-        self._close_stream()
+        self.feed.close()
         left_out = step - self.step
         self.records.event(
             "rolled-back", self.step, loss=loss, bad_step=step, batches_left_out=left_out
@@ -238,6 +216,7 @@ class Loop:
         restored = saving.restore()
         self.state, self.step = restored.state, restored.step
         self.offset = int(restored.extra["offset"])
+        self.watching.remember(restored.extra.get("callbacks", {}))
         self.judge = Judge(self.task.settings.policy, map(float, restored.extra["seen"]))
         self.noticed = restored.findings
         for finding in restored.findings:
@@ -248,6 +227,30 @@ class Loop:
         for finding in self.noticed:
             self.records.event("noticed", self.step, code=finding.code, message=finding.message)
 
+    def _validate(self) -> None:
+        """Validates the state where that is due, once all losses up to it have been judged."""
+        before = self.step
+        if not self.watching.due(before):
+            return
+        self._settle(0)
+        if self.step != before:
+            return
+        begin = time.perf_counter()
+        with self.watchdog.phase("validate", self.step, patience=10):
+            self.watching.validate(self.step, self.state)
+        self.clock += time.perf_counter() - begin
+
+    def _save_due(self, saving: Saving) -> bool:
+        asked, self.watching.wants_save = self.watching.wants_save, False
+        return (asked and self.step != saving.saved) or saving.due(self.step)
+
+    def _save_last(self, saving: Saving) -> None:
+        """Saves what a failure would lose; that this fails, too, does not hide the failure."""
+        with contextlib.suppress(ShardlibError):
+            if self.step != saving.saved:
+                self._save(saving, wait=True)
+            saving.wait()
+
     def _save(self, saving: Saving, *, wait: bool = False) -> None:
         """Saves the state, once all losses up to it have been judged."""
         before = self.step
@@ -255,7 +258,12 @@ class Loop:
         if self.step != before:
             return  # a pending loss was bad, and the loop has gone back
         spent = saving.seconds
-        extra = {"offset": self.offset, "seen": [*self.judge.seen], "seed": self.task.seed}
+        extra = {
+            "offset": self.offset,
+            "seen": [*self.judge.seen],
+            "seed": self.task.seed,
+            "callbacks": self.watching.memory(),
+        }
         if saving.save(self.step, self.state, extra, wait=wait):
             self.rollbacks = 0
         self.clock += saving.seconds - spent
@@ -266,7 +274,9 @@ class Loop:
             if self.step != self.saving.saved:
                 self._save(self.saving, wait=True)
             self.saving.wait()
-        if self.step < self.task.steps:
+        if self.step < self.task.steps and self.watching.reason and not self.stop:
+            self.watching.ended(self.step)
+        elif self.step < self.task.steps:
             self.records.event("stopped", self.step, reason=self.stop.reason)
             self._say_stopped(self.stop.reason)
             if self.saving is None and self.stop.reason == "SIGINT":
@@ -279,12 +289,9 @@ class Loop:
         self.display.stopped(reason, self.step, self.records.last(), kept=kept)
 
     def _stopping(self) -> bool:
+        if self.watching.reason:
+            return True
         stopping = anywhere(bool(self.stop), needed=True, step=self.step)
         if stopping:
             self.stop.ask("another process")
         return stopping
-
-    def _close_stream(self) -> None:
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None

@@ -27,8 +27,8 @@ class Task:
     """What a run is to do.
 
     Attributes:
-        programs: (steps before it, program), the first of them from step 0; states are laid out
-            alike in all.
+        programs: (steps before it, program), each of any kind (`states.programs`), the first from
+            step 0; states are laid out alike in all.
         data: a dataset, or a function of the step.
         steps: in all.
         seed: of the first state.
@@ -59,6 +59,20 @@ class Task:
     def at(self, step: int) -> Program:
         """The program that does the step after so many."""
         return [program for before, program in self.programs if before <= max(step, 0)][-1]
+
+    @property
+    def words(self) -> JsonMapping:
+        """What is trained, and under which plan, as plain data."""
+        plan = self.program.plan
+        return {
+            **self.identity,
+            "model": plan.model,
+            "mesh": str(plan.mesh),
+            "topology": plan.topology,
+            "plan": plan.digest,
+            "steps": self.steps,
+            "seed": self.seed,
+        }
 
     def meant(self, trace: JsonMapping | None) -> dict[str, str]:
         """What a process is about to do, as far as all processes must do the same.

@@ -1,0 +1,171 @@
+"""Loggers, read back by the packages that they write for."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardlib.errors import MissingPackageError
+from shardlib.training.callbacks import Moment
+from shardlib.training.display import Display
+from shardlib.training.fit import fit
+from shardlib.training.loggers import JsonLines, LoggedRun, Logger, MLflow, TensorBoard, WandB
+from shardlib.training.notebook import NotebookBar
+from shardlib.training.settings import Settings
+from shardlib.training.validation import Validation
+from tests.training.small import batch_of, compiled
+
+RECORDS: tuple[dict[str, Any], ...] = (
+    {"step": 1, "loss": 2.5, "seconds": 0.5},
+    {"step": 2, "loss": 1.5, "seconds": 0.25},
+    {"event": "validation", "step": 2, "time": 1.0, "validation/loss": 1.25},
+    {"event": "sample", "step": 2, "time": 1.0, "text": "hello"},
+)
+
+
+def written(logger: Logger, folder: Path, records: Any = RECORDS, step: int = 0) -> None:
+    sink = logger.open(LoggedRun(folder=folder, step=step, words={"mesh": "fsdp=4"}))
+    assert sink is not None
+    for record in records:
+        sink.write(record)
+    sink.close()
+
+
+def test_lines_of_json_anywhere(tmp_path: Path):
+    path = tmp_path / "lines.jsonl"
+    fit(
+        compiled({"data": 2}),
+        batch_of,
+        steps=2,
+        settings=Settings(
+            loggers=(JsonLines(path), TensorBoard()),
+            validation=Validation(data=batch_of(9, 3)),
+        ),
+    )
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    assert lines[-1]["event"] == "validation" and lines[-1]["validation/loss"] > 0
+
+
+def test_a_logger_that_fails_is_said_once(tmp_path: Path):
+    class Full:
+        def open(self, run: LoggedRun) -> Any:
+            return self
+
+        def write(self, record: Any) -> None:
+            raise ValueError("full")
+
+        def close(self) -> None: ...
+
+    said: list[str] = []
+
+    def listening(moment: Moment) -> None:
+        said.append(moment.event)
+
+    settings = Settings(loggers=(Full(),), callbacks=(listening,))
+    fitted = fit(compiled({"data": 2}), batch_of, steps=2, settings=settings)
+    assert fitted.steps == 2 and said == ["begin", "step", "step", "end"]
+
+
+@pytest.mark.parametrize(("logger", "package"), [(WandB(project="p"), "wandb"), (MLflow(), "mlflow.tracking")])  # fmt: skip
+def test_a_package_that_is_missing_is_named(
+    logger: Logger, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match="pip install"):
+        logger.open(LoggedRun(folder=tmp_path, step=0))
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format, behind a header of seven bytes that counts for
+    the first block of 32 KiB.
+    """
+    at, part = 0, b""
+    while at + 7 <= len(data):
+        if 32768 - (at + 7) % 32768 < 7:
+            at += 32768 - (at + 7) % 32768
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield part
+            part = b""
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_weights_and_biases_reads_its_files(tmp_path: Path):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    written(WandB(project="p"), tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history, found = list[dict[str, Any]](), list[Any]()
+    for _ in range(100):  # its own process writes the file
+        found = [
+            wandb_internal_pb2.Record.FromString(data)
+            for data in log_records(path.read_bytes()[7:])
+        ]
+        if found and found[-1].HasField("exit"):
+            break
+        time.sleep(0.1)
+    for record in found:
+        if record.HasField("history"):
+            items = record.history.item
+            history.append({(one.key or "/".join(one.nested_key)): json.loads(one.value_json) for one in items})  # fmt: skip
+    assert [one["loss"] for one in history if "loss" in one] == [2.5, 1.5]
+    assert [(one["step"], one["validation/loss"]) for one in history if "validation/loss" in one] == [(2, 1.25)]  # fmt: skip
+    assert any("hello" in one.get("event", "") for one in history)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("default")
+def test_mlflow_reads_its_database_and_a_resumed_run_is_the_same(tmp_path: Path):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow.tracking import MlflowClient
+
+    written(MLflow(), tmp_path)
+    written(MLflow(), tmp_path, [{"step": 3, "loss": 1.0}], step=2)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("shardlib")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(one.step, one.value) for one in history] == [(1, 2.5), (2, 1.5), (3, 1.0)]
+    assert client.get_metric_history(run.info.run_id, "validation/loss")[0].value == 1.25
+    assert run.data.tags["mesh"] == "fsdp=4" and "hello" in run.data.tags["sample.2"]
+    assert run.info.status == "FINISHED"
+
+
+def test_a_terminal_labels_the_time_that_is_left():
+    console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with Display(console, 10, 8) as display:
+        for step in range(1, 6):
+            display.step(step, 1.0, 0.1)
+    assert " left" in console.export_text()
+    console.file.close()
+
+
+def test_a_notebook_has_one_line_that_is_updated():
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    InteractiveShell.instance(cache_size=0)
+    times = iter([0.0, 10.0, 20.0])
+    with capture_output() as shown:
+        bar = NotebookBar(400, lambda: next(times))
+        for step in (0, 100, 400):
+            bar.update(step, 2.0, 1000.0)
+    InteractiveShell.clear_instance()
+    found = [one.data["text/html"] for one in shown.outputs]
+    assert "0:00:30 left" in found[1] and "100 of 400 steps" in found[1]
+    assert 'value="400"' in found[-1] and "0:00:00 left" in found[-1]
