@@ -19,10 +19,9 @@ TOLERANCE = 1e-5
 #: Arrays that are smaller than this share of the model's largest number are held to this share of
 #: it: what is zero but for rounding has no size of its own.
 SMALL = 1e-2
-#: The mesh that is planned, and two that shard everything that can be.
+#: The mesh that is planned, and one that shards everything that can be.
 PINS: Mapping[str, Mapping[str, Any] | None] = {
     "planned": None,
-    "fsdp=8": {"mesh": {"fsdp": 8}, "zero": 3},
     "data=2 fsdp=2 tensor=2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3},
 }
 

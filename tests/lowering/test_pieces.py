@@ -66,6 +66,9 @@ class Fused(nnx.Module):
         shape = (*y.shape[:2], HEADS, EMBED // HEADS)
         if self.how == "split":
             return [part.reshape(shape) for part in jnp.split(y, 3, axis=-1)]
+        if self.how == "empty":  # as in Mamba 2, whose split has pieces for what it does not use
+            at = [0, EMBED, EMBED, 2 * EMBED]
+            return [part.reshape(shape) for part in jnp.split(y, at, axis=-1) if part.size]
         if self.how == "slices":
             return [y[..., i * EMBED : (i + 1) * EMBED].reshape(shape) for i in range(3)]
         return list(jnp.moveaxis(y.reshape(*y.shape[:2], 3, HEADS, EMBED // HEADS), 2, 0))
@@ -227,6 +230,7 @@ def test_recurrent_cells_of_linen_are_sharded_and_right(cell: Any) -> None:
         ("split", {"tensor": 8}, 0),
         ("slices", {"fsdp": 2, "tensor": 4}, 1),
         ("reshape", {"fsdp": 2, "tensor": 4}, 3),
+        ("empty", {"fsdp": 2, "tensor": 4}, 3),
         ("split", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
     ],
 )

@@ -127,7 +127,7 @@ class Taken:
         return [joined(cut(whole, self.dim, self.sizes), self.dim, ways)]
 
     def _covered(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
-        found = [parts[at] for at in self._inside(window)]
+        found = [parts[at] for at in self._inside(window)] or [cut(parts[0], self.dim, (0, 0))[0]]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=self.dim)
 
     def _cut(self, operand: jax.Array, window: Window) -> list[jax.Array]:

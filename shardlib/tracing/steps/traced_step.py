@@ -117,13 +117,16 @@ def trace_step(
 
 
 def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, or of a number.
+    """Shape and dtype of an array, or of a number, as JAX takes it: 64-bit numbers of NumPy are 32
+    bits wide there.
 
     Args:
         leaf: of a state or a batch.
     """
     found = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype)
+    typed_key = jax.dtypes.issubdtype(found.dtype, jax.dtypes.extended)
+    dtype = found.dtype if typed_key else jax.dtypes.canonicalize_dtype(found.dtype)
+    return jax.ShapeDtypeStruct(found.shape, dtype)
 
 
 def _traced(step: Step, shapes: tuple[Tree, Tree], name: str) -> tuple[jex.ClosedJaxpr, Any]:
