@@ -39,6 +39,7 @@ CASES = (
     ("llama3-8b", "v5e:2x4", 1, 8, 1024, "model", "model"),
     ("llama3-8b", "v5e:2x4", 2, 4, 512, "model", "model"),
     ("llama3-8b", "h100:8", 1, 2, 1024, "model", "model"),
+    ("deepseek-v3", "2*h200:8", 1, 16, 1024, "model", "model"),
 )
 
 
@@ -69,17 +70,28 @@ def case(
     return [{"model": name, **stored, **one.to_json()} for one in found]
 
 
+def _case(row: dict[str, Any]) -> str:
+    names = ("model", "topology", "data", "tensor", "stored_weights", "stored_cache")
+    return json.dumps([row.get(name, "model") for name in names])
+
+
 def main() -> None:
     """Compiles all cases and writes the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="cases in whose JSON this text stands")
+    parser.add_argument(
+        "--only", default="", help="cases in whose JSON this text stands; others are kept"
+    )
     parser.add_argument(
         "--out", type=Path, default=RESULTS / f"serving_compiled_jax-{jax.__version__}.json"
     )
     args = parser.parse_args()
     rows = [row for one in CASES if args.only in json.dumps(one) for row in case(*one)]
+    if args.only and args.out.exists():
+        done = {_case(row) for row in rows}
+        before = json.loads(args.out.read_text())["programs"]
+        rows = [row for row in before if _case(row) not in done] + rows
     write(args.out, {"benchmark": "serving_compiled", "programs": rows})
 
 

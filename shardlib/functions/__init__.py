@@ -2,6 +2,7 @@
 
     marks.py        a call that lowering finds again
     attention.py    tokens look at tokens; becomes a ring where the sequence is sharded
+    biases.py       what distances add to scores of attention
     experts.py      tokens visit experts; become exchanges where experts are on other devices
     routing.py      which experts, and the losses that keep them equally busy
     activations.py  the functions in the middle of an expert

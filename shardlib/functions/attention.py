@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.functions.attention_checks import check
+from shardlib.functions.biases import Bias, BiasForm, bias_form
 from shardlib.functions.marks import marked
 
 #: An operand of a call of attention, or its abstract value.
@@ -35,6 +36,7 @@ class Attention:
         parts: arrays that queries, and keys, are made of.
         chosen: whether an operand says that all keys are seen in spite of the window.
         packed: whether an operand numbers the documents.
+        bias: how the bias of scores is made of the last operand; None for none.
     """
 
     scale: float
@@ -45,6 +47,7 @@ class Attention:
     parts: int
     chosen: bool
     packed: bool
+    bias: BiasForm | None = None
 
     @property
     def kind(self) -> str:
@@ -63,6 +66,7 @@ def attention(
     global_layer: jax.Array | None = None,
     segments: jax.Array | None = None,
     softcap: float = 0.0,
+    bias: Bias | None = None,
     block: int = 0,
 ) -> jax.Array:
     """Mixes values by how much queries look at keys. A plan with a context axis makes a ring of it,
@@ -80,6 +84,8 @@ def attention(
             layers of which some have a window.
         segments: number of the document of every position, int [B, S]: a query sees its own alone.
         softcap: scores become cap * tanh(scores / cap); 0 leaves them.
+        bias: what the distance of a key adds to its score, after the cap: `Alibi` or `RelativeBias`
+            (`shardlib.functions.biases`). Kernels of vendors have none.
         block: queries that attend at a time; 0 for all at once. Shorter sequences are one block.
 
     Returns:
@@ -100,6 +106,7 @@ def attention(
         numbers={"scale": 1.0 if scale is None else scale, "softcap": softcap},
     )
     width = sum(one.shape[-1] for one in queries)
+    biased, offsets = bias_form(bias, heads=queries[0].shape[2], causal=causal)
     form = Attention(
         scale=float(width**-0.5 if scale is None else scale),
         causal=causal,
@@ -109,10 +116,10 @@ def attention(
         parts=len(queries),
         chosen=global_layer is not None and window > 0,
         packed=segments is not None,
+        bias=biased,
     )
-    extra = [
-        one for one, wanted in ((global_layer, form.chosen), (segments, form.packed)) if wanted
-    ]
+    beside = (global_layer, form.chosen), (segments, form.packed), (offsets, biased is not None)
+    extra = [one for one, wanted in beside if wanted]
     return marked(form, attend)(*queries, *keys, value, *extra)
 
 
@@ -127,6 +134,7 @@ class Operands:
     Attributes:
         queries, keys, value: see `attention`.
         global_layer, segments: None where there are none.
+        bias: the array of the bias; None for none.
     """
 
     queries: tuple[jax.Array, ...]
@@ -134,6 +142,7 @@ class Operands:
     value: jax.Array
     global_layer: jax.Array | None
     segments: jax.Array | None
+    bias: jax.Array | None = None
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[Operand]) -> Operands:
@@ -150,6 +159,7 @@ class Operands:
             value=arrays[2 * parts],
             global_layer=extra.pop(0) if form.chosen else None,
             segments=extra.pop(0) if form.packed else None,
+            bias=extra.pop(0) if form.bias is not None else None,
         )
 
 
@@ -182,6 +192,9 @@ def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
             scores * form.scale,
             given.value,
             mask_of(form, rows, columns, given.global_layer, documents),
+            None
+            if form.bias is None or given.bias is None
+            else form.bias.of(given.bias, columns - rows[:, None]),
         )
 
     rows = jnp.arange(seq, dtype=jnp.int32)
@@ -232,11 +245,19 @@ def _products(query: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _mixed(
-    form: Attention, scores: jax.Array, value: jax.Array, seen: jax.Array | None
+    form: Attention,
+    scores: jax.Array,
+    value: jax.Array,
+    seen: jax.Array | None,
+    bias: jax.Array | None,
 ) -> jax.Array:
-    """Mixes values [B, T, K, V] by scores [B, K, G, S, T] into [B, S, K, G, V]."""
+    """Mixes values [B, T, K, V] by scores [B, K, G, S, T], with a bias [N, S, T], into [B, S, K, G,
+    V].
+    """
     if form.softcap:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
+    if bias is not None:
+        scores = scores + bias.reshape(scores.shape[1:])
     hidden = (
         scores if seen is None else scores + jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min / 2)
     )

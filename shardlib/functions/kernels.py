@@ -39,6 +39,7 @@ class Wanted:
             runs.
         capped: whether scores are capped.
         documents: whether there are several.
+        biased: whether distances add to scores.
     """
 
     queries: int
@@ -50,6 +51,7 @@ class Wanted:
     window: int | None
     capped: bool
     documents: bool
+    biased: bool = False
 
     @staticmethod
     def by(form: Attention, arrays: Sequence[Operand]) -> Wanted:
@@ -71,6 +73,7 @@ class Wanted:
             window=form.window,
             capped=bool(form.softcap),
             documents=form.packed,
+            biased=form.bias is not None,
         )
 
     @property
@@ -84,6 +87,8 @@ class Wanted:
         """
         if kind == "blocks":
             return ""
+        if self.biased:
+            return "distances add to scores, for which the kernel has no form"
         if self.window is None:
             return "the window is known only when the program runs"
         if self.queries != self.keys and (self.causal or self.window):

@@ -22,6 +22,7 @@ from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.dispatch import Heads, Local
 from shardlib.lowering.context.kernels import Kernels
+from shardlib.lowering.context.mask import Sight
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.lowering.context.ulysses import Collected
 from shardlib.verification.targets import GPU_PLUGINS, environment
@@ -145,7 +146,8 @@ def test_a_kernel_says_why_it_does_not_apply(kind, shapes, how, why):
         **shapes,
         **how,
     }
-    found = Kernels(kind=kind).why_not(**given)
+    sight = Sight(**{name: given.pop(name) for name in ("window", "causal") if name in given})
+    found = Kernels(kind=kind).why_not(sight=sight, **given)
     assert str(found).startswith(why) and bool(found) == bool(why)
 
 
@@ -169,7 +171,9 @@ def test_heads_of_two_widths_are_padded_for_a_kernel_that_has_one(
     )
 
     def loss(kind, *given):
-        found = Kernels(kind=kind).attention(*given, scores=Scores(scale=0.2), window=window)
+        found = Kernels(kind=kind).attention(
+            *given, scores=Scores(scale=0.2), sight=Sight(window=window)
+        )
         assert found.shape == (2, 64, 4, values)
         return jnp.sum(jnp.sin(found.astype(jnp.float32)))
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,8 +17,8 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.errors import ModelError
+from shardlib.functions.biases import distance_buckets
 from shardlib.models import EncoderDecoderConfig, Experts, huggingface
-from shardlib.models.blocks.position_bias import distance_buckets
 
 SMALL = EncoderDecoderConfig(
     name="small",
@@ -171,8 +172,12 @@ def test_buckets_of_distances(both: bool):
             ),
         )
 
-    found = np.asarray(distance_buckets(300, 300, buckets=32, max_distance=128, both=both))
+    found = np.asarray(distance_buckets(ahead(300), buckets=32, max_distance=128, both=both))
     assert (found == [[bucket(key - query) for key in range(300)] for query in range(300)]).all()
+
+
+def ahead(seq: int) -> jax.Array:
+    return jnp.arange(seq) - jnp.arange(seq)[:, None]
 
 
 def reference(model: nnx.Module, data: dict[str, np.ndarray]) -> np.ndarray:
@@ -218,8 +223,7 @@ def reference(model: nnx.Module, data: dict[str, np.ndarray]) -> np.ndarray:
         bias = get[f"{side}/bias"][
             np.asarray(
                 distance_buckets(
-                    seq,
-                    seq,
+                    ahead(seq),
                     buckets=SMALL.buckets,
                     max_distance=SMALL.max_distance,
                     both=memory is None,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from shardlib.graph.kernels import BLOCK
 from shardlib.jax_types import Value
+from shardlib.lowering.context.mask import Sight, Tokens
 
 #: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
 NOTHING = -1e30
@@ -153,16 +154,24 @@ def grouped(query: Value, groups: int) -> Value:
 
 
 def attend_block(
-    query: Value, key: Value, value: Value, seen: Value | None, scores: Scores
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
+    scores: Scores,
 ) -> Part:
     """Attention of queries to keys.
 
     Args:
         query, key, value: see above; all their scores are held at once.
-        seen: which keys a query sees, [Q, K] or [B, Q, K]; None for all.
+        rows, columns: where queries and keys stand.
+        sight: which keys a query sees, and what their distance adds.
         scores: how scores are made.
     """
-    found = _hidden(scores.of(query, key), seen)
+    added = sight.added(rows, columns)
+    found = _hidden(_more(scores.of(query, key), added), sight.seen(rows, columns))
     most = jnp.maximum(
         found.max(-1), NOTHING / 2
     )  # where nothing is seen, all exponentials are to be zeros
@@ -185,34 +194,37 @@ def attend_back_block(
     query: Value,
     key: Value,
     value: Value,
-    seen: Value | None,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
     scores: Scores,
     incoming: Incoming,
-) -> tuple[Value, Value, Value]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, in
-    float32; operands of products are of the dtype of queries, keys and values.
+) -> tuple[Value, ...]:
+    """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
+    array of what distances add, if they do, in float32; operands of products are of the dtype of
+    queries, keys and values.
 
     Args:
-        query, key, value, seen, scores: as for `attend_block`.
+        query, key, value, rows, columns, sight, scores: as for `attend_block`.
         incoming: what comes back to the queries.
     """
     groups = key.shape[2]
 
-    def rows(array: Value) -> Value:
+    def by_group(array: Value) -> Value:
         """[B, Q, H] -> [B, G, H / G, Q, 1]."""
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     plain = scores.of(query, key)
-    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(incoming.total), 0.0)) * (
-        rows(incoming.total) > NOTHING / 2
-    )
+    added, total = sight.added(rows, columns), by_group(incoming.total)
+    found = _hidden(_more(plain, added), sight.seen(rows, columns))
+    shares = jnp.exp(jnp.minimum(found - total, 0.0)) * (total > NOTHING / 2)
     back = grouped(incoming.cotangent, groups).astype(value.dtype)
     to_value = jnp.einsum(
         "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32
     )
     moved = shares * (
         jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32)
-        - rows(incoming.inner)
+        - by_group(incoming.inner)
     )
     products = scores.back(plain, moved)
     to_query = jnp.einsum(
@@ -224,7 +236,14 @@ def attend_back_block(
         grouped(query, groups),
         preferred_element_type=jnp.float32,
     )
-    return to_query, to_key, to_value
+    if added is None:
+        return to_query, to_key, to_value
+    to_added = moved.sum(0).reshape(added.shape)
+    return to_query, to_key, to_value, *sight.offsets_back(rows, columns, to_added)
+
+
+def _more(scores: Value, added: Value | None) -> Value:
+    return scores if added is None else scores + added.reshape(scores.shape[1:])
 
 
 def _hidden(scores: Value, seen: Value | None) -> Value:

@@ -154,7 +154,7 @@ def attend(
     query, rows, columns = _beside(query, rows, columns)
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
-        return attend_block(query, key, value, sight.seen(rows, columns), scores)
+        return attend_block(query, key, value, rows, columns, sight, scores)
     query, key, value, rows, columns = (
         own.full(query),
         all_.full(key),
@@ -177,7 +177,9 @@ def attend(
                             some,
                             all_.at(column, key),
                             all_.at(column, value),
-                            sight.seen(these, those),
+                            these,
+                            those,
+                            sight,
                             scores,
                         )
                     ),
@@ -200,9 +202,9 @@ def attend_back(
     sight: Sight,
     scores: Scores,
     incoming: Incoming,
-) -> tuple[Value, Value, Value]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, in
-    float32.
+) -> tuple[Value, ...]:
+    """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
+    array of what distances add to scores, if they do, in float32.
 
     Args:
         query, key, value, rows, columns, sight, scores: as for `attend`.
@@ -211,7 +213,7 @@ def attend_back(
     query, rows, columns = _beside(query, rows, columns)
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
-        return attend_back_block(query, key, value, sight.seen(rows, columns), scores, incoming)
+        return attend_back_block(query, key, value, rows, columns, sight, scores, incoming)
     lengths = query.shape[1], key.shape[1]
     incoming = _full(own, incoming)
     query, key, value, rows, columns = (
@@ -222,13 +224,13 @@ def attend_back(
         all_.full_tokens(columns),
     )
 
-    def block(gradients: tuple[Value, Value], row: Value) -> tuple[tuple[Value, Value], Value]:
+    arrays = () if sight.offsets is None else (sight.offsets.array,)
+
+    def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
         ours, these = own.at(row, query), own.tokens_at(row, rows)
         back = incoming.map(lambda array: own.at(row, array))
 
-        def step(
-            carry: tuple[Value, Value, Value], column: Value
-        ) -> tuple[tuple[Value, Value, Value], None]:
+        def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
             those, one, other = (
                 all_.tokens_at(column, columns),
                 all_.at(column, key),
@@ -236,22 +238,26 @@ def attend_back(
             )
             more = _where_seen(
                 sight.some(these, those),
-                lambda: attend_back_block(ours, one, other, sight.seen(these, those), scores, back),
-                _zeros(ours, one, other),
+                lambda: attend_back_block(ours, one, other, these, those, sight, scores, back),
+                _zeros(ours, one, other, *arrays),
             )
             return (
                 carry[0] + more[0],
                 all_.added(column, carry[1], more[1]),
                 all_.added(column, carry[2], more[2]),
+                *(before + one for before, one in zip(carry[3:], more[3:], strict=True)),
             ), None
 
         to_query, *gradients_ = jax.lax.scan(
             step, (*_zeros(ours), *gradients), jnp.arange(all_.count)
         )[0]
-        return (gradients_[0], gradients_[1]), to_query
+        return tuple(gradients_), to_query
 
-    (to_key, to_value), to_query = jax.lax.scan(block, _zeros(key, value), jnp.arange(own.count))
-    return own.joined(to_query), to_key[:, : lengths[1]], to_value[:, : lengths[1]]
+    (to_key, to_value, *to_arrays), to_query = jax.lax.scan(
+        block, _zeros(key, value, *arrays), jnp.arange(own.count)
+    )
+    last = lengths[1]
+    return own.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
 
 
 def _full(own: Blocks, incoming: Incoming) -> Incoming:

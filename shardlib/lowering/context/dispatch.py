@@ -17,7 +17,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.heads import Heads, computed, cutting_heads
 from shardlib.lowering.context.kernels import Kernels
-from shardlib.lowering.context.mask import FAR
+from shardlib.lowering.context.mask import FAR, Offsets, Sight
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.lowering.context.ulysses import Collected
@@ -75,6 +75,7 @@ def around_devices(
     extra = [
         *([PartitionSpec()] if form.chosen else []),
         *([PartitionSpec(rows, at)] if form.packed else []),
+        *([] if form.bias is None else [_offset_spec(site.avals[-1], heads)]),
     ]
     specs = (
         *[whole] * form.parts,
@@ -96,13 +97,18 @@ def around_devices(
     pins = _exchanged(site, placements, heads, machine)
 
     def run(*arrays: Value) -> Sequence[Value]:
-        pinned = (
+        pinned = [
             array if pin is None else held(array, pin)
             for array, pin in zip(arrays, pins, strict=True)
-        )
+        ]
         return [region(*pinned)]
 
     return run
+
+
+def _offset_spec(aval: Aval, heads: Heads) -> PartitionSpec:
+    """Of what distances add, whose last dim is that of the heads of queries."""
+    return PartitionSpec(*[None] * (aval.ndim - 1), heads.axes or None)
 
 
 def _exchanged(
@@ -158,16 +164,20 @@ class Local:
             value,
             *([] if given.segments is None else [given.segments]),
         ]
+        offsets = (
+            None
+            if self.form.bias is None or given.bias is None
+            else Offsets(form=self.form.bias, array=given.bias)
+        )
         if given.global_layer is None:
-            return self._attend(operands, self.form.window or None)
+            return self._attend(operands, self.form.window or None, offsets)
         if self.ring or self.kernels.kind == "blocks":
-            return self._attend(
-                operands, jnp.where(given.global_layer, FAR, self.form.window).astype(jnp.int32)
-            )
+            window = jnp.where(given.global_layer, FAR, self.form.window).astype(jnp.int32)
+            return self._attend(operands, window, offsets)
         return jax.lax.cond(
             given.global_layer,
-            lambda: self._attend(operands, None),
-            lambda: self._attend(operands, self.form.window),
+            lambda: self._attend(operands, None, offsets),
+            lambda: self._attend(operands, self.form.window, offsets),
         )  # a kernel for each
 
     def _key(self, key: Value, groups: int) -> Value:
@@ -177,7 +187,9 @@ class Local:
             else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
         )
 
-    def _attend(self, operands: Sequence[Value], window: Index | None) -> Value:
+    def _attend(
+        self, operands: Sequence[Value], window: Index | None, offsets: Offsets | None
+    ) -> Value:
         scores = Scores(scale=self.form.scale, softcap=self.form.softcap)
         if self.along is None:
             query, key, value, *documents = operands
@@ -187,16 +199,15 @@ class Local:
                 value,
                 (*documents, *documents) if documents else None,
                 scores=scores,
-                window=window,
-                causal=self.form.causal,
+                sight=Sight(causal=self.form.causal, window=window, offsets=offsets),
             )
         if not self.ring:
             return Collected(
                 cut=self.along, scores=scores, causal=self.form.causal, kernels=self.kernels
-            ).exchanged(*operands, window=window)
+            ).exchanged(*operands, window=window, offsets=offsets)
         ring = Ring(cut=self.along, scores=scores, causal=self.form.causal)
         return self.along.collected_inside(
-            ring.attention(*map(self.along.dealt_inside, operands), window=window)
+            ring.attention(*map(self.along.dealt_inside, operands), window=window, offsets=offsets)
         )
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.kernels import LANES, Wanted
 from shardlib.graph.kernels import Kind
-from shardlib.jax_types import Index, Value
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.mask import Tokens
+from shardlib.lowering.context.mask import ALL_BEFORE, Sight, Tokens
 from shardlib.lowering.context.rematerialised import attention
 
 #: The most positions of a block of splash attention; what it holds in a core's own memory grows
@@ -44,8 +44,7 @@ class Kernels:
         value: Value,
         *,
         scores: Scores,
-        window: Index | None = None,
-        causal: bool = True,
+        sight: Sight = ALL_BEFORE,
         documents: bool = False,
     ) -> str:
         """Why a kernel cannot be used for arrays of these shapes and dtypes; empty where it can.
@@ -54,19 +53,21 @@ class Kernels:
             query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
                 shape and a dtype; as many queries as keys, or all keys are seen.
             scores: how scores are made.
-            window, causal: as in `Sight`.
+            sight: which keys a query sees.
             documents: whether there are several.
         """
+        window = sight.window
         return Wanted(
             queries=query.shape[1],
             keys=key.shape[1],
             width=query.shape[3],
             value_width=value.shape[3],
             dtype=query.dtype,
-            causal=causal,
+            causal=sight.causal,
             window=(window or 0) if window is None or isinstance(window, int) else None,
             capped=bool(scores.softcap),
             documents=documents,
+            biased=sight.offsets is not None,
         ).why_not(self.kind)
 
     def attention(
@@ -77,8 +78,7 @@ class Kernels:
         documents: tuple[Value, ...] | None = None,
         *,
         scores: Scores,
-        window: Index | None = None,
-        causal: bool = True,
+        sight: Sight = ALL_BEFORE,
     ) -> Value:
         """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and
         documents of queries and keys, [B, Q] and [B, K].
@@ -96,8 +96,7 @@ class Kernels:
             key,
             value,
             scores=scores,
-            window=window,
-            causal=causal,
+            sight=sight,
             documents=documents is not None,
         )
         if why:
@@ -106,7 +105,8 @@ class Kernels:
                 ' Kernels(kind="blocks")'
             )
         if self.kind == "blocks":
-            return _blocks(query, key, value, documents, scores, window, causal)
+            return _blocks(query, key, value, documents, scores, sight)
+        window, causal = sight.window, sight.causal
         assert window is None or isinstance(window, int), "kernels know their window"
         if self.kind == "cudnn":
             return _cudnn(query, key, value, scores.scale, window or 0, causal)
@@ -127,8 +127,7 @@ def _blocks(
     value: Value,
     documents: tuple[Value, ...] | None,
     scores: Scores,
-    window: Index | None,
-    causal: bool,
+    sight: Sight,
 ) -> Value:
     rows, columns = (
         Tokens(
@@ -137,7 +136,7 @@ def _blocks(
         )
         for which, array in enumerate((query, key))
     )
-    return attention(scores, query, key, value, rows, columns, causal=causal, window=window)
+    return attention(scores, query, key, value, rows, columns, sight)
 
 
 def _cudnn(

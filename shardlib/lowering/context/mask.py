@@ -1,4 +1,4 @@
-"""Which keys does a query see?
+"""Which keys does a query see, and what does their distance add to scores?
 
 Masks are made from positions and documents, for the queries and keys that are at hand: no array has
 a side for all of the queries and one for all of the keys.
@@ -14,7 +14,7 @@ a side for all of the queries and one for all of the keys.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.functions.biases import BiasForm
 from shardlib.jax_types import Index, Value
 
 #: Farther than any two positions.
@@ -56,6 +57,42 @@ jax.tree_util.register_dataclass(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offsets:
+    """What distances add to scores.
+
+    Attributes:
+        form: how.
+        array: of slopes or buckets, of the heads at hand.
+    """
+
+    form: BiasForm
+    array: Value
+
+    def of(self, query: Tokens, key: Tokens) -> Value:
+        """What is added to scores, [N, Q, K] float32.
+
+        Args:
+            query: positions of the queries.
+            key: those of the keys.
+        """
+        return self.form.of(self.array, key.position[None, :] - query.position[:, None])
+
+    def back(self, query: Tokens, key: Tokens, cotangent: Value) -> Value:
+        """The gradient of the array, float32.
+
+        Args:
+            query, key: as for `of`.
+            cotangent: of what is added, [N, Q, K].
+        """
+        distance = key.position[None, :] - query.position[:, None]
+        pull = jax.vjp(lambda array: self.form.of(array, distance), self.array.astype(jnp.float32))
+        return pull[1](cotangent)[0]
+
+
+jax.tree_util.register_dataclass(Offsets, data_fields=["array"], meta_fields=["form"])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sight:
     """How far a query sees.
 
@@ -64,10 +101,30 @@ class Sight:
         window: it sees positions that are less than this far: the last `window` of them, itself
             included, where it is causal, and as many to the other side where it is not. A number or
             a traced scalar; 0 or None for all.
+        offsets: what distances add to scores; None for nothing.
     """
 
     causal: bool = True
     window: Index | None = None
+    offsets: Offsets | None = None
+
+    def added(self, query: Tokens, key: Tokens) -> Value | None:
+        """What is added to scores, [N, Q, K]; None for nothing.
+
+        Args:
+            query: positions of the queries.
+            key: those of the keys.
+        """
+        return None if self.offsets is None else self.offsets.of(query, key)
+
+    def offsets_back(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
+        """The gradient of what distances add, if they add anything.
+
+        Args:
+            query, key: as for `added`.
+            cotangent: of what is added, [N, Q, K].
+        """
+        return () if self.offsets is None else (self.offsets.back(query, key, cotangent),)
 
     @property
     def reach(self) -> Value | None:
@@ -118,11 +175,50 @@ class Sight:
             )
         return reduce(operator.and_, found) if found else None
 
+    @property
+    def split(self) -> tuple[int, Given]:
+        """The window, where the program knows it and 0 else, and what the program is given."""
+        if self.window is None or isinstance(self.window, int | np.integer):
+            return int(self.window or 0), Given(offsets=self.offsets)
+        return 0, Given(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
 
-def split_window(window: Index | None) -> tuple[int, Value | None]:
-    """A window as a number that the program knows and one that it is given: one of them is 0 or
-    None.
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a program is given of a sight.
+
+    Attributes:
+        window: see `Sight`; None where the program knows it.
+        offsets: see `Sight`.
     """
-    if window is None or isinstance(window, int | np.integer):
-        return int(window or 0), None
-    return 0, jnp.asarray(window, jnp.int32)
+
+    window: Value | None = None
+    offsets: Offsets | None = None
+
+    def sight(self, window: int, *, causal: bool) -> Sight:
+        """The sight.
+
+        Args:
+            window: that the program knows.
+            causal: see `Sight`.
+        """
+        return Sight(
+            causal=causal,
+            window=window if self.window is None else self.window,
+            offsets=self.offsets,
+        )
+
+    def cotangent(self, *gradient: Value) -> Given | None:
+        """Its cotangent.
+
+        Args:
+            gradient: of the array of the offsets, if there are any.
+        """
+        if self.offsets is None:
+            return None
+        array = gradient[0].astype(self.offsets.array.dtype)
+        return Given(offsets=replace(self.offsets, array=array))
+
+
+jax.tree_util.register_dataclass(Given, data_fields=["window", "offsets"], meta_fields=[])
+ALL_BEFORE = Sight()

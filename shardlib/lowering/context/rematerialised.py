@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from shardlib.jax_types import Index, Value
+from shardlib.jax_types import Value
 from shardlib.lowering.context.block import Incoming, Part, Scores
 from shardlib.lowering.context.blocks import attend, attend_back
-from shardlib.lowering.context.mask import Sight, Tokens, split_window
+from shardlib.lowering.context.mask import ALL_BEFORE, Given, Sight, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Local:
         value: Value,
         rows: Tokens,
         columns: Tokens,
-        window: Index | None,
+        given: Given,
     ) -> Part:
         """Attention as a part, before it is cast."""
-        return attend(query, key, value, rows, columns, self._sight(window), self.scores)
+        return attend(query, key, value, rows, columns, self._sight(given), self.scores)
 
     def backward(
         self,
@@ -49,16 +49,16 @@ class Local:
         value: Value,
         rows: Tokens,
         columns: Tokens,
-        window: Index | None,
+        given: Given,
         incoming: Incoming,
-    ) -> tuple[Value, Value, Value]:
-        """Gradients of queries, keys and values, in float32."""
+    ) -> tuple[Value, ...]:
+        """Gradients of queries, keys and values, and of what distances add, in float32."""
         return attend_back(
-            query, key, value, rows, columns, self._sight(window), self.scores, incoming
+            query, key, value, rows, columns, self._sight(given), self.scores, incoming
         )
 
-    def _sight(self, window: Index | None) -> Sight:
-        return Sight(causal=self.causal, window=self.window if window is None else window)
+    def _sight(self, given: Given) -> Sight:
+        return given.sight(self.window, causal=self.causal)
 
 
 def attention(
@@ -68,9 +68,7 @@ def attention(
     value: Value,
     rows: Tokens,
     columns: Tokens,
-    *,
-    causal: bool = True,
-    window: Index | None = None,
+    sight: Sight = ALL_BEFORE,
 ) -> Value:
     """Attention of queries to keys, with gradients.
 
@@ -78,14 +76,20 @@ def attention(
         scores: how scores are made, in blocks of which size.
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V], with H a multiple of G.
         rows, columns: where queries and keys stand.
-        causal, window: as in `Sight`.
+        sight: which keys a query sees.
 
     Returns:
         [B, Q, H, V], of the dtype of the values.
     """
-    static, given = split_window(window)
+    window, given = sight.split
     return _attention(
-        Local(scores=scores, causal=causal, window=static), query, key, value, rows, columns, given
+        Local(scores=scores, causal=sight.causal, window=window),
+        query,
+        key,
+        value,
+        rows,
+        columns,
+        given,
     )
 
 
@@ -97,9 +101,9 @@ def _attention(
     value: Value,
     rows: Tokens,
     columns: Tokens,
-    window: Index | None,
+    given: Given,
 ) -> Value:
-    return local.forward(query, key, value, rows, columns, window).result.astype(value.dtype)
+    return local.forward(query, key, value, rows, columns, given).result.astype(value.dtype)
 
 
 def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
@@ -111,14 +115,14 @@ def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(local: Local, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
-    query, key, value, rows, columns, window, result, total = saved
+    query, key, value, rows, columns, given, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
-    found = local.backward(query, key, value, rows, columns, window, incoming)
+    found = local.backward(query, key, value, rows, columns, given, incoming)
     return (
-        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
+        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found[:3], saved, strict=False)),
         None,
         None,
-        None,
+        given.cotangent(*found[3:]),
     )
 
 

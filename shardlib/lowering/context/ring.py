@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import Incoming, Part, Scores, nothing
 from shardlib.lowering.context.blocks import attend, attend_back
-from shardlib.lowering.context.mask import Sight, Tokens, split_window
+from shardlib.lowering.context.mask import Given, Offsets, Sight, Tokens
 from shardlib.lowering.context.sequence_partition import Cut
 
 #: (which of the own queries, which of the keys, which of these they see) -> anything.
@@ -63,6 +63,7 @@ class Ring:
         segments: Value | None = None,
         *,
         window: Index | None = None,
+        offsets: Offsets | None = None,
     ) -> Value:
         """Attention of this device's queries to all keys; inside of a region that is manual over
         the axis.
@@ -73,34 +74,36 @@ class Ring:
             segments: number of the document of every position, [B, S / N]: a query sees its own
                 alone. None where there is one.
             window: in place of that of the ring; it may be a traced scalar.
+            offsets: what distances add to scores.
 
         Returns:
             [B, S / N, H, V], of the dtype of the values.
         """
-        static, given = split_window(self.window if window is None else window)
-        return _attention(replace(self, window=static), query, key, value, segments, given)
+        sight = Sight(window=self.window if window is None else window, offsets=offsets)
+        known, given = sight.split
+        return _attention(replace(self, window=known), query, key, value, segments, given)
 
     def forward(
-        self, query: Value, key: Value, value: Value, segments: Value | None, window: Index | None
+        self, query: Value, key: Value, value: Value, segments: Value | None, given: Given
     ) -> Part:
         """The same as a part, before it is cast."""
         return replace(self, cut=self.cut.beside(query))._forward(
-            query, key, value, segments, window
+            query, key, value, segments, given
         )
 
     def _forward(
-        self, query: Value, key: Value, value: Value, segments: Value | None, window: Index | None
+        self, query: Value, key: Value, value: Value, segments: Value | None, given: Given
     ) -> Part:
         local = query.shape[1]
 
-        def turn(number: Index, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
-            ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *given[2:])
+        def turn(number: Index, part: Part, goes: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
+            ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *goes[2:])
 
             def work(rows: slice, columns: slice, sight: Sight) -> Part:
                 found = attend(
                     query[:, rows],
-                    given[0][:, columns],
-                    given[1][:, columns],
+                    goes[0][:, columns],
+                    goes[1][:, columns],
                     ours[rows],
                     theirs[columns],
                     sight,
@@ -112,10 +115,10 @@ class Ring:
                     jax.tree.map(lambda all_: all_[:, rows], part) + found,
                 )
 
-            return self._turn(number, local, window, work, part), given
+            return self._turn(number, local, given, work, part), goes
 
         return self._around(
-            turn, nothing(query, value.shape[-1]), _given(key, value, segments), local
+            turn, nothing(query, value.shape[-1]), _goes(key, value, segments), local
         )[0]
 
     def backward(
@@ -124,12 +127,12 @@ class Ring:
         key: Value,
         value: Value,
         segments: Value | None,
-        window: Index | None,
+        given: Given,
         incoming: Incoming,
-    ) -> tuple[Value, Value, Value]:
-        """Gradients of queries, keys and values, in float32."""
+    ) -> tuple[Value, ...]:
+        """Gradients of queries, keys and values, and of what distances add, in float32."""
         return replace(self, cut=self.cut.beside(query))._backward(
-            query, key, value, segments, window, incoming
+            query, key, value, segments, given, incoming
         )
 
     def _backward(
@@ -138,19 +141,18 @@ class Ring:
         key: Value,
         value: Value,
         segments: Value | None,
-        window: Index | None,
+        given: Given,
         incoming: Incoming,
-    ) -> tuple[Value, Value, Value]:
+    ) -> tuple[Value, ...]:
         local = query.shape[1]
-        zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
+        arrays = () if given.offsets is None else (given.offsets.array,)
+        zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (key, value, query, *arrays))
 
-        def turn(
-            number: Index, to_query: Any, given: tuple[Any, ...]
-        ) -> tuple[Any, tuple[Any, ...]]:
+        def turn(number: Index, stays: Any, goes: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
             (key, value), ours, theirs = (
-                given[2:4],
+                goes[2:4],
                 self._tokens(0, local, segments),
-                self._tokens(number, local, *given[4:]),
+                self._tokens(number, local, *goes[4:]),
             )
 
             def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
@@ -164,21 +166,21 @@ class Ring:
                     self.scores,
                     incoming.map(lambda array: array[:, rows]),
                 )
-                return tuple(
-                    all_.at[:, where].add(some)
-                    for all_, some, where in zip(
-                        before, found, (rows, columns, columns), strict=True
-                    )
+                placed = zip(before, found, (rows, columns, columns), strict=False)
+                return (
+                    *(all_.at[:, where].add(some) for all_, some, where in placed),
+                    *(one + more for one, more in zip(before[3:], found[3:], strict=True)),
                 )
 
-            before = to_query, *given[:2]
-            to_query, *gradients = self._turn(number, local, window, work, before)
-            return to_query, (*gradients, *given[2:])
+            before = stays[0], *goes[:2], *stays[1:]
+            to_query, to_key, to_value, *more = self._turn(number, local, given, work, before)
+            return (to_query, *more), (to_key, to_value, *goes[2:])
 
-        to_query, given = self._around(
-            turn, zeros[0], (*zeros[1:], *_given(key, value, segments)), local
+        stays, goes = self._around(
+            turn, zeros[2:], (*zeros[:2], *_goes(key, value, segments)), local
         )
-        return to_query, *self._passed(given[:2], self.cut.ways - self.turns(local)[-1])
+        home = self._passed(goes[:2], self.cut.ways - self.turns(local)[-1])
+        return stays[0], *home, *stays[1:]
 
     def turns(self, local: int) -> tuple[int, ...]:
         """How far keys and values have come in every turn in which some device sees some of them,
@@ -240,13 +242,11 @@ class Ring:
             document=segments,
         )
 
-    def _turn(
-        self, number: Index, local: int, window: Index | None, work: Work, before: Any
-    ) -> Any:
+    def _turn(self, number: Index, local: int, given: Given, work: Work, before: Any) -> Any:
         """The work on what has come `number` devices far, itself a number where the program knows
         it; `before` where no query sees any of it.
         """
-        within = Sight(causal=False, window=self.window if window is None else window)
+        within = given.sight(self.window, causal=False)
         if not self.causal:
             return work(EVERY, EVERY, within)
         if isinstance(number, int) and not number:
@@ -264,16 +264,16 @@ class Ring:
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
-def _given(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
+def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
     """What goes around."""
     return (key, value) if segments is None else (key, value, segments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, window: Index | None
+    ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, given: Given
 ) -> Value:
-    return ring.forward(query, key, value, segments, window).result.astype(value.dtype)
+    return ring.forward(query, key, value, segments, given).result.astype(value.dtype)
 
 
 def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
@@ -285,13 +285,13 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
-    query, key, value, segments, window, result, total = saved
+    query, key, value, segments, given, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
-    found = ring.backward(query, key, value, segments, window, incoming)
+    found = ring.backward(query, key, value, segments, given, incoming)
     return (
-        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
+        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found[:3], saved, strict=False)),
         None,
-        None,
+        given.cotangent(*found[3:]),
     )
 
 

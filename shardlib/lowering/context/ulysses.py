@@ -10,7 +10,7 @@ first.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from shardlib.errors import LayoutError
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.kernels import Kernels
-from shardlib.lowering.context.mask import Tokens
+from shardlib.lowering.context.mask import Offsets, Sight, Tokens
 from shardlib.lowering.context.rematerialised import attention
 from shardlib.lowering.context.sequence_partition import Cut
 
@@ -51,6 +51,7 @@ class Collected:
         segments: Value | None = None,
         *,
         window: Index | None = None,
+        offsets: Offsets | None = None,
     ) -> Value:
         """Attention of this device's queries to gathered keys; arguments and result as those of
         `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
@@ -60,12 +61,14 @@ class Collected:
             LayoutError: the kernel does not apply.
         """
 
+        sight = Sight(causal=self.causal, window=window, offsets=offsets)
+
         def whole(array: Value) -> Value:
             return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
 
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
-            return self._by_kernel(query, whole(key), whole(value), documents, window)
+            return self._by_kernel(query, whole(key), whole(value), documents, sight)
         rows = Tokens(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
@@ -73,7 +76,7 @@ class Collected:
             position=_positions(self.cut, query.shape[1]),
             document=None if segments is None else whole(segments),
         )
-        return self._by_blocks(query, whole(key), whole(value), rows, columns, window)
+        return attention(self.scores, query, whole(key), whole(value), rows, columns, sight)
 
     def exchanged(
         self,
@@ -83,6 +86,7 @@ class Collected:
         segments: Value | None = None,
         *,
         window: Index | None = None,
+        offsets: Offsets | None = None,
     ) -> Value:
         """Attention to the whole sequence for this device's share of the heads; arguments and
         result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
@@ -92,30 +96,20 @@ class Collected:
             LayoutError: the devices do not divide the heads, or the kernel does not apply.
         """
         exchange = Exchange(cut=self.cut, group=self.cut.ways)
+        sight = Sight(
+            causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
+        )
         arrays, documents = (
             exchange.for_heads(query, key, value),
             (None if segments is None else exchange.whole(segments)),
         )
         if self.kernels.kind == "blocks":
             tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
-            return exchange.for_tokens(self._by_blocks(*arrays, tokens, tokens, window))
+            return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, sight))
         documents = None if documents is None else (exchange.ordered(documents),) * 2
         query, key, value = map(exchange.ordered, arrays)
-        found = self._by_kernel(query, key, value, documents, window)
+        found = self._by_kernel(query, key, value, documents, sight)
         return exchange.for_tokens(exchange.unordered(found))
-
-    def _by_blocks(
-        self,
-        query: Value,
-        key: Value,
-        value: Value,
-        rows: Tokens,
-        columns: Tokens,
-        window: Index | None,
-    ) -> Value:
-        return attention(
-            self.scores, query, key, value, rows, columns, causal=self.causal, window=window
-        )
 
     def _by_kernel(
         self,
@@ -123,11 +117,9 @@ class Collected:
         key: Value,
         value: Value,
         documents: tuple[Value, ...] | None,
-        window: Index | None,
+        sight: Sight,
     ) -> Value:
-        return self.kernels.attention(
-            query, key, value, documents, scores=self.scores, window=window, causal=self.causal
-        )
+        return self.kernels.attention(query, key, value, documents, scores=self.scores, sight=sight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +165,13 @@ class Exchange:
             self._all_to_all(key, 2, 1),
             self._all_to_all(value, 2, 1),
         )
+
+    def of_heads(self, offsets: Offsets) -> Offsets:
+        """What distances add to the scores of this device's share of the heads."""
+        each = offsets.array.shape[-1] // self.group
+        first = jax.lax.axis_index(self.cut.axis) % self.group * each
+        own = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
+        return replace(offsets, array=own)
 
     def for_tokens(self, array: Value) -> Value:
         """The reverse: own positions for all heads."""

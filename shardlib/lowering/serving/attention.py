@@ -34,12 +34,14 @@ class Sets:
         position: [A, C] of each token; -1 for one that is none.
         queries: of each part, [A, C, N, H].
         everywhere: whether tokens see all in spite of the window; None where that is fixed.
+        offsets: what distances add to scores, [A, C, N] or [A, C, buckets, N]; None for nothing.
     """
 
     table: Value
     position: Value
     queries: Sequence[Value]
     everywhere: Value | None
+    offsets: Value | None = None
 
 
 #: Weighted values [A, C, N, V], the sum of the weights and the largest score, [A, C, N] each.
@@ -76,7 +78,8 @@ def over_pages(
         within = first + jnp.arange(held, dtype=jnp.int32)
         column = (number[..., None] * size + within).reshape(sets, 1, few * held)
         seen = _seen(form, given, column)[:, :, None, None]
-        return _more(form, given.queries, keys, values, seen, partial)
+        added = _added(form, given, column)
+        return _more(form, given.queries, keys, values, seen, partial, added)
 
     shape = jax.eval_shape(read, jax.ShapeDtypeStruct((sets, few), given.table.dtype))[-1].shape
     groups, width = shape[3], shape[4]
@@ -133,6 +136,14 @@ def _seen(form: Attention, given: Sets, column: Value) -> Value:
     return seen
 
 
+def _added(form: Attention, given: Sets, column: Value) -> Value | None:
+    """What distances add to scores, [A, C, N, U]; None for nothing."""
+    if form.bias is None or given.offsets is None:
+        return None
+    distance = column - given.position[..., None]
+    return jax.vmap(jax.vmap(form.bias.of))(given.offsets, distance)
+
+
 def _more(
     form: Attention,
     queries: Sequence[Value],
@@ -140,6 +151,7 @@ def _more(
     values: Value,
     seen: Value,
     partial: Partial,
+    added: Value | None,
 ) -> Partial:
     """With some more keys and values."""
     mixed, total, highest = partial
@@ -151,17 +163,19 @@ def _more(
     scores = scores * form.scale
     if form.softcap:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
+    if added is not None:
+        scores = scores + added.reshape(scores.shape)
     top = jnp.maximum(highest, jnp.max(jnp.where(seen, scores, _LOW), axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     before = jnp.exp(highest - top)
-    added = jnp.einsum(
+    more = jnp.einsum(
         "ackgu,aukv->ackgv",
         weights.astype(queries[-1].dtype),
         values.astype(queries[-1].dtype),
         preferred_element_type=jnp.float32,
     )
     return (
-        mixed * before[..., None] + added,
+        mixed * before[..., None] + more,
         total * before + jnp.sum(weights, axis=-1),
         top,
     )

@@ -105,7 +105,9 @@ def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
         call = equation.call
         if call is not None and isinstance(call.form, Attention) and not call.form.causal:
             given = Operands.of(call.form, list(call.inputs))
-            if not moving & {*given.keys, given.value}:  # type: ignore[arg-type]  (numbers)
+            biased = call.form.bias is not None  # of a query that has no position here
+            looked = [*given.keys, given.value, *(given.queries if biased else ())]
+            if not any(number in moving for number in looked):
                 found.add(call.path)
         inner = next(bodies(equation), None) if call is None else None
         if inner is None:

@@ -105,7 +105,10 @@ def _attend(
 ) -> tuple[Value, Pages]:
     """Operands [T, 1, 1, ...], one token of one row each; returns [T, 1, 1, N, V]."""
     form, grid, shared = how
-    given = Operands.of(form, [one[:, 0, 0] if one.ndim > 1 else one for one in operands])
+    rows = operands[:-1] if form.bias is not None else operands  # that of a bias is [T, ..., N]
+    given = Operands.of(
+        form, [*(one[:, 0, 0] if one.ndim > 1 else one for one in rows), *operands[len(rows) :]]
+    )
     size, groups = pages[0].shape[2], given.value.shape[1]
     heads, tokens = grid.heads(groups), grid.tokens(groups)
     ways, count = grid.ways(tokens), given.queries[0].shape[1]
@@ -118,6 +121,7 @@ def _attend(
         queries: tuple[Value, ...],
         new: tuple[Value, ...],
         everywhere: Value | None,
+        offsets: Value | None,
     ) -> tuple[Value, Pages]:
         held = pages[0].shape[2]
         first = grid.first(tokens, held)
@@ -136,6 +140,9 @@ def _attend(
                 position=position[here].reshape(-1, chunk),
                 queries=[one[here].reshape(-1, chunk, *one.shape[1:]) for one in queries],
                 everywhere=None if everywhere is None else everywhere[0],
+                offsets=None
+                if offsets is None
+                else offsets[here].reshape(-1, chunk, *offsets.shape[1:]),
             )
             found = over_pages(form, sets, read, size=size, held=held, first=first)
             return jax.tree.map(lambda one: one.reshape(-1, *one.shape[2:]), found)
@@ -167,9 +174,12 @@ def _attend(
             tuple(by_head for _ in given.queries),
             tuple(map(operand, new)),
             data,
+            None
+            if given.bias is None
+            else PartitionSpec("data", *[None] * (given.bias.ndim - 2), heads or None),
         ),
         (out, page_specs),
-    )(pages, jnp.asarray(layer), token, given.queries, new, given.global_layer)
+    )(pages, jnp.asarray(layer), token, given.queries, new, given.global_layer, given.bias)
     return mixed.reshape(mixed.shape[0], 1, 1, *mixed.shape[1:]), kept
 
 
