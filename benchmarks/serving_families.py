@@ -4,7 +4,7 @@ imported, with small random weights, in float32 on a CPU.
     python benchmarks/serving_families.py [--write] [--out FILE]
 
 `transformers` builds each model, saves it, and continues some prompts greedily; `read_folder` reads
-the same folder and its engine answers all prompts together. It needs torch and transformers beside
+the same folder and its engine answers all prompts together. It needs torch, transformers and peft beside
 shardlib. `--write` stores the tokens of `transformers` for tests/serving/test_folders.py, which
 draws the same weights.
 """
@@ -32,7 +32,8 @@ from benchmarks.environment import environment  # noqa: E402
 from shardlib import models  # noqa: E402
 from shardlib.models.config import TransformerConfig  # noqa: E402
 from shardlib.models.config_parts import Experts  # noqa: E402
-from shardlib.serving import Capacity, Served, read_folder  # noqa: E402
+from shardlib.serving import Asked, Capacity, Served, read_folder  # noqa: E402
+from shardlib.serving.folders.adapter import adapted  # noqa: E402
 from shardlib.serving.folders.writing import write_folder  # noqa: E402
 from shardlib.serving.text import ByteText  # noqa: E402
 from tests.models.configs import PUBLISHED, tiny  # noqa: E402
@@ -68,13 +69,19 @@ def made(config: dict[str, Any], folder: Path) -> None:
 
 def theirs(folder: Path) -> list[list[int]]:
     """What `transformers` says, prompt by prompt."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return answers(
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    )
+
+
+def answers(model: Any) -> list[list[int]]:
+    """What a model of `transformers` says, prompt by prompt."""
     model.generation_config.eos_token_id = None
     found = []
     for prompt in PROMPTS:
         given = torch.tensor([prompt])
         whole = model.generate(
-            given,
+            input_ids=given,
             attention_mask=torch.ones_like(given),
             max_new_tokens=MOST,
             do_sample=False,
@@ -90,6 +97,59 @@ def ours(folder: Path) -> list[list[int]]:
     found = read_folder(folder, dtype="float32")
     engine = found.engine(Capacity(longest=32, slots=3, page=4))
     return engine.generate(PROMPTS, most=MOST)
+
+
+#: Adapters of PEFT for a small Llama, with the weights of this file.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "a": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "b": {
+        "r": 2,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["k_proj", "gate_proj", "down_proj", "q_proj"],
+    },
+}
+
+
+def peft_tokens(folder: Path) -> dict[str, list[list[int]]]:
+    """What PEFT says with each adapter of a small Llama; its folders stay in `folder`."""
+    import peft  # pyright: ignore[reportMissingImports]
+
+    made(tiny("llama-3.1-8b"), folder / "base")
+    found = dict[str, list[list[int]]]()
+    for name, how in ADAPTERS.items():
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "base", dtype=torch.float32
+        )
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **how)
+        peft.get_peft_model(base, config).save_pretrained(folder / name)
+        file = folder / name / "adapter_model.safetensors"
+        drawn = {key: weights(f"{name} {key}", one.shape) for key, one in load_file(file).items()}
+        save_file(drawn, file, metadata={"format": "pt"})
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "base", dtype=torch.float32
+        )
+        found[name] = answers(peft.PeftModel.from_pretrained(base, folder / name).eval())
+    return found
+
+
+def served_adapters(folder: Path) -> dict[str, list[list[int]]]:
+    """What the engine says with each adapter, all requests at once."""
+    write_tokenizer(folder / "base", 300)
+    base = read_folder(folder / "base", dtype="float32")
+    places = {name: folder / name for name in ADAPTERS}
+    served, adapters = adapted(base, folder / "base", places)
+    engine = served.engine(Capacity(longest=32, slots=3, page=4, adapters=len(adapters)))
+    for name, params in adapters.items():
+        engine.adapt(name, params)
+    asked = {
+        name: [
+            engine.add(Asked(prompt=tuple(prompt), most=MOST, adapter=name)) for prompt in PROMPTS
+        ]
+        for name in ADAPTERS
+    }
+    engine.run()
+    return {name: [one.answer for one in requests] for name, requests in asked.items()}
 
 
 SMALL = TransformerConfig(
@@ -198,6 +258,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             sent.append(written(family, Path(place) / "out"))
         print(json.dumps(sent[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        golden_adapters = peft_tokens(Path(place))
+        same = golden_adapters == served_adapters(Path(place))
+    print(json.dumps({"adapters": len(ADAPTERS), "equal": same}), flush=True)
     result = {
         **environment(),
         "torch": torch.__version__,
@@ -206,11 +270,24 @@ def main() -> None:
         "equal": sum(row["equal"] for row in rows),
         "of": len(rows),
         "written": sent,
+        "adapters": {"of_peft": ADAPTERS, "equal": same},
     }
     if asked.write:
         told = {"transformers": transformers.__version__, "torch": torch.__version__}
         GOLDEN.write_text(
-            json.dumps({**told, "prompts": PROMPTS, "most": MOST, "tokens": golden}) + "\n"
+            json.dumps(
+                {
+                    **told,
+                    "prompts": PROMPTS,
+                    "most": MOST,
+                    "tokens": golden,
+                    "adapters": {
+                        name: {**how, "tokens": golden_adapters[name]}
+                        for name, how in ADAPTERS.items()
+                    },
+                }
+            )
+            + "\n"
         )
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")

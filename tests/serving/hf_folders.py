@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from shardlib import models
 from shardlib.annotation.read import read
@@ -35,6 +35,30 @@ def write_folder(folder: Path, config: dict[str, Any], name: str = "") -> Path:
     }
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder)
+    return folder
+
+
+def write_adapter(folder: Path, base: Path, name: str, about: dict[str, Any]) -> Path:
+    """A folder as PEFT writes it, with the numbers of benchmarks/serving_families.py.
+
+    Args:
+        folder: made.
+        base: of the model.
+        name: that the numbers follow from.
+        about: r, lora_alpha, target_modules and the like.
+    """
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "bias": "none", **about}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    held: dict[str, np.ndarray] = {}
+    for tensor, array in load_file(base / "model.safetensors").items():
+        stem = tensor.removesuffix(".weight")
+        if stem.rsplit(".", 1)[-1] in about["target_modules"]:
+            shapes = {"A": (about["r"], array.shape[1]), "B": (array.shape[0], about["r"])}
+            for part, shape in shapes.items():
+                key = f"base_model.model.{stem}.lora_{part}.weight"
+                held[key] = weights(f"{name} {key}", shape)
+    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
 
 

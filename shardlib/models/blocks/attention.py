@@ -16,6 +16,7 @@ from flax import nnx
 
 from shardlib.errors import ModelError
 from shardlib.functions.attention import attention
+from shardlib.models.blocks.low_rank import adapted
 from shardlib.models.blocks.parameters import Norm, constant, weight
 from shardlib.models.blocks.rotary import Rotary, scores_scale
 from shardlib.models.config import TransformerConfig
@@ -85,12 +86,13 @@ class Attention(nnx.Module):
         scale = (config.query_scale or config.head_dim) ** -0.5 * scores_scale(config.rope_scaling)
         mixed = _attend(config, view, query, key, value, scale)
         out = jnp.einsum("bsnh,nhd->bsd", mixed, self.out[...].astype(x.dtype))
+        out = adapted(self, "out", mixed, out)
         return out + self.out_bias[...].astype(x.dtype) if config.out_bias else out
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         query, key, value = (
-            jnp.einsum("bsd,dnh->bsnh", x, w[...].astype(x.dtype))
-            for w in (self.query, self.key, self.value)
+            adapted(self, name, x, _heads(x, w))
+            for name, w in (("query", self.query), ("key", self.key), ("value", self.value))
         )
         if self.config.qkv_bias:
             query = query + self.query_bias[...].astype(x.dtype)

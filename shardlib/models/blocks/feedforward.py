@@ -15,6 +15,7 @@ from flax import nnx
 from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.experts import visit
 from shardlib.functions.routing import balance_loss, loads, route, z_loss
+from shardlib.models.blocks.low_rank import adapted
 from shardlib.models.blocks.parameters import constant, weight
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts
@@ -49,7 +50,7 @@ class FeedForward(nnx.Module):
         return self._linear(hidden, "down")
 
     def _linear(self, x: jax.Array, name: str) -> jax.Array:
-        y = x @ getattr(self, name)[...].astype(x.dtype)
+        y = adapted(self, name, x, x @ getattr(self, name)[...].astype(x.dtype))
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.biased else y
 
 

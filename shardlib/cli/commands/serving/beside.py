@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardlib.errors import ArgumentError
+
 if TYPE_CHECKING:
-    from shardlib.serving.engine import Engine
     from shardlib.serving.hosting.beside import Beside
+    from shardlib.serving.served import Served
 
 #: Tokens that are guessed ahead where nobody says how many.
 DRAFTS = 4
@@ -39,24 +43,68 @@ class Guesses:
         """Tokens that are guessed ahead."""
         return (DRAFTS if self.draft else 0) if self.drafts is None else self.drafts
 
-    def beside(self) -> Beside:
-        """The model that guesses, if there is one.
 
-        Raises:
-            ModelError, MissingFileError: there is no such model.
-        """
-        from shardlib.serving.hosting.beside import Beside
-        from shardlib.serving.words import named
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """Adapters of the model."""
 
-        return Beside(draft=None if self.draft is None else named(self.draft))
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=FOLDER",
+            help="Folder of PEFT with an adapter, by the name that requests have for it.",
+        ),
+    ] = None
 
-    def join(self, engine: Engine) -> None:
-        """Has an engine guess.
 
-        Args:
-            engine: with room for guesses.
+def beside(
+    word: str, served: Served, guesses: Guesses, adapters: Mapping[str, str]
+) -> tuple[Served, Beside]:
+    """A model with what is served beside it.
 
-        Raises:
-            ArgumentError, ModelError: the model does not fit the other one.
-        """
-        self.beside().join(engine)
+    Args:
+        word: that names the model.
+        served: what it names.
+        guesses: options.
+        adapters: folders by name.
+
+    Raises:
+        ArgumentError: the model has no names for what adapters change.
+        ModelError, MissingFileError, CheckpointError: there is no such model or adapter.
+    """
+    from shardlib.serving.folders.adapter import adapted
+    from shardlib.serving.folders.folder import is_folder
+    from shardlib.serving.hosting.beside import Beside
+    from shardlib.serving.words import named
+
+    draft = None if guesses.draft is None else named(guesses.draft)
+    if not adapters:
+        return served, Beside(draft=draft)
+    if not is_folder(Path(word)):
+        raise ArgumentError(
+            f"adapters are for folders of Hugging Face, and {word} is none\nTry: shardlib export"
+            f" {word} --huggingface FOLDER"
+        )
+    served, found = adapted(served, word, adapters)
+    return served, Beside(draft=draft, adapters=found)
+
+
+def folders_of(words: list[str] | None) -> dict[str, str]:
+    """Folders of adapters by name.
+
+    Args:
+        words: NAME=FOLDER each.
+
+    Raises:
+        ArgumentError: a word without a name, or two of one.
+    """
+    found: dict[str, str] = {}
+    for word in words or []:
+        name, _, folder = word.partition("=")
+        if not name or not folder or name in found:
+            raise ArgumentError(
+                f"--adapter {word} gives no new name and folder\nTry: --adapter legal=FOLDER"
+            )
+        found[name] = folder
+    return found

@@ -9,9 +9,12 @@ from typing import Annotated
 import typer
 
 from shardlib.cli.app import AsJson
-from shardlib.cli.commands.serving.beside import Guesses
+from shardlib.cli.commands.serving.beside import Guesses, beside
 from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
+
+#: What the adapter is called.
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,9 @@ def generate_command(
     *,
     how: How,
     guesses: Guesses,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", help="Folder of PEFT with an adapter of the model.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
@@ -84,9 +90,11 @@ def generate_command(
                 f" {found.longest} that {found.name} looks at\nTry: a shorter prompt, or a smaller"
                 " --most"
             )
+        found, others = beside(model, found, guesses, {ADAPTER: adapter} if adapter else {})
         room = _room(len(tokens) + most, found.longest)
-        engine = found.engine(Capacity(longest=room, slots=1, drafts=guesses.ahead))
-        guesses.join(engine)
+        sizes = Capacity(longest=room, slots=1, drafts=guesses.ahead, adapters=len(others.adapters))
+        engine = found.engine(sizes)
+        others.join(engine)
         if seconds is not None:
             engine.warm_up()  # compilation is no part of them
     if found.sampling is not None:
@@ -95,7 +103,14 @@ def generate_command(
     if not as_json:
         echo(prompt, nl=False)
     request = engine.add(
-        Asked(prompt=tokens, most=most, sampling=asked, stop=found.text.ends, seconds=seconds)
+        Asked(
+            prompt=tokens,
+            most=most,
+            sampling=asked,
+            stop=found.text.ends,
+            seconds=seconds,
+            adapter=ADAPTER if adapter else "",
+        )
     )
     while request.ended is None:
         for event in engine.step():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardlib.cli.app import AsJson
-from shardlib.cli.commands.serving.beside import Guesses
+from shardlib.cli.commands.serving.beside import Adapted, Guesses, beside, folders_of
 from shardlib.cli.commands.serving.sizes import Planned, Room, devices_of, sizes_of
 from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
@@ -68,6 +68,7 @@ def serve_command(
     room: Room,
     planned: Planned,
     guesses: Guesses,
+    adapted: Adapted,
     as_json: AsJson = False,
 ) -> None:
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest
@@ -96,7 +97,7 @@ def serve_command(
     # What is taken is said before anything is made.
     with server.listen(place.host, place.port) as at:
         with quiet_stdout(as_json):
-            deployed = _deployed(models or [], room, planned, guesses, limits)
+            deployed = _deployed(models or [], room, planned, (guesses, adapted), limits)
         names = [one.name for one in deployed]
 
         def ready() -> None:
@@ -111,7 +112,11 @@ def serve_command(
 
 
 def _deployed(
-    models: list[str], room: Room, planned: Planned, guesses: Guesses, settings: Settings
+    models: list[str],
+    room: Room,
+    planned: Planned,
+    extra: tuple[Guesses, Adapted],
+    settings: Settings,
 ) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
     devices = devices_of(room)
@@ -122,6 +127,9 @@ def _deployed(
     def say(text: str) -> None:
         echo(text, err=True)
 
+    guesses, adapters = extra[0], folders_of(extra[1].adapters)
+    if adapters and len(models) != 1:
+        raise ArgumentError("--adapter is for one model\nTry: shardlib serve FOLDER --adapter ...")
     words = [_split(word) for word in models or [str(demonstration(say))]]
     deployed: list[Deployment] = []
     for name, word in words:
@@ -132,6 +140,7 @@ def _deployed(
             )
         if served.warning:
             say(f"WARNING: {served.warning}")
+        served, others = beside(word, served, guesses, adapters)
         sizes = sizes_of(served, room, planned, devices)
         if sizes.says:
             say(sizes.says)
@@ -145,7 +154,7 @@ def _deployed(
                 groups=sizes.groups,
                 waiting=settings.waiting,
                 buffer=settings.buffer,
-                beside=guesses.beside(),
+                beside=others,
             )
         )
     return deployed

@@ -1,0 +1,226 @@
+"""Adapters that come in folders of the library PEFT: `adapter_config.json` and
+`adapter_model.safetensors`.
+
+    served, adapters = adapted(read_folder("Llama-3.1-8B"), "Llama-3.1-8B", {"legal": "legal-lora"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from shardlib import models
+from shardlib.annotation.model import Tree
+from shardlib.annotation.read import read
+from shardlib.checkpointing.huggingface.located import Located, locate
+from shardlib.checkpointing.huggingface.names import names
+from shardlib.checkpointing.huggingface.reading import read_config
+from shardlib.checkpointing.tree import named_leaves
+from shardlib.errors import CheckpointError, MissingFileError, ModelError, raise_all
+from shardlib.models.adapted import add_low_rank
+from shardlib.models.blocks.low_rank import MATRICES
+from shardlib.serving.served import Served
+from shardlib.untrusted import Limits, fit, printable, read_json, shown
+
+#: What PEFT puts in front of the names of a model's tensors.
+START = "base_model.model."
+CONFIG = Limits(bytes=1 << 20)
+#: Keys of `adapter_config.json` that must have no other value than these, if any.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "lora_bias": (False,),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+}
+
+#: Ours by dotted path.
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftAdapter:
+    """An adapter as its folder has it.
+
+    Attributes:
+        scale: of its products.
+        tensors: by name, without what PEFT puts in front and behind: (A [rank, in], B [out, rank]).
+    """
+
+    scale: float
+    tensors: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+def adapted(
+    served: Served, folder: str | Path, adapters: Mapping[str, str | Path]
+) -> tuple[Served, dict[str, Arrays]]:
+    """A model with room for adapters, and these, as `Engine.adapt` takes them.
+
+    Args:
+        served: of `read_folder(folder)`.
+        folder: of the model.
+        adapters: folders by name, at least one.
+
+    Raises:
+        MissingFileError: a folder has no adapter.
+        ModelError: an adapter of another kind, or for another model.
+        CheckpointError: a file that cannot be read.
+    """
+    config, family = read_config(Path(folder) / "config.json")
+    assert served.config is not None
+    config = replace(served.config, name=config.name)
+    model = read(served.init)
+    shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(model.params).items()}
+    places = {
+        one.name((layer,)).removesuffix(".weight"): (one, layer)
+        for one in locate(config, names(config, family), shapes)
+        if one.layers is not None and one.lead == 1 and not one.form.windows
+        for layer in range(one.shape[0])
+    }
+    found = {name: read_adapter(Path(place)) for name, place in adapters.items()}
+    for name, one in found.items():
+        _check(name, one, places)
+    used = {places[tensor][0].path for one in found.values() for tensor in one.tensors}
+    rank = max(a.shape[0] for one in found.values() for a, _ in one.tensors.values())
+
+    def init(rngs: nnx.Rngs) -> nnx.Module:
+        wanted = {path.rsplit(".", 1)[1] for path in used}
+        return add_low_rank(models.build(config)[0](rngs), rank, wanted, rngs)
+
+    whole = read(init)
+    low = {
+        path: leaf
+        for path, leaf in named_leaves(whole.params).items()
+        if path.endswith(("_lora.a", "_lora.b"))
+    }
+    empty = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in low.items()}
+    params, state = _both(served)
+    held = {**named_leaves(params), **empty}
+    leaves = [held[path] for path in named_leaves(whole.params)]
+    wide = replace(
+        served, init=init, weights=(jax.tree.structure(whole.params).unflatten(leaves), state)
+    )
+    return wide, {name: _arrays(one, places, empty) for name, one in found.items()}
+
+
+def read_adapter(folder: Path) -> PeftAdapter:
+    """Reads a folder of PEFT.
+
+    Args:
+        folder: of the adapter.
+
+    Raises:
+        MissingFileError: it has none.
+        ModelError: an adapter of another kind.
+        CheckpointError: a file that cannot be read.
+    """
+    path, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    for one in (path, file):
+        if not one.is_file():
+            raise MissingFileError(
+                f"the folder {folder} has no {one.name}\nTry: model.save_pretrained(folder) of the"
+                " library peft, which writes one"
+            )
+    about = read_json(path, "adapter configuration", ModelError, limits=CONFIG)
+    if not isinstance(about, Mapping):
+        raise ModelError(f"{path} holds {type(about).__name__}, not a JSON object")
+    failures = [
+        f"{key} is {shown(about[key])}; {shown(allowed[0])} is served"
+        for key, allowed in PLAIN.items()
+        if key in about and about[key] not in allowed
+    ]
+    rank, alpha = about.get("r"), about.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        failures.append(f"r is {shown(rank)}; it is a whole number above 0")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        failures.append(f"lora_alpha is {shown(alpha)}; it is a number")
+    if failures:
+        raise_all(ModelError, f"the adapter {folder} cannot be served", failures)
+    assert isinstance(rank, int) and isinstance(alpha, int | float)
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is no file that can be read ({fit(printable(str(error)), 200)})\nTry: fetch it"
+            " again"
+        ) from error
+    scale = alpha / (rank**0.5 if about.get("use_rslora") else rank)
+    return PeftAdapter(scale=scale, tensors=_paired(file, tensors, rank))
+
+
+def _paired(
+    file: Path, tensors: Mapping[str, np.ndarray], rank: int
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The two matrices of each product."""
+    ends = (".lora_A.weight", ".lora_B.weight")
+    bare = {name.removeprefix(START): array for name, array in tensors.items()}
+    stems = {name.removesuffix(ends[0]).removesuffix(ends[1]) for name in bare}
+    wrong = sorted(stem for stem in stems if any(stem + end not in bare for end in ends))
+    found = {stem: (bare[stem + ends[0]], bare[stem + ends[1]]) for stem in stems - {*wrong}}
+    wrong += [
+        stem
+        for stem, (a, b) in found.items()
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank
+    ]
+    if wrong or not found:
+        raise_all(
+            ModelError,
+            f"{file} is no adapter of rank {rank}; these are no pairs of matrices",
+            wrong[:5] or ["it is empty"],
+        )
+    return found
+
+
+def _check(name: str, one: PeftAdapter, places: Mapping[str, tuple[Located, int]]) -> None:
+    """Refuses an adapter of matrices that the model does not have, or that have none."""
+    failures: list[str] = []
+    for tensor, (a, b) in one.tensors.items():
+        if tensor not in places or not _dims(places[tensor][0]):
+            failures.append(f"{tensor} has no adapter in the model")
+            continue
+        own = places[tensor][0].form.file_shape(places[tensor][0].inner)
+        if (b.shape[0], a.shape[1]) != own:
+            failures.append(f"{tensor} is {[b.shape[0], a.shape[1]]}; that of the model {[*own]}")
+    if failures:
+        raise_all(ModelError, f"the adapter {name!r} does not fit the model", failures[:5])
+
+
+def _dims(one: Located) -> int:
+    """How many dims of ours a matrix multiplies; 0 for no matrix that has adapters."""
+    *_, place, name = one.path.split(".")
+    return MATRICES.get(place, {}).get(name, 0)
+
+
+def _arrays(one: PeftAdapter, places: Mapping[str, tuple[Located, int]], empty: Arrays) -> Arrays:
+    """An adapter in our parameters; what it does not change is zero."""
+    found = {path: array.copy() for path, array in empty.items()}
+    for tensor, (a, b) in one.tensors.items():
+        place, layer = places[tensor]
+        into = place.inner[: _dims(place)]
+        rank, out = a.shape[0], place.inner[_dims(place) :]
+        mine_a, mine_b = found[f"{place.path}_lora.a"], found[f"{place.path}_lora.b"]
+        mine_a[layer, ..., :rank] = a.astype(np.float32).T.reshape(*into, rank)
+        mine_b[layer, :rank] = one.scale * b.astype(np.float32).T.reshape(rank, *out)
+    return found
+
+
+def _both(served: Served) -> tuple[Tree, Tree]:
+    """(params, state) of a folder that was read."""
+    assert isinstance(served.weights, tuple)
+    return served.weights
