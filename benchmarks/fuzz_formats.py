@@ -25,10 +25,10 @@ from shardlib.data.batches.kept import kept
 from shardlib.data.open import read
 from shardlib.data.reading.cache import cached
 from shardlib.errors import CheckpointError, PinError
-from shardlib.explanation.html import html_report
 from shardlib.hardware.cluster import cluster
 from shardlib.hardware.topology import topology
 from shardlib.models import card, huggingface
+from shardlib.planning.pictures.html import html_report
 from shardlib.planning.plan import Plan
 from shardlib.untrusted import parse_json
 from shardlib.verification.report import read_baseline

@@ -58,6 +58,7 @@ ORDER = {
         "bounds",
         "answers",
         "text",
+        "pictures",
         "emission",
         "plan",
         "assembly",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from shardlib.explanation.style_sheets import style
+from shardlib.planning.pictures.style_sheets import style
 from shardlib.planning.questions.scaling import Curve, Point
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, seconds_text
 

@@ -18,6 +18,7 @@ from shardlib.decisions.readers import PinValue
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.alternative import Alternative
+from shardlib.planning.answers.answers import Answers
 from shardlib.planning.answers.constraint import Constraints
 from shardlib.planning.answers.kernels import Kernels
 from shardlib.planning.answers.relocation import Replan
@@ -26,10 +27,10 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.emission.emit import emit
+from shardlib.planning.pictures.shown_plan import ShownPlan
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.planning.text.timeline import Timeline
-from shardlib.planning.text.told_plan import ToldPlan
 from shardlib.untrusted import parse_json
 from shardlib.untrusted.json_types import Json
 
@@ -122,7 +123,7 @@ def source_of(plan: Plan) -> Source:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(ToldPlan):
+class Plan(ShownPlan):
     """A complete decision for one model, batch and topology; what it consists of is listed at
     `PlanData`.
 
@@ -208,10 +209,13 @@ class Plan(ToldPlan):
         """
         return source_of(self).kernels(self)
 
+    def _asked(self) -> Answers:
+        return Answers(kernels=None if self.source is None else self.kernels())
+
     def timeline(self) -> Timeline:
         """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
-        the order of use; `print` draws it, `shardlib.explanation.timelines` makes SVG and Perfetto
-        traces of stages.
+        the order of use; `print` draws it, `shardlib.planning.pictures.timelines` makes SVG and
+        Perfetto traces of stages.
 
         Raises:
             PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was

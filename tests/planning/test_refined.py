@@ -10,8 +10,8 @@ import pytest
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
-from shardlib.explanation.html import html_report
 from shardlib.planning.decisions.compiled_trials import Refined, Trial
+from shardlib.planning.pictures.html import html_report
 from shardlib.planning.plan import Plan
 from shardlib.planning.text.explain import explain
 from shardlib.planning.units.tables import WIDTH

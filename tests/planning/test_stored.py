@@ -16,8 +16,8 @@ import pytest
 
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.errors import PlanError
-from shardlib.explanation.html import html_report
 from shardlib.planning.decisions.plan_data import checksum, plan_to_data
+from shardlib.planning.pictures.html import html_report
 from shardlib.planning.plan import Plan
 from tests.planning.fixture_plan import PLAN
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile
+from shardlib.cli.commands.reports.page import Page
 from shardlib.cli.commands.run_options import Run
 from shardlib.cli.commands.serving.planning import Serving, explain_serving, plan_to_serve
 from shardlib.cli.groups import spread
@@ -129,8 +130,10 @@ def plan_command(
     echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
+@spread
 def explain_command(
     file: PlanFile,
+    page: Page,
     why_not: Annotated[
         list[str] | None,
         typer.Option(
@@ -153,10 +156,6 @@ def explain_command(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="The kernels of a step beside the roofline.")
     ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", callback=writable, help="Write a report for the browser here."),
-    ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
@@ -166,7 +165,7 @@ def explain_command(
     from shardlib.planning.text.explain import explain
 
     if explain_serving(
-        file, as_json, others=bool(why_not or alternatives or sensitivity or kernels or html)
+        file, as_json, others=bool(why_not or alternatives or sensitivity or kernels or page.html)
     ):
         return
     plan = read_plan(file, changed=changed)
@@ -197,10 +196,7 @@ def explain_command(
             )
         data |= told.to_json()
         text = "\n".join([*([text] if why_not else []), str(told)])
-    if html is not None:
-        from shardlib.explanation.html import html_report
-
-        write(html, html_report(plan, answers=told))
+    page.write(plan, told)
     echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
@@ -219,7 +215,7 @@ def timeline_command(
     as_json: AsJson = False,
 ) -> None:
     """Draw the pipeline of a plan: which stage does what when, and how long stages wait."""
-    from shardlib.explanation.timelines import perfetto, timeline_svg
+    from shardlib.planning.pictures.timelines import perfetto, timeline_svg
 
     found = read_plan(file, changed=changed).timeline()
     if svg is not None:

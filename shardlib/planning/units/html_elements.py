@@ -65,7 +65,7 @@ def table(
         return (
             "<tr>"
             + "".join(
-                f"<{tag}{mark}>{escape(cell)}</{tag}>"
+                f"<{tag}{mark}>{escape(cell)}</{tag}>" if cell else "<td></td>"
                 for cell, mark in zip(cells, marks, strict=True)
             )
             + "</tr>"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from shardlib.explanation.style_sheets import style
+from shardlib.planning.pictures.style_sheets import style
 from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS

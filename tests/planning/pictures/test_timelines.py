@@ -10,7 +10,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardlib.explanation.timelines import LEFT, RIGHT, ROW, WIDTH, name_of, perfetto, timeline_svg
+from shardlib.planning.pictures.timelines import (
+    LEFT,
+    RIGHT,
+    ROW,
+    WIDTH,
+    name_of,
+    perfetto,
+    timeline_svg,
+)
 from shardlib.planning.text.predicted_timeline import free, lockstep
 from shardlib.planning.text.timeline import IDLE, Slice, Timeline
 from shardlib.schedules.simulation import Durations

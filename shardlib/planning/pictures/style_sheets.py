@@ -9,4 +9,4 @@ from importlib import resources
 @cache
 def style(name: str) -> str:
     """The text of a style sheet, "report.css" say."""
-    return (resources.files("shardlib.explanation") / name).read_text(encoding="utf-8")
+    return (resources.files("shardlib.planning.pictures") / name).read_text(encoding="utf-8")

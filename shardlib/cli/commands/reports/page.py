@@ -1,0 +1,86 @@
+"""Options of `shardlib explain` that write a page, and what stands there beside the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from shardlib.cli.output import read_text, writable, write
+from shardlib.errors import PlanError, VerificationError
+from shardlib.untrusted import parse_json
+
+if TYPE_CHECKING:
+    from shardlib.planning.answers.answers import Answers
+    from shardlib.planning.pictures.report.evidence import Evidence
+    from shardlib.planning.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page for the browser."""
+
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", callback=writable, help="Write a report for the browser here."),
+    ] = None
+    verified: Annotated[
+        Path | None,
+        typer.Option(
+            "--verified",
+            metavar="REPORT",
+            help="With --html: what `shardlib verify --out` wrote, beside the prediction.",
+        ),
+    ] = None
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="FOLDER", help="With --html: a run whose steps were measured."
+        ),
+    ] = None
+
+    def write(self, plan: Plan, told: Answers | None) -> None:
+        """Writes the page, where one was asked for.
+
+        Args:
+            plan: the plan.
+            told: answers to questions about it.
+
+        Raises:
+            PlanError: there is evidence, and no page to show it on.
+            VerificationError, MissingFileError, RunError: the evidence cannot be read.
+        """
+        if self.html is None:
+            if self.verified is not None or self.run is not None:
+                raise PlanError("--verified and --run belong to a page\nTry: --html report.html")
+            return
+        from shardlib.planning.pictures.html import html_report
+
+        found = [*self._compiled(), *self._measured()]
+        write(self.html, html_report(plan, answers=told, evidence=found))
+
+    def _compiled(self) -> list[Evidence]:
+        if self.verified is None:
+            return []
+        from shardlib.planning.pictures.report.evidence import Evidence
+        from shardlib.verification.report import read_baseline
+
+        again = "make it with `shardlib verify ... --out report.json`"
+        text = read_text(self.verified, "report", again, VerificationError)
+        collectives = read_baseline(text, str(self.verified))
+        data = cast("Mapping[str, Any]", parse_json(text, "the report", VerificationError))
+        peak = data["compiled"].get("device_bytes", {}).get("peak")
+        size = peak if isinstance(peak, int) and not isinstance(peak, bool) else None
+        return [Evidence(source="compiled", peak_bytes=size, collectives=collectives)]
+
+    def _measured(self) -> list[Evidence]:
+        if self.run is None:
+            return []
+        from shardlib.planning.pictures.report.evidence import Evidence
+        from shardlib.training.run.status import status
+
+        pace = status(self.run).pace
+        return [Evidence(source="measured", step_seconds=pace.step_seconds or None)]

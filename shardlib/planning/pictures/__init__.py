@@ -1,0 +1,8 @@
+"""A plan as HTML, and its timelines as pictures and traces.
+
+html.py           a plan as a web page
+report/           the pictures of that page
+shown_plan.py    a plan that opens it
+timelines.py      the step of a pipeline as an SVG file or a Perfetto trace
+style_sheets.py   the style sheets and the script, which stand in the files beside it
+"""

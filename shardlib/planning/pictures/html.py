@@ -1,0 +1,285 @@
+"""A plan as a web page: one HTML file with inline pictures, its data and a script; it fetches
+nothing.
+
+The figures and sentences are those of `shardlib.planning.text`; only the form differs. Without the
+script everything but the landscape of plans and the arrays as grids is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.errors import MissingFileError, TopologyError
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as find_topology
+from shardlib.planning.answers.answers import Answers
+from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.pictures.report.answered import answered
+from shardlib.planning.pictures.report.data import page_data
+from shardlib.planning.pictures.report.evidence import (
+    Evidence,
+    evidence_head,
+    evidence_rows,
+    said_of,
+)
+from shardlib.planning.pictures.report.links import causes
+from shardlib.planning.pictures.report.machine import machine_picture
+from shardlib.planning.pictures.report.memory import (
+    NOTE,
+    memory_legend,
+    memory_picture,
+    memory_rows,
+)
+from shardlib.planning.pictures.report.panels import array_panel, landscape_panel
+from shardlib.planning.pictures.report.pipeline import pipeline_picture
+from shardlib.planning.pictures.report.step import lane_rows, step_picture
+from shardlib.planning.pictures.report.svg import figure
+from shardlib.planning.pictures.style_sheets import style
+from shardlib.planning.text.decision_lines import decision_lines
+from shardlib.planning.text.explain import TRIAL_HEAD, trial_rows
+from shardlib.planning.text.parameters import ParameterRow, parameter_rows
+from shardlib.planning.text.reasons import reasons
+from shardlib.planning.units.html_elements import table
+from shardlib.planning.units.quantity import (
+    bytes_text,
+    count_text,
+    percent_text,
+    seconds_text,
+)
+
+#: (name, heading, content): a section of the page.
+Section = tuple[str, str, str]
+
+
+def html_report(
+    plan: PlanData,
+    *,
+    topology: Topology | None = None,
+    answers: Answers | None = None,
+    evidence: Sequence[Evidence] = (),
+) -> str:
+    """Returns one self-contained HTML page about a plan.
+
+    Args:
+        plan: the plan.
+        topology: the machine it is for; None looks it up by the plan's spelling of it.
+        answers: to questions that were asked about it.
+        evidence: what compiler or run say of it, beside the prediction.
+    """
+    title = f"{plan.model} on {plan.topology}"
+    machine = topology or _found(plan)
+    rows = parameter_rows(plan.parameters)
+    found = [
+        one for one in _sections(plan, machine, rows, answers or Answers(), evidence) if one[2]
+    ]
+    usable = None if machine is None else machine.chip.usable_bytes
+    fitting = None if machine is None else fitting_bytes(machine)
+    links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in found)
+    body = "\n".join(
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{heading}</h2>\n'
+        f"{content}\n</section>"
+        for name, heading, content in found
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
+        ' content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>{style('report.css')}</style>\n</head>\n<body>\n"
+        f'<a class="skip" href="#main">Skip to the plan</a>\n<header>{_head(plan, title)}</header>'
+        f'\n<nav aria-label="Sections">{links}</nav>\n<main id="main">\n{body}\n</main>\n'
+        f"{page_data(plan, rows, usable, fitting)}\n<script>{style('report.js')}</script>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _found(plan: PlanData) -> Topology | None:
+    try:
+        return find_topology(plan.topology)
+    except (TopologyError, MissingFileError):
+        return None
+
+
+def _head(plan: PlanData, title: str) -> str:
+    estimate = plan.estimate
+    figures = [
+        (seconds_text(estimate.step_seconds), "a step"),
+        (count_text(estimate.tokens_per_second), "tokens/s"),
+        (percent_text(estimate.mfu), "MFU"),
+        (bytes_text(estimate.device_bytes.peak), "a device"),
+    ]
+    shown = "".join(f"<div><b>{value}</b>{label}</div>" for value, label in figures)
+    return (
+        f"<h1>{escape(title)}</h1>"
+        f'<p class="soft">{plan.mesh.devices:,} devices, mesh {escape(str(plan.mesh))}, plan'
+        f' <code>{plan.digest}</code></p><div class="figures">{shown}</div>'
+    )
+
+
+def _sections(
+    plan: PlanData,
+    machine: Topology | None,
+    rows: Sequence[ParameterRow],
+    answers: Answers,
+    evidence: Sequence[Evidence],
+) -> Iterator[Section]:
+    usable = None if machine is None else machine.chip.usable_bytes
+    yield "decisions", "Decisions", table([[label, text] for label, text in decision_lines(plan)])
+    yield "why", "Why", _listed(reasons(plan, usable))
+    yield "machine", "Machine", _machine(plan, machine)
+    yield "arrays", "Arrays", array_panel(bool(plan.parameters))
+    yield "time", "Time of a step", _time(plan)
+    yield "memory", "Memory of a device", _memory(plan, usable)
+    yield from answered(answers, kernels_only=True)
+    yield "landscape", "Landscape of plans", landscape_panel(plan)
+    yield "compared", "Predicted, compiled, measured", _evidence(plan, evidence)
+    yield "collectives", "Collectives", _collectives(plan, rows)
+    yield "parameters", "Parameters", _parameters(plan, rows)
+    yield from answered(answers)
+    yield (
+        "findings",
+        "Findings",
+        "".join(f"<p>{escape(str(finding))}</p>" for finding in plan.findings),
+    )
+    yield "rejected", "Rejected", _rejected(plan)
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _machine(plan: PlanData, machine: Topology | None) -> str:
+    if machine is None:
+        return ""
+    drawn, rows = machine_picture(plan.mesh, machine, plan.axis_order)
+    head = ("links", "positions", "rate of a device", "latency", "mesh axes")
+    note = (
+        "The links of the machine, the slowest first, with the mesh axes along them; the length of"
+        " an axis is the logarithm of its size."
+    )
+    return figure(drawn, note, table(rows, head, right={1, 2, 3})) if drawn else ""
+
+
+def _time(plan: PlanData) -> str:
+    head = ("kind", "over", "count", "time", "exposed", "hidden")
+    note = (
+        "To one scale: what a device is busy with, and every kind of collective, the part that"
+        " devices wait for in orange red and the part that hides behind compute dashed. The order"
+        " within the step is not drawn."
+    )
+    bars = figure(step_picture(plan), note, table(lane_rows(plan), head, right={2, 3, 4, 5}))
+    return bars + pipeline_picture(plan)
+
+
+def _memory(plan: PlanData, usable: int | None) -> str:
+    parts = plan.estimate.device_bytes
+    rows = memory_rows(parts)
+    return figure(
+        memory_picture(parts, usable) + memory_legend(parts),
+        NOTE,
+        "<h3>Live at the peak</h3>" + table(rows, ("", "bytes", "share", "when"), right={1, 2}),
+    )
+
+
+def _evidence(plan: PlanData, evidence: Sequence[Evidence]) -> str:
+    found = said_of(plan, evidence)
+    trials = (
+        "<h3>Plans that were compiled</h3>"
+        + table(trial_rows(plan.refined), TRIAL_HEAD, right={1, 2, 3, 4})
+        if plan.refined
+        else ""
+    )
+    if len(found) < 2:
+        return trials
+    return table(evidence_rows(found), evidence_head(found)) + trials
+
+
+def _collectives(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
+    found = causes(plan, rows)
+    if not found:
+        return ""
+    head = ("over", "kind", "count", "bytes", "time", "mostly for", "parameters")
+    lines = [_heads(head, {2, 3, 4})]
+    for number, (row, parameters) in enumerate(found):
+        cells = [
+            "·".join(row.axes),
+            row.kind,
+            f"{row.count:,}",
+            bytes_text(row.bytes),
+            seconds_text(row.seconds),
+            row.cause,
+        ]
+        links = ", ".join(
+            f'<a href="#parameter-{p}">{escape(rows[p].pattern)}</a>' for p in parameters
+        )
+        lines.append(
+            f'<tr id="collective-{number}">{_cells(cells, {2, 3, 4})}<td class="long">{links}</td>'
+            "</tr>"
+        )
+    note = (
+        '<p class="soft">Gathers name their parameter; reductions of gradients belong to the'
+        " parameters whose gradient has as many bytes.</p>"
+    )
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>" + note
+
+
+def _parameters(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
+    if not rows:
+        return ""
+    found = causes(plan, rows)
+    head = ("parameter", "how many", "bytes", "stored", "in compute", "collectives", "")
+    lines = [_heads(head, {1, 2})]
+    for number, row in enumerate(rows):
+        cells = [
+            row.pattern + ("" if row.example.trained else f" ({row.example.role})"),
+            f"{row.count:,}",
+            bytes_text(row.bytes),
+            row.rest,
+            row.compute,
+        ]
+        links = ", ".join(
+            f'<a href="#collective-{c}">{escape(one.kind)} over {escape("·".join(one.axes))}</a>'
+            for c, (one, parameters) in enumerate(found)
+            if number in parameters
+        )
+        lines.append(
+            f'<tr id="parameter-{number}">{_cells(cells, {1, 2})}<td class="long">{links}</td>'
+            f'<td><button type="button" data-array="{number}">show'
+            f'<span class="skip"> {escape(row.pattern)} as a grid</span></button></td></tr>'
+        )
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _heads(heads: Sequence[str], right: set[int]) -> str:
+    cells = "".join(
+        f'<th scope="col"{_right(i, right)}>{escape(text)}</th>' if text else "<td></td>"
+        for i, text in enumerate(heads)
+    )
+    return f"<tr>{cells}</tr>"
+
+
+def _cells(cells: Sequence[str], right: set[int]) -> str:
+    return "".join(f"<td{_right(i, right)}>{escape(cell)}</td>" for i, cell in enumerate(cells))
+
+
+def _right(index: int, right: set[int]) -> str:
+    return ' class="right"' if index in right else ""
+
+
+def _rejected(plan: PlanData) -> str:
+    rows = [
+        [
+            str(r.mesh),
+            r.summary,
+            r.reason,
+            seconds_text(r.step_seconds),
+            bytes_text(r.peak_bytes) if r.peak_bytes else "",
+        ]
+        for r in plan.search.rejected
+    ]
+    if not rows:
+        return ""
+    head = ("mesh", "with", "reason", "seconds a step", "bytes a device")
+    counts = ", ".join(f"{count:,} {outcome}" for outcome, count in plan.search.counts)
+    told = f'<p class="soft">Candidates by outcome: {escape(counts)}.</p>' if counts else ""
+    return told + table(rows, head, right={3, 4})

@@ -1,0 +1,41 @@
+"""When each stage of a pipeline does what, as a picture of its own style inside of a page."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+
+from shardlib.errors import PlanError
+from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.pictures.timelines import timeline_svg
+from shardlib.planning.text.predicted_timeline import predicted
+from shardlib.schedules.table import named
+
+#: Slices that are drawn: a picture of more takes longer to open than to understand.
+_MOST = 2500
+
+
+def pipeline_picture(plan: PlanData) -> str:
+    """The timeline of a plan with stages; empty where it has none, or too much happens to draw.
+
+    Args:
+        plan: the plan.
+    """
+    if not named(plan.schedule).staged:
+        return ""
+    try:
+        found = predicted(plan)
+    except PlanError:
+        return ""
+    if len(found.slices) > _MOST:
+        return (
+            f'<p class="soft">The pipeline has {len(found.slices):,} slices a step, more than a'
+            " page draws: shardlib timeline plan.json --svg timeline.svg</p>"
+        )
+    image = base64.b64encode(timeline_svg(found).encode()).decode()
+    said = escape(str(found).strip().splitlines()[-1])
+    return (
+        f'<figure><img alt="{escape(found.title)}. {said}" style="width: 100%"'
+        f' src="data:image/svg+xml;base64,{image}"><figcaption class="soft">{said}</figcaption>'
+        "</figure>"
+    )
