@@ -63,9 +63,12 @@ def _unit(model: TransformerConfig) -> int:
 
 
 def _layers(model: TransformerConfig, width: int, unit: int) -> range:
-    """Numbers of layers that come nearer to the known shape with this width than with the next."""
-    ratio = model.layers / model.embed
-    return range(max(1, round((width - unit / 2) * ratio)), round((width + unit / 2) * ratio))
+    """Numbers of layers for which this width is nearer to the known shape than the next: parameters
+    of the layers grow with layers times the square of the width, those of the shape with its cube.
+    """
+    ratio = model.layers / model.embed / width**2
+    least, most = ((width + side * unit / 2) ** 3 * ratio for side in (-1, 1))
+    return range(max(1, math.ceil(least)), math.ceil(most))
 
 
 def _resized(model: TransformerConfig, width: int, layers: int) -> TransformerConfig:

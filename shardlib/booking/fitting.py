@@ -173,7 +173,8 @@ class _Looked:
         planned, at = 0, best + 1
         while at < len(self.sizes) and planned < BEYOND:
             planned += self.at(at).offer is not None
-            best = at if self.meets(at) else best
+            if self.meets(at):
+                best, planned = at, 0
             at += 1
         return best
 

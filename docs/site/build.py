@@ -1,0 +1,135 @@
+"""Builds the site: `./run docs`, or
+
+    python docs/site/build.py [--execute] [--out FOLDER]
+
+The pages are those of the repository; this lays them out in a folder of their own, with
+a front page and a reference from docstrings, and has Sphinx build them. A warning is an error:
+a link to a page or a heading that does not exist, a page that nothing leads to, a docstring that
+does not parse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+#: Pages that explain; those of the reference stand on the front page; all others say how to.
+EXPLANATION = (
+    "concepts",
+    "cost_model",
+    "verification",
+    "collective_matmul",
+    "islands",
+    "parameter_server",
+    "serving",
+)
+REFERENCE = ("pins", "glossary")
+PACKAGES = {"shardlib": "shardlib", "booking": "shardlib.booking", "serving": "shardlib.serving"}
+
+
+def lay_out(folder: Path) -> None:
+    """Copies the pages, and writes the front page and the reference."""
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("site"))
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copy(HERE / "conf.py", folder)
+    for page in (ROOT / "docs").glob("*.md"):  # files that pages lead to, and that are no pages
+        for name in re.findall(r"\]\(\.\./(benchmarks/[^)#]+)\)", page.read_text()):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    pages = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+    how_to = [name for name in pages if name not in (*EXPLANATION, *REFERENCE)]
+    front = (HERE / "index.md").read_text()
+    for mark, names in (("@HOW_TO@", how_to), ("@EXPLANATION@", EXPLANATION)):
+        front = front.replace(mark, "\n".join(f"docs/{name}" for name in names))
+    (folder / "index.md").write_text(front)
+    (folder / "reference").mkdir()
+    for name, package in PACKAGES.items():
+        (folder / "reference" / f"{name}.md").write_text(reference(package))
+    (folder / "reference" / "commands.md").write_text(commands())
+
+
+def reference(package: str) -> str:
+    """A page of the public names of a package."""
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if not name.startswith("_")]
+    values = {name: getattr(module, name) for name in names}
+    errors = [n for n, v in values.items() if isinstance(v, type) and issubclass(v, Exception)]
+    classes = [n for n, v in values.items() if isinstance(v, type) and n not in errors]
+    functions = [n for n, v in values.items() if callable(v) and n not in (*errors, *classes)]
+    parts = [f"# `{package}`", ""]
+    for title, kind, found in (
+        ("Functions", "autofunction", functions),
+        ("Values", "autoclass", classes),
+        ("Errors", "autoexception", errors),
+    ):
+        if found:
+            parts += [f"## {title}", "", *_directives(package, kind, found)]
+    return "\n".join(parts) + "\n"
+
+
+def _directives(package: str, kind: str, names: Iterable[str]) -> list[str]:
+    lines = ["```{eval-rst}"]
+    for name in names:
+        lines += [f".. {kind}:: {package}.{name}", ""]
+    return [*lines, "```", ""]
+
+
+def commands() -> str:
+    """A page of the commands, each with its own help."""
+    from shardlib.cli import COMMANDS, app
+
+    os.environ["COLUMNS"] = "110"
+    parts = ["# Commands", ""]
+    for name in COMMANDS:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            app([name, "--help"], prog_name="shardlib")
+        parts += [f"## `shardlib {name}`", "", "```text", said.getvalue().strip(), "```", ""]
+    return "\n".join(parts)
+
+
+def build(out: Path, *, execute: bool) -> int:
+    """Builds the site; returns the exit status of Sphinx."""
+    from sphinx.cmd.build import main as sphinx
+
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name) / "site"
+        source.mkdir()
+        lay_out(source)
+        words = ["-b", "html", "-W", "--keep-going", "-q"]
+        if execute:
+            words += ["-D", "nb_execution_mode=force"]
+        return sphinx([*words, str(source), str(out)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "docs")
+    parser.add_argument("--execute", action="store_true", help="run the notebooks")
+    options = parser.parse_args()
+    status = build(options.out, execute=options.execute)
+    if not status:
+        print(f"open {options.out / 'index.html'}")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
