@@ -56,7 +56,7 @@ def resnet() -> Case:
     from flaxmodels import ResNet18
 
     module = ResNet18(output="logits", pretrained=None, num_classes=16)
-    batch = {"x": normals(0, ROWS, 32, 32, 3), "y": integers(1, 16, ROWS)}
+    batch = {"x": normals(0, ROWS, 16, 16, 3), "y": integers(1, 16, ROWS)}
 
     def loss(variables, batch):
         logits, updates = module.apply(variables, batch["x"], train=True, mutable=["batch_stats"])

@@ -106,7 +106,7 @@ def haiku_resnet() -> Case:
     model = hk.without_apply_rng(
         hk.transform_with_state(lambda x: hk.nets.ResNet18(16, resnet_v2=True)(x, is_training=True))
     )
-    batch = {"x": normals(0, ROWS, 32, 32, 3), "y": integers(1, 16, ROWS)}
+    batch = {"x": normals(0, ROWS, 16, 16, 3), "y": integers(1, 16, ROWS)}
 
     def loss(pair, batch):
         params, state = pair

@@ -55,9 +55,9 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
     with _jax_compat.unsharded_variables():
-        module = _abstract(build, name)
-        trained = _chosen(module, wrt)
-        graph, params, state = nnx.split(module, trained, ...)
+        graph, whole = _abstract(build, name)
+        trained = _chosen(whole, wrt)
+        params, state = nnx.split_state(whole, trained, ...)
     axes, findings = _names(dict(nnx.to_flat_state(params)))
     state_axes, others = _names(
         {path: v for path, v in nnx.to_flat_state(state) if jnp.issubdtype(v.dtype, jnp.inexact)}
@@ -67,7 +67,8 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         with _jax_compat.unsharded_variables():
-            _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), trained, ...)
+            module = _with_arrays(build(nnx.Rngs(jax.random.key(seed))))
+            _, *parts = nnx.split(module, trained, ...)
         return trees.params.plain(parts[0]), trees.state.plain(parts[1])
 
     return Model(
@@ -90,7 +91,7 @@ def _in_eval_mode(module: nnx.Module) -> nnx.Module:
     return module
 
 
-def _chosen(module: nnx.Module, wrt: Filter) -> Predicate:
+def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
     """What is trained, as a filter that goes by paths.
 
     Raises:
@@ -98,7 +99,7 @@ def _chosen(module: nnx.Module, wrt: Filter) -> Predicate:
     """
     if wrt is None:
         return _trained
-    variables = dict(nnx.to_flat_state(nnx.state(module)))
+    variables = dict(nnx.to_flat_state(state))
     found = selected(
         nnx_predicate(wrt),
         variables,
@@ -111,13 +112,14 @@ def _names(
     variables: Mapping[tuple[Any, ...], Any],
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
     """The logical axes of variables by dotted path, and what the user should know of them."""
-    written = {
-        path: next(
-            (v.get_metadata()[k] for k in _NAME_KEYS if v.get_metadata().get(k) is not None), None
-        )
-        for path, v in variables.items()
-    }
+    written = {path: _written(variable) for path, variable in variables.items()}
     return fitted(written, {path: v.shape for path, v in variables.items()}, stacks=True)
+
+
+def _written(variable: Any) -> Any:
+    """The names that a variable has; an array that is an attribute of a module has none."""
+    metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
+    return next((metadata[key] for key in _NAME_KEYS if metadata.get(key) is not None), None)
 
 
 def _with_rngs(constructor: Callable[..., Tree], name: str) -> Callable[[nnx.Rngs], Tree]:
@@ -145,8 +147,11 @@ def _with_rngs(constructor: Callable[..., Tree], name: str) -> Callable[[nnx.Rng
     return constructor
 
 
-def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> nnx.Module:
-    def checked() -> nnx.Module:
+def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """The module as its graph and an abstract state: variables, and arrays that are attributes."""
+    seen: list[nnx.GraphDef[Any]] = []
+
+    def checked() -> nnx.State:
         module = build(nnx.Rngs(0))
         if not isinstance(module, nnx.Module):
             raise AnnotationError(
@@ -154,10 +159,13 @@ def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> nnx.Module:
                 " shardlib.linen(module, *sample_inputs) for Linen, shardlib.tree(init, axes) for"
                 " plain pytrees and modules of Equinox"
             )
-        return module
+        graph, state = nnx.split(_with_arrays(module))
+        seen.append(graph)
+        return state
 
     try:
-        return nnx.eval_shape(checked)
+        state = jax.eval_shape(checked)
+        return seen[-1], state
     except AnnotationError:
         raise
     except Exception as error:
@@ -170,6 +178,18 @@ def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> nnx.Module:
             f"init {name!r} failed when called with nnx.Rngs(0): {type(error).__name__}:"
             f" {error}{hint}"
         ) from error
+
+
+def _with_arrays(module: nnx.Module) -> nnx.Module:
+    """The module, whose attributes that are arrays are data while it is traced, too: Flax (0.12)
+    takes those for static that are no concrete arrays yet.
+    """
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            for name, value in tuple(vars(node).items()):
+                if isinstance(value, jax.Array) and not nnx.is_data(value):
+                    setattr(node, name, nnx.data(value))
+    return module
 
 
 def _is_of_a_key(build: Callable[..., Tree]) -> bool:

@@ -1,0 +1,57 @@
+"""Arrays that are attributes of NNX modules, masks and tables of positions, are state of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib
+
+BATCH = {"x": np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)}
+
+
+class Turned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+        self.angles, self.mask = jnp.arange(8.0), jnp.arange(8) < 6
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.where(self.mask, self.up(x) * jnp.cos(self.angles), 0)
+
+
+class Graph(nnx.Module, pytree=False):
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = Turned(rngs)
+        self.scale = jnp.full(8, 2.0)
+
+    def __call__(self, x: Any) -> Any:
+        return self.inner(x) * self.scale
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.mean((model(batch["x"]) - 1) ** 2)
+
+
+@pytest.mark.parametrize("kind", [Turned, Graph])
+def test_they_are_kept_and_not_trained(kind: Any) -> None:
+    program = shardlib.compile(
+        kind, loss, optax.sgd(0.1), BATCH, topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3}
+    )
+    assert all("up" in one.path for one in program.plan.parameters if one.role == "trained")
+    state = program.init(seed=0)
+    model = kind(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for _ in range(2):
+        state, metrics = program.step(state, BATCH)
+        wanted, gradients = nnx.value_and_grad(loss)(model, BATCH)
+        optimizer.update(model, gradients)
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    mine, theirs = (getattr(one, "inner", one) for one in (program.module(state), model))
+    np.testing.assert_array_equal(mine.angles, theirs.angles)
+    np.testing.assert_array_equal(mine.mask, theirs.mask)
+    np.testing.assert_allclose(mine.up.kernel[...], theirs.up.kernel[...], rtol=1e-5)
