@@ -6,7 +6,7 @@ from html import escape
 
 from shardlib.booking.compared import HEAD, Compared
 from shardlib.booking.picture import comparison_svg
-from shardlib.explanation.style_sheets import style
+from shardlib.planning.pictures.style_sheets import style
 from shardlib.planning.units.html_elements import section, table
 
 

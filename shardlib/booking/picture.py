@@ -13,8 +13,8 @@ from html import escape
 
 from shardlib.booking.compared import Compared
 from shardlib.booking.offers import Offer, Offers, device_hours
-from shardlib.explanation.style_sheets import style
 from shardlib.planning.answers.run_cost import DAY
+from shardlib.planning.pictures.style_sheets import style
 from shardlib.planning.units.quantity import count_text, percent_text
 
 #: Size of the picture and its margins, user units.
