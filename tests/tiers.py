@@ -46,6 +46,7 @@ TESTS = {
     "schedules": "unit",
     "servers": "processes",
     "serving": "compile",
+    "serving/test_edge_hosts.py": "processes",
     "serving/test_fairness.py": "unit",
     "serving/test_schedule.py": "unit",
     "serving/test_triton_server.py": "processes",

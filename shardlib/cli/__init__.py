@@ -1,6 +1,6 @@
 """The command line: `shardlib plan | explain | timeline | replan | scale | compare | fit-model |
-edge | verify | train | status | launch | generate | export | serve | bench-serve | doctor | models
-| topologies`.
+edge | edge-stage | verify | train | status | launch | generate | export | serve | bench-serve |
+doctor | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -33,7 +33,7 @@ from shardlib.cli.commands import (
     verifying,
 )
 from shardlib.cli.commands.booking import comparing, fitting
-from shardlib.cli.commands.serving import bench, exporting, generating, serve
+from shardlib.cli.commands.serving import bench, edge, exporting, generating, serve
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import LaunchError, ShardlibError
@@ -49,7 +49,8 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "scale": scaling.scale_command,
     "compare": comparing.compare_command,
     "fit-model": fitting.fit_model_command,
-    "edge": scaling.edge_command,
+    "edge": edge.edge_command,
+    "edge-stage": edge.edge_stage_command,
     "verify": verifying.verify_command,
     "train": training.train_command,
     "status": training.status_command,

@@ -27,11 +27,11 @@ import jax
 import numpy as np
 from jax import export
 
-from shardlib.errors import ArgumentError
 from shardlib.launching.meeting.wire import StrangerError
 from shardlib.servers.wire.connection import keep_alive
 from shardlib.servers.wire.frames import ClosedError, Frame, FrameError, receive, send
 from shardlib.servers.wire.secret import GREETING_SECONDS, greet, introduce
+from shardlib.serving.edge.places import listener, long_enough, read_address, read_secret
 
 #: Number by which whoever drives the chain introduces itself; stages have theirs from 0 on.
 DRIVER = 1 << 20
@@ -246,19 +246,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; loopback by default")
     parser.add_argument("--secret-file", type=Path, help="that all stages know")
     asked = parser.parse_args(arguments)
-    host, _, port = asked.listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise ArgumentError(f"--listen is {asked.listen!r}\nTry: 127.0.0.1:7000")
     secret = (
-        asked.secret_file.read_text().strip() if asked.secret_file else os.environ.get(SECRET, "")
+        read_secret(asked.secret_file)
+        if asked.secret_file
+        else long_enough(os.environ.get(SECRET, ""))
     )
-    if len(secret) < 16:
-        raise ArgumentError("the secret of a chain has at least 16 characters\nTry: --secret-file")
-    listener = socket.create_server((host, int(port)))
-    print(listener.getsockname()[1], flush=True)
+    at = listener(read_address(asked.listen, "--listen"))
+    print(at.getsockname()[1], flush=True)
     if asked.secret_file is None:  # whoever started it holds the other end of its input
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(listener, secret)
+    serve(at, secret)
 
 
 def _end_with_parent() -> None:

@@ -1,3 +1,3 @@
 """The commands of models that answer: `planning` (`plan --serve`), `generating`, `exporting`,
-`serve`, `bench`.
+`serve`, `bench`, `edge`.
 """
