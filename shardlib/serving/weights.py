@@ -135,9 +135,14 @@ class Placed:
             forward.new_pages(count * self.grid.groups, size, self.storage.cache),
         )
 
-        def page(one: jax.ShapeDtypeStruct, heads: int) -> jax.ShapeDtypeStruct:
-            spec = grid.page_spec(one, heads)
-            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=grid.sharding(spec))
+        def page(one: Tree, heads: int) -> Tree:
+            return jax.tree.map(
+                lambda array, spec: jax.ShapeDtypeStruct(
+                    array.shape, array.dtype, sharding=grid.sharding(spec)
+                ),
+                one,
+                grid.page_spec(one, heads),
+            )
 
         return {
             call.path: tuple(page(one, call.key_heads) for one in pages[call.path])

@@ -101,7 +101,8 @@ def test_over_devices_a_bias_is_that_of_one_device(way: str, kind: str, causal: 
     )
 
     def mine(query: Any, key: Any, value: Any, array: Any) -> jax.Array:
-        return cut.collected(region(*map(cut.dealt, (query, key, value)), array))
+        given = [*map(cut.dealt, (query, key, value)), array]
+        return cut.collected(region(*given))
 
     *qkv, cotangent, _ = arrays()
     given = [*qkv, array_of(kind)]

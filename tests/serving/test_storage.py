@@ -10,7 +10,13 @@ import pytest
 from shardlib import models
 from shardlib.annotation.read import read
 from shardlib.errors import ArgumentError
-from shardlib.lowering.serving.stored import all_plain, is_stored
+from shardlib.lowering.serving.stored import (
+    all_plain,
+    is_stored,
+    read_pages,
+    stored_page,
+    write_rows,
+)
 from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity, Storage
 from shardlib.serving.scheduling.requests import Asked
@@ -51,24 +57,46 @@ def test_logits_hardly_move_with_weights_of_eight_bits(
     assert len(answer) == 4
 
 
-def test_logarithms_hardly_move_with_a_cache_of_fp8():
+@pytest.mark.parametrize(
+    ("family", "how", "tensor", "moved"),
+    [("grouped", "fp8", 2, 0.1), ("grouped", "int8", 4, 0.02), ("latent", "int8", 2, 0.02)],
+)
+def test_logarithms_hardly_move_with_a_cache_of_eight_bits(
+    family: str, how: str, tensor: int, moved: float
+):
     found: list[np.ndarray] = []
-    for cache in ("model", "fp8"):
-        served = engine("grouped", 2, cache=cache)
+    for cache in ("model", how):
+        served = engine(family, tensor, cache=cache)
         request = served.add(Asked(prompt=prompts()[0], most=1, scored=True))
         served.run()
         found.append(np.asarray([one.logprob for one in request.scores]))
-        dtypes = {page.dtype for page in jax.tree.leaves(served.compute.pages)}
-        assert dtypes == {jnp.dtype("float32" if cache == "model" else "float8_e4m3fn")}
+        dtypes = {str(page.dtype) for page in jax.tree.leaves(served.compute.pages)}
+        kept = {"model": {"float32"}, "fp8": {"float8_e4m3fn"}, "int8": {"int8", "float32"}}
+        assert dtypes == kept[cache]
+        (answer,) = served.generate([[5, 3, 9, *range(20)]], 4)  # chunks, and tokens after them
+        assert len(answer) == 4
     off = np.abs(found[0] - found[1])
-    assert 0 < off.max() <= 0.1, off
+    assert 0 < off.max() <= moved, off
+
+
+def test_rows_of_an_int8_cache_are_those_that_were_written():
+    draw = np.random.default_rng(0)
+    rows = jnp.asarray(draw.normal(size=(5, 2, 16)) * [[[1.0], [30.0]]], jnp.float32)
+    page = stored_page(jax.ShapeDtypeStruct((1, 3, 4, 2, 16), jnp.float32), "int8")
+    pages = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), page)
+    number, place = jnp.asarray([0, 0, 2, 2, 3]), jnp.asarray([0, 3, 1, 2, 0])  # the last nowhere
+    found = read_pages(write_rows(pages, (0, number, place), rows), 0, jnp.arange(3))
+    wanted = np.zeros((3, 4, 2, 16))
+    wanted[number[:4], place[:4]] = rows[:4]
+    largest = np.abs(wanted).max(-1, keepdims=True)
+    assert (np.abs(found - wanted) <= largest / 254 + 1e-6).all(), "half a step of each head"
 
 
 @pytest.mark.parametrize(
     ("stored", "said"),
     [
         ({"weights": "int4"}, "weights are stored as 'int4'; known are model, int8, fp8"),
-        ({"cache": "int8"}, "keys and values are stored as 'int8'; known are model, fp8"),
+        ({"cache": "int4"}, "keys and values are stored as 'int4'; known are model, int8, fp8"),
     ],
     ids=["weights", "cache"],
 )

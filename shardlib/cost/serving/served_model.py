@@ -113,6 +113,15 @@ class Attending:
         """Elements that are kept of a token in one layer."""
         return sum(size * heads for size, heads in self.kept)
 
+    def kept_bytes(self, cache: str) -> float:
+        """Bytes that are kept of a token in one layer.
+
+        Args:
+            cache: see `stored_itemsize`; in int8, a token has a scale in float32 for each head.
+        """
+        scales = 4.0 * sum(heads for _, heads in self.kept) if cache == "int8" else 0.0
+        return stored_itemsize(cache, self.dtype) * self.elements + scales
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -154,12 +163,7 @@ class ServedModel:
         Args:
             cache: see `stored_itemsize`.
         """
-        return float(
-            sum(
-                call.layers * call.elements * stored_itemsize(cache, call.dtype)
-                for call in self.attention
-            )
-        )
+        return float(sum(call.layers * call.kept_bytes(cache) for call in self.attention))
 
 
 #: Words for how weights and cache are stored, and bytes of an element; "model" is as the model has

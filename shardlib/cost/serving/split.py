@@ -152,7 +152,7 @@ def split(
         sums=tuple((count, nbytes) for (_, nbytes), count in sums.items()),
         cached=tuple(
             Cached(
-                bytes=call.layers * stored_itemsize(cache, call.dtype) * call.elements / tensor,
+                bytes=call.layers * call.kept_bytes(cache) / tensor,
                 flops=2.0 * call.layers * call.heads * call.width / tensor,
                 window=call.window,
             )

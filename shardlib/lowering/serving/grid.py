@@ -53,11 +53,11 @@ class Grid:
         """Axes over which the tokens of pages with so many key heads are cut."""
         return tuple(axis for axis in SHARED if axis not in self.heads(count))
 
-    def page_spec(self, page: jax.ShapeDtypeStruct | jax.Array, heads: int) -> PartitionSpec:
-        """How an array of pages [layers, pages, tokens, ...] is cut.
+    def page_spec(self, page: Tree, heads: int) -> Tree:
+        """How pages [layers, pages, tokens, ...] are cut: a spec for each array that they are.
 
         Args:
-            page: the array.
+            page: the pages.
             heads: of the values of its call.
 
         Raises:
@@ -71,7 +71,8 @@ class Grid:
                 f" of {self.ways(tokens)}"
             )
         along = self.heads(heads) if len(page.shape) > 4 else ()
-        return PartitionSpec(None, "data", tokens or None, along or None)
+        spec = None, "data", tokens or None, along or None
+        return jax.tree.map(lambda one: PartitionSpec(*spec[: len(one.shape)]), page)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
         """The sharding of a spec; None on one device."""

@@ -19,10 +19,10 @@ from shardlib.functions.attention import Attention, Operands
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.serving.attention import Partial, Sets, joined, over_pages
 from shardlib.lowering.serving.grid import Grid
-from shardlib.lowering.serving.stored import fitting
+from shardlib.lowering.serving.stored import Page, read_pages, write_rows
 
 #: Pages of one call: those of each array of keys, and of values.
-Pages = tuple[jax.Array, ...]
+Pages = tuple[Page, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +130,7 @@ def _attend(
         position = jnp.where(nobody, -1, token.position)
 
         def read(numbers: Value) -> tuple[Value, ...]:
-            found = [page[layer, numbers] for page in kept]
+            found = [read_pages(page, layer, numbers) for page in kept]
             return tuple(found if shared is None else [*found, found[shared]])
 
         def mixed(table: Value, start: int, chunk: int) -> Partial:
@@ -190,10 +190,8 @@ def _written(
     held, number, place = pages[0].shape[2], token.entry // size, token.entry % size - first
     here = (place >= 0) & (place < held)
     number = jnp.where(here, number, pages[0].shape[1])
-    return tuple(
-        page.at[layer, number, jnp.where(here, place, 0)].set(fitting(one, page.dtype), mode="drop")
-        for page, one in zip(pages, new, strict=True)
-    )
+    at = layer, number, jnp.where(here, place, 0)
+    return tuple(write_rows(page, at, one) for page, one in zip(pages, new, strict=True))
 
 
 def _together(found: Partial, axes: tuple[str, ...], ways: int, spread: bool) -> Value:

@@ -23,7 +23,7 @@ from shardlib.lowering.serving.evaluate import Cached, evaluate, looks
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.pages import TOKEN_DIMS, Pages, Token
 from shardlib.lowering.serving.positions import Positions, positions
-from shardlib.lowering.serving.stored import DTYPES
+from shardlib.lowering.serving.stored import stored_page
 from shardlib.tracing.program import Equation, Program, called, flatten
 
 #: The user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab].
@@ -66,20 +66,18 @@ class TracedForward:
         windows = [0 if call.form.chosen else call.form.window for call in self.calls]
         return max(windows) if all(windows) else 0
 
-    def new_pages(
-        self, count: int, size: int, cache: str = "model"
-    ) -> Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]:
+    def new_pages(self, count: int, size: int, cache: str = "model") -> Mapping[str, Tree]:
         """So many pages, for each call.
 
         Args:
             count: of pages.
             size: tokens of a page.
-            cache: how they are stored: "model", as it makes keys and values, or "fp8".
+            cache: how they are stored: "model", as it makes keys and values, "int8" or "fp8".
         """
-        found = {call.path: call.pages(count, size) for call in self.calls}
-        if cache == "model":
-            return found
-        return jax.tree.map(lambda one: one.update(dtype=DTYPES[cache][0]), found)
+        return {
+            call.path: tuple(stored_page(one, cache) for one in call.pages(count, size))
+            for call in self.calls
+        }
 
     def __call__(
         self,

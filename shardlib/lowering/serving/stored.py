@@ -1,4 +1,4 @@
-"""Weights of eight bits, each with a scale that some elements share.
+"""Weights of eight bits, each with a scale that some elements share, and pages of eight bits.
 
 A step computes with them as with any others: where an equation multiplies, values are scaled to the
 dtype of the model, which compilers do as they read them, so that memory holds and moves bytes.
@@ -10,13 +10,13 @@ dtype of the model, which compilers do as they read them, so that memory holds a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.jax_types import Value
+from shardlib.jax_types import Index, Value
 
 #: Dtype and largest value of each way to store.
 DTYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
@@ -75,15 +75,76 @@ def all_plain(tree: Tree) -> Tree:
     return jax.tree.map(plain, tree, is_leaf=is_stored)
 
 
-def fitting(array: Value, dtype: jnp.dtype) -> Value:
-    """An array in the dtype of a cache; what eight bits of floats cannot hold is the largest value
-    that they can.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StoredPages:
+    """Pages of int8, whose elements of one token and head share a scale.
+
+    Attributes:
+        values: [layers, pages, tokens, ..., width].
+        scale: float32, without the last dim.
+        dtype: of the keys or values that they stand for.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    dtype: str = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+
+#: Pages of keys or of values, in the dtype of the cache or in int8.
+Page = jax.Array | StoredPages
+
+
+def stored_page(page: jax.ShapeDtypeStruct, cache: str) -> jax.ShapeDtypeStruct | StoredPages:
+    """What pages are in a cache, without contents.
 
     Args:
-        array: keys or values.
-        dtype: of the cache.
+        page: as the model makes keys or values.
+        cache: "model", or a word of `DTYPES`; fp8 has no scale.
     """
-    if dtype == jnp.float8_e4m3fn:
+    if cache == "model":
+        return page
+    values = page.update(dtype=DTYPES[cache][0])
+    if cache == "fp8":
+        return values
+    scale = page.update(shape=page.shape[:-1], dtype=jnp.float32)
+    return StoredPages(values=values, scale=scale, dtype=str(page.dtype))  # type: ignore[arg-type]
+
+
+def read_pages(page: Page, layer: Index, numbers: Value) -> Value:
+    """Some pages of a layer.
+
+    Args:
+        page: all of them.
+        layer: which layer.
+        numbers: of pages.
+    """
+    if not isinstance(page, StoredPages):
+        return page[layer, numbers]
+    values = page.values[layer, numbers].astype(jnp.float32)
+    return (values * page.scale[layer, numbers][..., None]).astype(page.dtype)
+
+
+def write_rows(page: Page, at: tuple[Index, Value, Value], rows: Value) -> Page:
+    """Pages with keys or values of some tokens.
+
+    Args:
+        page: all of them.
+        at: layer, pages and places in these; past the last page for what is not written.
+        rows: keys or values, [T, ..., width]. What fp8 cannot hold is the largest that it can.
+    """
+    if not isinstance(page, StoredPages):
         most = DTYPES["fp8"][1]
-        array = jnp.clip(array, -most, most)
-    return array.astype(dtype)
+        fits = jnp.clip(rows, -most, most) if page.dtype == jnp.float8_e4m3fn else rows
+        return page.at[at].set(fits.astype(page.dtype), mode="drop")
+    found = store(rows, rows.ndim - 1, "int8")
+    return replace(
+        page,
+        values=page.values.at[at].set(found.values, mode="drop"),
+        scale=page.scale.at[at].set(found.scale[..., 0], mode="drop"),
+    )

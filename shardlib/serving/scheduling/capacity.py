@@ -39,7 +39,8 @@ class Storage:
     Attributes:
         weights: "model", as it has them; or "int8" or "fp8", matrices with a scale for each row or
             column.
-        cache: "model", as it makes keys and values; or "fp8", without a scale.
+        cache: "model", as it makes keys and values; "int8", with a scale for each token and head;
+            or "fp8", without a scale.
 
     Raises:
         ArgumentError: another word.
@@ -53,7 +54,7 @@ class Storage:
             f"{name} are stored as {value!r}; known are {', '.join(known)}"
             for name, value, known in (
                 ("weights", self.weights, ("model", "int8", "fp8")),
-                ("keys and values", self.cache, ("model", "fp8")),
+                ("keys and values", self.cache, ("model", "int8", "fp8")),
             )
             if value not in known
         ]
@@ -133,12 +134,15 @@ class Capacity:
             longest: tokens of a request at most; those of a planned request if left out.
         """
         choice = plan.choice
+        words = (plan.workload.weights, plan.workload.cache)
+        weights, cache = ("model" if word == "bf16" else word for word in words)
         return cls(
             longest=plan.workload.tokens if longest is None else longest,
             slots=choice.batch,
             page=choice.page,
             pages=choice.pages,
             budget=choice.batch + choice.chunk,
+            storage=Storage(weights=weights, cache=cache),
         )
 
     @property

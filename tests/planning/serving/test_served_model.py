@@ -10,7 +10,7 @@ import pytest
 from shardlib.cost.serving.cuts import cuts
 from shardlib.cost.serving.split import Experts, split
 from shardlib.cost.serving.step_price import visited
-from shardlib.propagation.serving import serving_mesh, weight_bytes
+from shardlib.propagation.serving import serving_layouts, serving_mesh, weight_bytes
 from tests.planning.serving.small import asked, problem_of, served
 
 
@@ -32,6 +32,7 @@ def test_sizes_are_those_of_published_models(
     assert model.parameters == pytest.approx(parameters, rel=0.002)
     assert sum(one.flops for one in model.products) == pytest.approx(2 * active, rel=0.01)
     assert model.kept_bytes("bf16") == 2 * kept
+    assert model.kept_bytes("int8") == kept + 4 * kept / model.attention[0].kept[0][0]  # scales
 
 
 @pytest.mark.parametrize("name", ["llama3-70b", "llama2-7b", "mixtral-8x7b"])
@@ -47,6 +48,23 @@ def test_layers_are_sharded_as_megatron_does(name: str):
     assert found.weights * 8 == pytest.approx(2 * model.parameters, rel=0.01, abs=2 * 7 * norms)
     assert found.kept * 8 == model.kept_bytes("bf16")
     assert found.flops * 8 == pytest.approx(sum(one.flops for one in model.products), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
+@pytest.mark.parametrize("tensor", [2, 8, 16])
+def test_what_is_priced_is_sharded_as_programs_are(name: str, tensor: int):
+    """Without experts: their matmuls have no dim of experts, so that they are priced as if their
+    width was sharded, which costs the same.
+    """
+    model, mesh = served(name), serving_mesh(tensor=tensor, key_heads=[8])
+    layouts = serving_layouts(problem_of(name), mesh)
+    sharded = {
+        colour
+        for weight in model.weights
+        for (_, colour), axes in zip(weight.dims, layouts[weight.path], strict=True)
+        if axes
+    }
+    assert sharded == cuts(model)
 
 
 def test_keys_and_values_are_shared_by_all_devices():
