@@ -81,6 +81,7 @@ def raw(state: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(data)]
 
 
+@pytest.mark.long
 def test_a_step_of_ones_own_trains_as_plain_jax_and_goes_on_where_it_was(
     program: StepProgram, tmp_path: Path
 ):

@@ -117,6 +117,7 @@ def test_rows_that_do_not_divide_are_validated_exactly(trained: Program, rows: i
     assert close(found, reference(state.params, held))
 
 
+@pytest.mark.long
 def test_a_function_gives_batches_of_any_size(trained: Program):
     held, state = rows_of(9, ROWS), trained.init(3)
 
@@ -132,6 +133,7 @@ def test_a_function_gives_batches_of_any_size(trained: Program):
     )
 
 
+@pytest.mark.long
 def test_fit_validates_every_so_often_and_at_the_end(trained: Program):
     held, asked = rows_of(9, ROWS), {}
 

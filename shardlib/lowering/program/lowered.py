@@ -26,9 +26,15 @@ from shardlib.lowering.mesh import shardings
 from shardlib.lowering.pipeline.per_stage.around import Made, OneUpdate, Update
 from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
 from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
-from shardlib.lowering.program.step import init_function, named, step_function
+from shardlib.lowering.program.step import (
+    apply_function,
+    gradients_function,
+    init_function,
+    named,
+    step_function,
+)
 from shardlib.lowering.program.update.parts import StepParts
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime.state import Gradients, TrainState
 from shardlib.planning.plan import Plan
 from shardlib.planning.text.card import plan_card, plan_line
 from shardlib.report import Finding
@@ -147,6 +153,23 @@ class LoweredProgram:
         if self.programs is not None:
             return picture.orders_text(self.programs.order)
         return "" if self.parts.run.table is None else picture.text(self.parts.run.table)
+
+    @cached_property
+    def _gradients(self) -> Callable[[TrainState, Tree], Gradients]:
+        """The first half of a step; it leaves the state alone."""
+        self._one_program()
+        run = named(gradients_function(self.parts), "gradients", self.plan.digest)
+        with _jax_compat.in_mesh(self.mesh):
+            found = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
+            return found.lower(self.state, self.batch).compile()
+
+    @cached_property
+    def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+        """The second half of a step, which takes the state over."""
+        self._one_program()
+        run = named(apply_function(self.parts), "apply", self.plan.digest)
+        whole = shardings.named_sharding(self.mesh, Layout())
+        return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
 
     @property
     def _several(self) -> Dispatch | DiskStep | None:

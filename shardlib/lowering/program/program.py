@@ -17,6 +17,7 @@ from functools import cached_property
 import jax
 import numpy as np
 
+from shardlib import _jax_compat
 from shardlib.annotation.model import UserLoss, UserModule
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
@@ -32,7 +33,7 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import given as given_batch
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime.state import Gradients, TrainState
 from shardlib.untrusted.arguments import read_seed
 
 
@@ -101,6 +102,45 @@ class Program(LoweredProgram):
         except FOREIGN as error:
             require_own("step", state, self.state, error=error)
             raise
+
+    def gradients(self, state: TrainState, batch: Tree) -> Gradients:
+        """The first half of a step, with the state left usable; `params` of what it gives may be
+        changed before `apply`.
+
+        Args:
+            state: see `step`.
+            batch: see `step`.
+
+        Raises:
+            StateError, BatchError: see `step`.
+            PlanError: a step is several programs: of stages, or with state on disk.
+        """
+        require_state("gradients", state)
+        require_present("gradients", state)
+        require(batch, self.batch)
+        try:
+            return self._gradients(state, given_batch(batch, self.batch))
+        except FOREIGN as error:
+            require_own("gradients", state, self.state, error=error)
+            raise
+
+    def apply(
+        self, state: TrainState, gradients: Gradients
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The second half of a step: the optimizer, and guards where there are some.
+
+        Args:
+            state: that the gradients were taken of; it is donated.
+            gradients: of `gradients`.
+
+        Raises:
+            StateError, PlanError: see `gradients`.
+        """
+        require_state("apply", state)
+        require_present("apply", state)
+        require_own("apply", state, self.state)
+        with _jax_compat.in_mesh(self.mesh):
+            return self._apply(state, gradients)
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch of any number of rows, exactly, with no update; the state stays

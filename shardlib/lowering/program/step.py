@@ -26,7 +26,7 @@ from shardlib.lowering.program.update.parts import Kept, Run, StepParts
 from shardlib.lowering.program.update.updated import updated
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import BatchDims
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime.state import Gradients, TrainState
 
 
 def unpiped(
@@ -147,32 +147,61 @@ def step_function(
     """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the
     state is local.
     """
+    gradients, apply = gradients_function(parts), apply_function(parts)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        (loss, (metrics, model_state)), gradients, kept = parts.run.gradients(
+        return apply(state, gradients(state, batch))
+
+    return step
+
+
+def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradients]:
+    """(state, batch) -> gradients, the first half of a step."""
+
+    def gradients(state: TrainState, batch: Tree) -> Gradients:
+        (loss, (metrics, model_state)), found, kept = parts.run.gradients(
             state.params, state.inputs, batch, state.exchange
         )
-        gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
+        return Gradients(
+            params=like(constrain(found, parts.params.gradient), parts.updated),
+            loss=loss,
+            metrics=dict(metrics),
+            model_state=model_state,
+            exchange=kept,
+        )
+
+    return gradients
+
+
+def apply_function(
+    parts: StepParts,
+) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+    """(state, gradients) -> (state, metrics), the second half of a step."""
+
+    def apply(state: TrainState, given: Gradients) -> tuple[TrainState, Metrics]:
         if parts.guards is None or state.guard is None:
-            after = updated(parts, state, loss, gradients, model_state, lambda new, old: new)
-            return replace(after, exchange=kept), {"loss": loss, **metrics}
-        found = checked(parts.guards, state.guard, loss, gradients, parts.params.gradient)
+            after = updated(
+                parts, state, given.loss, given.params, given.model_state, lambda new, old: new
+            )
+            return replace(after, exchange=given.exchange), {"loss": given.loss, **given.metrics}
+        found = checked(parts.guards, state.guard, given.loss, given.params, parts.params.gradient)
         after = updated(
             parts,
             state,
             found.loss,
             found.gradients,
-            model_state if state.guard.scale is None else model_state["model"],
+            given.model_state if state.guard.scale is None else given.model_state["model"],
             found.chosen,
         )
         guard = parts.guards.after(state.guard, found.finite)
-        return replace(after, guard=guard, exchange=found.chosen(kept, state.exchange)), {
+        exchange = found.chosen(given.exchange, state.exchange)
+        return replace(after, guard=guard, exchange=exchange), {
             "loss": found.loss,
             **found.metrics(state.guard),
-            **metrics,
+            **given.metrics,
         }
 
-    return step
+    return apply
 
 
 def named(function: Function, kind: str, digest: str) -> Function:

@@ -80,6 +80,27 @@ class TrainState:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What the first half of a step found: a pytree, for the second half.
+
+    Attributes:
+        params: gradients of the trained parameters, a tree like them, sharded as the optimizer
+            reads them. With a scale of the loss they are multiplied by it.
+        loss: of the batch.
+        metrics: the user's own, by name.
+        model_state: what the model itself has updated.
+        exchange: see `TrainState.exchange`.
+    """
+
+    params: Tree
+    loss: Any
+    metrics: dict[str, Any]
+    model_state: Tree
+    exchange: dict[str, Any] | None = None
+
+
 def scaled_state(model_state: Tree, scale: Leaf) -> dict[str, Tree]:
     """Model state with the scale of the loss beside it.
 

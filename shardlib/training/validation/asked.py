@@ -32,6 +32,8 @@ class Validation:
         rows: that are evaluated at a time, of a tree or a dataset; 0 for as many as a batch of the
             training has, None for all at once.
         batch_axes: logical axes of a batch of it; by default those of a step, or by convention.
+        average: whether the average of the parameters is validated in their place, where the
+            optimizer keeps one (`shardlib.training.states.average`).
         name: comes before the names of its metrics: "validation/loss".
 
     Raises:
@@ -43,6 +45,7 @@ class Validation:
     loss: UserLoss | None = None
     rows: int | None = 0
     batch_axes: Tree = None
+    average: bool = False
     name: str = "validation"
 
     def __post_init__(self) -> None:

@@ -16,9 +16,11 @@ from shardlib.graph.rows import Rows
 from shardlib.lowering.islands.learned import first_of, learned
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.evaluation import Evaluation
+from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.batches import shapes_of_batch
 from shardlib.tracing.row_proofs import result_names, with_rows
 from shardlib.tracing.rows.proof import Inputs, prove
+from shardlib.training.states.average import averaged
 from shardlib.training.states.programs import AnyProgram
 from shardlib.training.validation.asked import Validation
 from shardlib.training.validation.batches import batches_of, dims_and_rows
@@ -99,8 +101,14 @@ def validator(asked: Validation, program: AnyProgram) -> Validator:
         program: that trains.
 
     Raises:
-        ModelError: the program is a step of the user's own, and there is no loss.
+        ModelError: the program is a step of the user's own, and there is no loss; or the average is
+            asked for of that or of several islands.
     """
+    if asked.average and not isinstance(program, Program):
+        raise ModelError(
+            "the average of parameters is validated of programs of shardlib.compile alone\nTry:"
+            " of a step of your own, a loss that takes the average from the state"
+        )
     if isinstance(program, StepProgram):
         return _of_step(asked, program)
     first = first_of(program)
@@ -113,10 +121,14 @@ def validator(asked: Validation, program: AnyProgram) -> Validator:
     return Validator(
         asked=asked,
         evaluation=evaluation,
-        state_of=lambda state: learned(program, state),
+        state_of=_averaging(first) if asked.average else lambda state: learned(program, state),
         pure=(evaluation.loss, first.model.params, first.model.state),
         usual=_rows(program.rows if isinstance(program, IslandsProgram) else program.batch),
     )
+
+
+def _averaging(program: Program) -> Callable[[Tree], Tree]:
+    return lambda state: averaged(program, state)
 
 
 def _of_step(asked: Validation, program: StepProgram) -> Validator:
