@@ -68,6 +68,7 @@ TESTS = {
     "test_hand_llama.py": "compile",
     "checkpointing/test_owner.py": "processes",
     "checkpointing/test_processes.py": "processes",
+    "cli/test_diff.py": "processes",
     "cli/test_train.py": "processes",
     "data/test_dataset.py": "unit",
     "data/test_packing.py": "unit",

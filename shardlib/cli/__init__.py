@@ -1,6 +1,6 @@
-"""The command line: `shardlib plan | explain | timeline | replan | scale | compare | fit-model |
-edge | edge-stage | verify | train | status | launch | generate | export | serve | bench-serve |
-doctor | models | topologies`.
+"""The command line: `shardlib plan | explain | diff | timeline | replan | scale | compare |
+fit-model | edge | edge-stage | verify | train | status | launch | generate | export | serve |
+bench-serve | doctor | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -33,6 +33,7 @@ from shardlib.cli.commands import (
     verifying,
 )
 from shardlib.cli.commands.booking import comparing, fitting
+from shardlib.cli.commands.reports import diff
 from shardlib.cli.commands.serving import bench, edge, exporting, generating, serve
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
@@ -44,6 +45,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "launch": launching.launch,
     "plan": planning.plan_command,
     "explain": planning.explain_command,
+    "diff": diff.diff_command,
     "timeline": planning.timeline_command,
     "replan": planning.replan_command,
     "scale": scaling.scale_command,

@@ -25,6 +25,7 @@ def test_help_names_every_command(shell):
         "plan",
         "explain",
         "timeline",
+        "diff",
         "replan",
         "scale",
         "edge",

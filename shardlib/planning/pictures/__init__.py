@@ -3,6 +3,7 @@
 html.py           a plan as a web page
 report/           the pictures of that page
 shown_plan.py    a plan that opens it
+compared.py      two plans side by side as a web page
 timelines.py      the step of a pipeline as an SVG file or a Perfetto trace
 style_sheets.py   the style sheets and the script, which stand in the files beside it
 """

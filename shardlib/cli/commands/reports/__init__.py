@@ -1,1 +1,1 @@
-"""Pages and comparisons of plans: the options of `explain` for its page."""
+"""Pages and comparisons of plans: the options of `explain` for its page, and `diff`."""
