@@ -1,0 +1,68 @@
+"""Runs notebooks and stores their outputs: text, and pictures that are small.
+
+    python docs/site/notebooks.py notebooks/01_annotate_and_plan.ipynb [...]
+
+What differs from run to run, times and warnings of libraries, is what `plain` leaves out; the rest
+of a stored notebook is that of a fresh run, which `tests/test_notebooks.py` holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Characters of the outputs of a notebook at most: GitHub shows them, and nobody scrolls.
+MOST = 60_000
+#: A time that was measured, as `shardlib.planning.units.quantity` writes it.
+_TIME = re.compile(r"\b\d[\d.,]*( ?)(ns|µs|ms|s|min)\b")
+
+
+def run(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with the outputs of a fresh run, of which what libraries warn of is no part."""
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+    return notebook
+
+
+def plain(notebook: NotebookNode) -> list[str]:
+    """The text of all outputs, with measured times left out, by cell."""
+    said: list[str] = []
+    for cell in notebook.cells:
+        outputs = cell.outputs if cell.cell_type == "code" else []
+        text = "".join(
+            one.get("text", "") or one.get("data", {}).get("text/plain", "") for one in outputs
+        )
+        said.append(re.sub(r" +", " ", _TIME.sub("TIME", text)))
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("notebooks", type=Path, nargs="+")
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for path in options.notebooks:
+        found = run(nbformat.read(path, as_version=4))
+        size = len(str([cell.get("outputs") for cell in found.cells]))
+        if size > MOST:
+            raise SystemExit(f"{path} would store {size:,} characters; at most {MOST:,}")
+        nbformat.write(found, path)
+        print(f"{path}: {size:,} characters of outputs")
+
+
+if __name__ == "__main__":
+    main()
