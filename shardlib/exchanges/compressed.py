@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 from shardlib.errors import PinError, raise_all
 from shardlib.exchanges.checks import whole
 from shardlib.exchanges.compressors import COMPRESSORS, Compressor, PowerSGD, Quantised, Sign, TopK
+from shardlib.exchanges.shown import Shown
 from shardlib.exchanges.spelling import text
 from shardlib.untrusted.json_types import JsonObject
 from shardlib.untrusted.shown import shown
@@ -19,7 +20,7 @@ RANK_FOUR = PowerSGD(rank=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed:
+class Compressed(Shown):
     """Islands exchange their gradients in every step, compressed, and all update by their mean:
     parameters stay alike on all islands, as with one optimizer of the whole batch.
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from shardlib.errors import PinError, raise_all
 from shardlib.exchanges.checks import between, one_of, whole
+from shardlib.exchanges.shown import Shown
 from shardlib.exchanges.spelling import spelled
 from shardlib.exchanges.wires import WIRES
 from shardlib.untrusted.json_types import JsonObject
@@ -17,7 +18,7 @@ MIXING = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo:
+class DiLoCo(Shown):
     """Islands train apart, each with its part of the batch, and meet every so many steps.
 
     With theta the outer parameters, theta_k those of island k and v a momentum (Douillard et al.,

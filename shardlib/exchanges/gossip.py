@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from shardlib.errors import PinError, raise_all
 from shardlib.exchanges.checks import one_of, whole
+from shardlib.exchanges.shown import Shown
 from shardlib.exchanges.spelling import spelled
 from shardlib.untrusted.json_types import JsonObject
 
@@ -15,7 +16,7 @@ GRAPHS = ("exponential", "ring")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gossip:
+class Gossip(Shown):
     """Islands train apart and average their parameters with neighbours, after every step or every
     so many; there are no outer parameters. Weights of what is averaged sum to one over what an
     island hears and over who hears it, so that the mean over islands stays as it is.

@@ -13,11 +13,12 @@ from typing import ClassVar, TypeAlias
 from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.gossip import Gossip
+from shardlib.exchanges.shown import Shown
 from shardlib.untrusted.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact:
+class Exact(Shown):
     """There is one island: gradients of the whole batch are reduced in every step, as planned."""
 
     kind: ClassVar[str] = "exact"

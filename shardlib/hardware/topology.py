@@ -42,6 +42,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ MOST_DEVICES = 1 << 20
 CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication", "margin")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Topology:
     """A machine: equal devices and the tiers of links between them.
 
@@ -197,6 +198,20 @@ class Topology:
             TopologyError: keys are missing or unknown, all of them listed, or values do not fit.
         """
         return _read(data, str(data.get("name", "")) or "custom", "the topology")
+
+    def __repr__(self) -> str:
+        return f"<Topology {self}>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{escape(tier.name)}</th><td>{tier.kind}</td>"
+            f"<td>{' x '.join(f'{n:,}' for n in tier.shape)}</td>"
+            f"<td>{tier.bytes_per_s / 1e9:,.1f} GB/s</td></tr>"
+            for tier in self.tiers
+        )
+        memory = f"{self.chip.hbm_bytes / 2**30:,.1f} GiB each"
+        title = f"{escape(self.name)}: {self.devices:,} devices {escape(self.chip.name)}, {memory}"
+        return f"<table><caption>{title}</caption>{rows}</table>"
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier.name} {'x'.join(map(str, tier.shape))}" for tier in self.tiers)

@@ -6,6 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from shardlib.exchanges.compressed import RANK_FOUR
+from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges.values import EXACT
+from shardlib.hardware.topology import topology
 from shardlib.planning.serving.serving_plan import plan_served
 from shardlib.planning.units.cards import card
 from tests.planning.fixture_plan import PLAN
@@ -70,3 +74,18 @@ def test_a_serving_plan_shows_its_curve(serving):
 
 def test_what_a_user_names_is_text_and_no_html():
     assert "<script>" not in card("<script>", ["<b>"], rows=[["<i>", "x"]], text="<u>")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [topology("2*h100:8"), topology("v5e:4x8"), DiLoCo(islands=2, every=100), EXACT, RANK_FOUR],
+)
+def test_machines_and_exchanges_are_tables(value):
+    assert "\n" not in repr(value) and len(repr(value)) < 200
+    if hasattr(value, "_repr_html_"):
+        assert read(value._repr_html_())
+
+
+def test_a_machine_says_its_links():
+    text = read(topology("2*h100:8")._repr_html_())
+    assert "16 devices" in text and "InfiniBand" in text and "450.0 GB/s" in text

@@ -9,6 +9,7 @@ import jax
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Leaf
+from shardlib.lowering.runtime.state_card import state_card
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +63,14 @@ class TrainState:
             if (found := jax.tree.leaves(tree))
         ]
         return f"<TrainState {', '.join(said)}>"
+
+    def _repr_html_(self) -> str:
+        parts = {
+            "params": self.params,
+            "model state": self.model_state,
+            "optimizer state": self.opt_state,
+        }
+        return state_card(repr(self), parts)
 
     @property
     def inference(self) -> dict[str, Tree]:
