@@ -1,17 +1,18 @@
 """How fast does our engine answer beside `transformers`, on one CPU and the same checkpoint?
 
-    python benchmarks/serving_peers.py [--pairs N] [--threads N]
+    python benchmarks/serving_peers.py [--pairs N]
 
 A Llama of 27.8 M parameters, float32, written as a folder of Hugging Face, continues eight prompts
 of 32 tokens by 64, greedily. `transformers` generates the batch of eight; our engine serves eight
-requests. Both run in turn in one process with as many threads; compilation and a first run are not
-timed. The ratio is the median of the ratios of neighbours in time. It needs torch and transformers
+requests, its weights sharded over as many devices of the CPU as there are cores. Both run in turn in
+one process with as many threads; compilation and a first run are not timed. The ratio is the median of the ratios of neighbours in time. It needs torch and transformers
 beside shardlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={os.cpu_count() or 1}"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
@@ -36,6 +38,9 @@ from shardlib.models.described import described
 from shardlib.serving.folders.writing import byte_tokenizer
 
 ROWS, PROMPT, MOST = 8, 32, 64
+THREADS = os.cpu_count() or 1
+#: Devices that share every layer: as many as there are cores, where they divide the key heads.
+WAYS = math.gcd(THREADS, LLAMA.kv_heads)
 
 
 def folder(place: Path) -> None:
@@ -51,18 +56,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(THREADS)
     random = np.random.default_rng(0)
     prompts = random.integers(0, LLAMA.vocab_size, (ROWS, PROMPT))
     with tempfile.TemporaryDirectory() as name:
         place = Path(name) / "llama"
         folder(place)
         peer = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-        capacity = serving.Capacity(longest=PROMPT + MOST, slots=ROWS, budget=ROWS * PROMPT)
-        engine = serving.read_folder(place, dtype="float32").engine(capacity)
+        pages = ROWS * -(-(PROMPT + MOST) // 16)  # the peer has room for all of its rows, too
+        capacity = serving.Capacity(
+            longest=PROMPT + MOST, slots=ROWS, budget=ROWS * PROMPT, pages=pages
+        )
+        engine = serving.read_folder(place, dtype="float32").engine(capacity, tensor=WAYS)
     peer.generation_config.eos_token_id = None
     engine.warm_up()
     given = torch.tensor(prompts)
@@ -94,7 +101,8 @@ def main() -> None:
     result = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "threads": asked.threads,
+        "threads": THREADS,
+        "tensor": WAYS,
         "parameters": LLAMA.parameter_count(),
         "rows": ROWS,
         "tokens_equal": equal,

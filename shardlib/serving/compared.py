@@ -60,12 +60,12 @@ def compare(
     )
 
     def plain(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
-        return forward(model.evaluating(model.rebuild(params, state)), tokens)[0, :count]
+        return forward(model.evaluating(model.rebuild(all_plain(params), state)), tokens)[0, :count]
 
     def of(seq: int) -> np.ndarray:
         row = np.zeros((1, seq), np.int32)
         row[0, :count] = tokens
-        return np.asarray(jax.jit(plain)(all_plain(weights[0]), weights[1], row), np.float32)
+        return np.asarray(jax.jit(plain)(*weights, row), np.float32)
 
     try:
         right = of(min(ROW, traced.longest))

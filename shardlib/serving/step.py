@@ -170,6 +170,9 @@ class Step:
 
     def _fill(self, given: Given, share: Share, places: np.ndarray) -> None:
         """The tokens of a share, at their places."""
+        if share.count == 1:
+            self._fill_one(given, share, int(places[0]))
+            return
         position = np.arange(share.first, share.first + share.count)
         held, page = np.asarray(share.request.pages, np.int32), self.sizes.page
         given.tokens[places] = share.tokens
@@ -177,6 +180,14 @@ class Step:
             given.adapter[places] = self._which(share)
         given.position[places] = position
         given.entry[places] = held[position // page] * page + position % page
+
+    def _fill_one(self, given: Given, share: Share, place: int) -> None:
+        """The token of a share that has one: without the arrays that several want."""
+        page, at = self.sizes.page, share.first
+        given.tokens[place], given.position[place] = share.tokens[0], at
+        if given.adapter is not None and self._which is not None:
+            given.adapter[place] = self._which(share)
+        given.entry[place] = share.request.pages[at // page] * page + at % page
 
     def _operands(self, shape: Shape) -> Given:
         found = operands(self.sizes, shape, self.grid.groups)

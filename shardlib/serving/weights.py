@@ -7,7 +7,7 @@ fewer heads than devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -24,7 +24,7 @@ from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import Forward, TracedForward
-from shardlib.lowering.serving.stored import Stored, is_stored, store
+from shardlib.lowering.serving.stored import Stored, by_layer, is_stored, store
 from shardlib.propagation.serving import scale_dims, serving_layouts, serving_mesh
 from shardlib.serving.scheduling.capacity import Storage
 from shardlib.tracing.forward_only import served_problem
@@ -60,12 +60,14 @@ class Placed:
         shared: of each, the dim whose elements share a scale where it is stored in eight bits; -1
             for none.
         storage: of weights and the cache.
+        layered: numbers of the params that are held by layers.
     """
 
     mesh: Mesh | AbstractMesh
     params: Tree
     shared: Tree
     storage: Storage
+    layered: frozenset[int] = frozenset()
 
     @property
     def grid(self) -> Grid:
@@ -88,6 +90,12 @@ class Placed:
         if self.storage.weights != "model":
             shardings = jax.tree.map(lambda one: one.sharding, self.described(held))
             held = jax.jit(self._stored, out_shardings=shardings)(held)
+        if self.layered:
+            leaves, tree = jax.tree.flatten(held, is_leaf=is_stored)
+            held = None  # or every array is there twice
+            for at in self.layered:
+                leaves[at] = by_layer(leaves[at])
+            held = jax.tree.unflatten(tree, leaves)
         return held, jax.device_put(state, self.whole)
 
     def described(self, params: Tree) -> Tree:
@@ -176,6 +184,7 @@ def placed(
     found: Arrangement,
     mesh: Mesh | AbstractMesh,
     storage: Storage | None = None,
+    layered: Collection[int] = (),
 ) -> Placed:
     """Where the arrays of a model live.
 
@@ -184,6 +193,8 @@ def placed(
         found: see `arranged`.
         mesh: of its shape.
         storage: of weights and the cache; None for those of the model.
+        layered: numbers of the params that are held by layers; those whose first dim no device
+            shares are.
     """
 
     def of(path: KeyPath, _: Leaf) -> NamedSharding:
@@ -193,11 +204,14 @@ def placed(
         dim = found.scales.get(path_text(path) or "params", -1)
         return dim if jnp.issubdtype(leaf.dtype, jnp.floating) else -1
 
+    params = jax.tree_util.tree_map_with_path(of, model.params)
+    whole = {at for at, one in enumerate(jax.tree.leaves(params)) if not (*one.spec, None)[0]}
     return Placed(
         mesh=mesh,
-        params=jax.tree_util.tree_map_with_path(of, model.params),
+        params=params,
         shared=jax.tree_util.tree_map_with_path(shared, model.params),
         storage=storage or Storage(),
+        layered=frozenset(whole & {*layered}),
     )
 
 

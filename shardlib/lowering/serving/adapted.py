@@ -11,7 +11,7 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Value
-from shardlib.lowering.serving.stored import is_stored, plain
+from shardlib.lowering.serving.stored import Layered, is_held, plain
 
 
 @jax.tree_util.register_dataclass
@@ -37,11 +37,16 @@ def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) ->
         adapter: int32, that of the token, from 1 on; 0, or None, for the base.
     """
     if not isinstance(params, Adapted):
-        return jax.tree.leaves((params, state), is_leaf=is_stored)
-    leaves = jax.tree.leaves((params.params, state), is_leaf=is_stored)
+        return jax.tree.leaves((params, state), is_leaf=is_held)
+    leaves = jax.tree.leaves((params.params, state), is_leaf=is_held)
     if adapter is None:
         return leaves
     for at, stack in params.stacks.items():
-        mine = jnp.take(stack, jnp.maximum(adapter - 1, 0), axis=0)
-        leaves[at] = jnp.where(adapter > 0, mine, plain(leaves[at]))
+        mine, own = jnp.take(stack, jnp.maximum(adapter - 1, 0), axis=0), leaves[at]
+        if isinstance(own, Layered):
+            both = zip(mine, own.rows, strict=True)
+            rows = [jnp.where(adapter > 0, one, plain(row)) for one, row in both]
+            leaves[at] = Layered(rows=tuple(rows))
+        else:
+            leaves[at] = jnp.where(adapter > 0, mine, plain(own))
     return leaves

@@ -3,7 +3,8 @@
 Tokens come in sets: of each request one table of pages, and so many tokens that look at it. A set
 reads its pages a few at a time, as far as its last token needs them and no earlier than its window
 (a softmax that is corrected as it goes, Milakov and Gimelshein, arXiv:1805.02867): what a step
-reads follows from its requests, not from the longest that there may be.
+reads follows from its requests, not from the longest that there may be. On a CPU, where a turn of a
+loop costs more than what it reads, short sets read all they need at once.
 
 Suffixes: A set, C token of a set, M page of a request, P token of a page, U token of a few pages, K
 key head, G queries of a key head, H width.
@@ -22,6 +23,9 @@ from shardlib.jax_types import Index, Value
 
 #: Tokens that a set reads at a time: an eighth of the most, within these bounds.
 FEWEST, MOST = 64, 512
+#: Key heads at most of which scores are computed together: that multiplies so many times as much,
+#: and moves no keys.
+TOGETHER = 8
 _LOW = float(jnp.finfo(jnp.float32).min) / 2
 
 
@@ -68,20 +72,21 @@ def over_pages(
         first: the first one that it has.
     """
     (sets, most), (_, chunk) = given.table.shape, given.position.shape
-    few = max(1, min(most, min(max(most * size // 8, FEWEST), MOST) // size))
     start, end = _range(form, given, size)
+    needed = jnp.max(end - start, initial=0)
 
-    def some(turn: Index, partial: Partial) -> Partial:
+    def some(turn: Index, partial: Partial, few: int, together: bool = False) -> Partial:
         number = start[:, None] + turn * few + jnp.arange(few, dtype=jnp.int32)
         pages = jnp.take_along_axis(given.table, jnp.minimum(number, most - 1), axis=1)
         *keys, values = (one.reshape(sets, few * held, *one.shape[3:]) for one in read(pages))
         within = first + jnp.arange(held, dtype=jnp.int32)
         column = (number[..., None] * size + within).reshape(sets, 1, few * held)
-        seen = _seen(form, given, column)[:, :, None, None]
-        added = _added(form, given, column)
-        return _more(form, given.queries, keys, values, seen, partial, added)
+        seen, added = _seen(form, given, column), _added(form, given, column)
+        if together:
+            return _together(form, given.queries, keys, values, seen, added)
+        return _more(form, given.queries, keys, values, seen[:, :, None, None], partial, added)
 
-    shape = jax.eval_shape(read, jax.ShapeDtypeStruct((sets, few), given.table.dtype))[-1].shape
+    shape = jax.eval_shape(read, jax.ShapeDtypeStruct((sets, 1), given.table.dtype))[-1].shape
     groups, width = shape[3], shape[4]
     heads = given.queries[0].shape[2]
     one = (sets, chunk, groups, heads // groups)
@@ -90,13 +95,33 @@ def over_pages(
         jnp.zeros(one, jnp.float32),
         jnp.full(one, _LOW, jnp.float32),
     )
-    turns = jnp.max(-(-(end - start) // few), initial=0)
-    mixed, total, highest = jax.lax.fori_loop(0, turns, some, nothing)
+
+    def in_turns() -> Partial:
+        few = max(1, min(most, min(max(most * size // 8, FEWEST), MOST) // size))
+        turns = -(-needed // few)
+        return jax.lax.fori_loop(0, turns, lambda turn, so_far: some(turn, so_far, few), nothing)
+
+    def at_once() -> Partial:
+        counts = _at_once(most, size)
+        which = sum((needed > count).astype(jnp.int32) for count in counts)
+        together = chunk == 1 and 1 < groups <= TOGETHER
+        ways = [lambda count=count: some(0, nothing, count, together) for count in counts]
+        return jax.lax.switch(which, ways if counts[-1] >= most else [*ways, in_turns])
+
+    mixed, total, highest = jax.lax.platform_dependent(cpu=at_once, default=in_turns)
     return (
         mixed.reshape(sets, chunk, heads, width),
         total.reshape(sets, chunk, heads),
         highest.reshape(sets, chunk, heads),
     )
+
+
+def _at_once(most: int, size: int) -> list[int]:
+    """How many pages may be read at once: doubled, up to all of a request or `MOST` tokens."""
+    counts = [max(1, FEWEST // size)]
+    while counts[-1] < most and 2 * counts[-1] * size <= MOST:
+        counts.append(2 * counts[-1])
+    return [min(count, most) for count in counts]
 
 
 def joined(parts: Partial) -> Value:
@@ -160,13 +185,12 @@ def _more(
         (_products(query, key) for query, key in zip(grouped, keys, strict=True)),
         start=jnp.zeros((), jnp.float32),
     )
-    scores = scores * form.scale
-    if form.softcap:
-        scores = form.softcap * jnp.tanh(scores / form.softcap)
+    scores = _scaled(form, scores)
     if added is not None:
         scores = scores + added.reshape(scores.shape)
-    top = jnp.maximum(highest, jnp.max(jnp.where(seen, scores, _LOW), axis=-1))
-    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.maximum(highest, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - top[..., None])
     before = jnp.exp(highest - top)
     more = jnp.einsum(
         "ackgu,aukv->ackgv",
@@ -187,3 +211,52 @@ def _products(query: Value, key: Value) -> Value:
     return jnp.einsum(
         f"ackgh,{dims}->ackgu", query, key.astype(query.dtype), preferred_element_type=jnp.float32
     )
+
+
+def _together(
+    form: Attention,
+    queries: Sequence[Value],
+    keys: Sequence[Value],
+    values: Value,
+    seen: Value,
+    added: Value | None,
+) -> Partial:
+    """What one token of each set makes of keys and values, without moving them by head: a query is
+    zero for the other heads, and of what its weights make of all values it keeps its own head's.
+    """
+    rows, count, heads, _ = values.shape
+    group = queries[0].shape[2] // heads
+    own = jnp.eye(heads, dtype=queries[0].dtype)[:, None, :, None]
+
+    def products(query: Value, key: Value) -> Value:
+        query = query[:, 0]
+        if key.ndim == 4:
+            grouped = query.reshape(rows, heads, group, -1).swapaxes(2, 3)
+            spread = (grouped[..., None, :] * own).reshape(rows, -1, heads * group)
+        else:
+            spread = query.swapaxes(1, 2)
+        key = key.astype(query.dtype).reshape(rows, count, -1)
+        return jnp.einsum("aux,axn->aun", key, spread, preferred_element_type=jnp.float32)
+
+    scores = sum(map(products, queries, keys), start=jnp.zeros((), jnp.float32))
+    scores = _scaled(form, scores)
+    if added is not None:
+        scores = scores + added[:, 0].swapaxes(1, 2)
+    scores = jnp.where(seen.swapaxes(1, 2), scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=1), _LOW)
+    weights = jnp.exp(scores - top[:, None])
+    dtype = queries[-1].dtype
+    sums = jnp.einsum(
+        "anu,aux->anx",
+        jax.lax.optimization_barrier(weights.astype(dtype).swapaxes(1, 2)),
+        values.astype(dtype).reshape(rows, count, -1),
+        preferred_element_type=jnp.float32,
+    ).reshape(rows, heads, group, heads, -1)
+    mixed = jnp.sum(sums * own.astype(sums.dtype), axis=3)
+    one = (rows, 1, heads, group)
+    return mixed[:, None], jnp.sum(weights, axis=1).reshape(one), top.reshape(one)
+
+
+def _scaled(form: Attention, scores: Value) -> Value:
+    scores = scores * form.scale
+    return form.softcap * jnp.tanh(scores / form.softcap) if form.softcap else scores

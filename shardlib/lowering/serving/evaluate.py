@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.latent import Latent
 from shardlib.lowering.serving.pages import Pages, Token, attending
 from shardlib.lowering.serving.positions import Positions
-from shardlib.lowering.serving.stored import plain
+from shardlib.lowering.serving.stored import Layered, plain, written_out
 from shardlib.tracing.program import REMAT, Call, Equation, Program
 from shardlib.tracing.rewriting.binding import bind, carried_avals, strong
 
@@ -140,7 +141,19 @@ def _equation(
         ((program, _),) = bodies(equation)
         results, pages = evaluate(program, operands, cached, equation.path)
         return results, replace(cached, pages=pages)
-    return bind(equation, [plain(one) for one in operands]), cached
+    operands = [plain(one) for one in operands]
+    if equation.name == "dot_general":
+        return bind(equation, operands, dimension_numbers=_in_order(equation)), cached
+    return bind(equation, operands), cached
+
+
+def _in_order(equation: Equation) -> tuple[Any, Any]:
+    """Which dims a product sums over, in the order of its second operand, the weights where there
+    are such: in another order compilers for CPUs copy them.
+    """
+    (left, right), batch = equation.params["dimension_numbers"]
+    pairs = sorted(zip(left, right, strict=True), key=lambda pair: pair[1])
+    return tuple(tuple(side) for side in zip(*pairs, strict=True)) or (left, right), batch
 
 
 def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
@@ -174,6 +187,7 @@ def _scan(
         )
         return (tuple(outputs[:carried]), dict(pages), iteration + 1), tuple(outputs[carried:])
 
+    scanned = operands[constants + carried :]
     start = tuple(
         strong(plain(value), aval)
         for value, aval in zip(
@@ -182,12 +196,11 @@ def _scan(
             strict=False,
         )
     )
-    (values, pages, _), stacked = jax.lax.scan(
-        body,
-        (start, mine, jnp.zeros((), jnp.int32)),
-        tuple(operands[constants + carried :]),
-        length=length,
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    if any(isinstance(one, Layered) for one in scanned):
+        run, first = written_out, 0
+    else:
+        run, first = partial(jax.lax.scan, unroll=params["unroll"]), jnp.zeros((), jnp.int32)
+    (values, pages, _), stacked = run(
+        body, (start, mine, first), tuple(scanned), length=length, reverse=params["reverse"]
     )
     return [*values, *stacked], replace(cached, pages={**cached.pages, **pages})

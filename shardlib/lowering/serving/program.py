@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardlib._jax_compat import scan_counts
 from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError, ShardlibError
 from shardlib.functions.attention import Attention
@@ -65,6 +66,19 @@ class TracedForward:
         """
         windows = [0 if call.form.chosen else call.form.window for call in self.calls]
         return max(windows) if all(windows) else 0
+
+    @property
+    def scanned(self) -> frozenset[int]:
+        """Numbers of the params of which each iteration of a loop with attention takes a row."""
+        found: list[int] = []
+        for equation in self.program.equations:
+            loop = f"{equation.path}/"
+            if equation.name == "scan" and any(path.startswith(loop) for path in self._paths):
+                found += equation.inputs[sum(scan_counts(equation.params)) :]
+        count = len(jax.tree.leaves(self.model.params))
+        return frozenset(
+            at for at, number in enumerate(self.program.inputs[:count]) if number in found
+        )
 
     def new_pages(self, count: int, size: int, cache: str = "model") -> Mapping[str, Tree]:
         """So many pages, for each call.

@@ -1,4 +1,5 @@
-"""Weights of eight bits, each with a scale that some elements share, and pages of eight bits.
+"""How weights and pages are held: in eight bits, with scales that some elements share, and weights
+by layers.
 
 A step computes with them as with any others: where an equation multiplies, values are scaled to the
 dtype of the model, which compilers do as they read them, so that memory holds and moves bytes.
@@ -10,13 +11,15 @@ dtype of the model, which compilers do as they read them, so that memory holds a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.jax_types import Index, Value
+from shardlib.jax_types import Function, Index, Leaf, Value
 
 #: Dtype and largest value of each way to store.
 DTYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
@@ -57,8 +60,46 @@ def store(array: Value, dim: int, how: str) -> Stored:
     )
 
 
-def plain(value: Value | Stored) -> Value:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Layered:
+    """An array whose rows are arrays of their own: those of the layers that a loop runs over.
+
+    Compilers for CPUs copy the row of a stacked array before they multiply with it.
+
+    Attributes:
+        rows: along the first dim, `Stored` or not.
+    """
+
+    rows: tuple[Value | Stored, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        return (len(self.rows), *_array(self.rows[0]).shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the array that it stands for."""
+        return jnp.dtype(self.rows[0].dtype)
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of the array that it stands for."""
+        where = _array(self.rows[0]).sharding
+        if isinstance(where, NamedSharding):
+            return NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
+        return where
+
+
+def _array(value: Value | Stored) -> Value:
+    return value.values if isinstance(value, Stored) else value
+
+
+def plain(value: Value | Stored | Layered) -> Value:
     """The array that a value stands for."""
+    if isinstance(value, Layered):
+        return jnp.stack([plain(row) for row in value.rows])
     if not isinstance(value, Stored):
         return value
     dtype = jnp.dtype(value.dtype)
@@ -70,9 +111,68 @@ def is_stored(value: object) -> bool:
     return isinstance(value, Stored)
 
 
+def is_held(value: object) -> bool:
+    """Whether a value stands for an array, and is none."""
+    return isinstance(value, (Stored, Layered))
+
+
 def all_plain(tree: Tree) -> Tree:
-    """A tree of arrays in place of one with arrays of eight bits."""
-    return jax.tree.map(plain, tree, is_leaf=is_stored)
+    """A tree of arrays in place of one with values that stand for them."""
+    return jax.tree.map(plain, tree, is_leaf=is_held)
+
+
+def by_layer(value: Value | Stored) -> Layered:
+    """An array with rows of their own, each where the array is.
+
+    Args:
+        value: the array; no device has a part of its first dim.
+    """
+
+    def rows(value: Value | Stored) -> Layered:
+        first = jax.tree.leaves(value)[0]
+        return Layered(rows=tuple(layer(value, at) for at in range(first.shape[0])))
+
+    def row(leaf: Leaf) -> Sharding:
+        where = leaf.sharding
+        if isinstance(where, NamedSharding):
+            return NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+        return where
+
+    shardings = jax.tree.map(row, value)
+    count = len(jax.tree.leaves(value)[0])
+    made = jax.jit(rows, out_shardings=Layered(rows=(shardings,) * count))
+    return made(value)
+
+
+def layer(value: Value | Stored | Layered, at: int) -> Value | Stored:
+    """A row of an array.
+
+    Args:
+        value: the array.
+        at: number of the row.
+    """
+    if isinstance(value, Layered):
+        return value.rows[at]
+    return jax.tree.map(lambda one: one[at], value)
+
+
+def written_out(
+    body: Function, carry: Tree, scanned: Sequence[Tree], *, length: int, reverse: bool
+) -> tuple[Tree, tuple[Value, ...]]:
+    """What `jax.lax.scan` computes, each iteration with the rows that are held for it.
+
+    Args:
+        body: (carry, rows) -> (carry, results).
+        carry: before the first iteration.
+        scanned: arrays, or what stands for them.
+        length: of the loop.
+        reverse: whether it begins with the last row.
+    """
+    made: dict[int, tuple[Value, ...]] = {}
+    for at in reversed(range(length)) if reverse else range(length):
+        carry, made[at] = body(carry, tuple(layer(one, at) for one in scanned))
+    rows = [made[at] for at in range(length)]
+    return carry, tuple(jnp.stack(some) for some in zip(*rows, strict=True))
 
 
 @jax.tree_util.register_dataclass

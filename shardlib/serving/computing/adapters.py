@@ -18,7 +18,7 @@ from shardlib.annotation.model import Tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.adapted import Adapted
-from shardlib.lowering.serving.stored import is_stored
+from shardlib.lowering.serving.stored import Layered, is_held, is_stored
 from shardlib.serving.scheduling.requests import Asked
 
 #: Dotted path of a parameter -> the array that an adapter has in its place.
@@ -73,14 +73,14 @@ class Adapters:
         Raises:
             ArgumentError: there is no room, or it does not fit the base, or the other adapters.
         """
-        leaves = jax.tree_util.tree_leaves_with_path(weights[0])
-        stored = jax.tree.leaves(weights[0], is_leaf=is_stored)
+        leaves = jax.tree_util.tree_leaves_with_path(weights[0], is_leaf=is_held)
+        stored = any(map(is_stored, jax.tree.leaves(weights[0], is_leaf=is_stored)))
         places = {path_text(path): at for at, (path, _) in enumerate(leaves)}
         parts = parts_of(given)
         failures = [
             why
             for why, wrong in (
-                ("weights are stored in eight bits", any(map(is_stored, stored))),
+                ("weights are stored in eight bits", stored),
                 (f"there is room for {self.most}", len({*self.rows, name}) > self.most),
                 ("the name is empty", not name),
                 ("it has no parameters", not parts),
@@ -125,7 +125,7 @@ def parts_of(given: Tree) -> Parts:
     return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
 
 
-def empty_stack(own: jax.Array, most: int) -> jax.Array:
+def empty_stack(own: jax.Array | Layered, most: int) -> jax.Array:
     """Room for so many arrays like one of the model, sharded as it is.
 
     Args:

@@ -104,9 +104,9 @@ def built(
     traced = traced_forward(model, forward, longest=capacity.longest)
     capacity = capacity.within(traced.window)
     found = arranged(model, forward, traced, tensor=tensor, data=data)
-    where = placed(
-        model, found, device_mesh(found.mesh, devices[: tensor * data])[0], capacity.storage
-    )
+    mesh = device_mesh(found.mesh, devices[: tensor * data])[0]
+    layered = traced.scanned if devices[0].platform == "cpu" else ()
+    where = placed(model, found, mesh, capacity.storage, layered)
 
     def place(given: Tree | int) -> tuple[Tree, Tree]:
         return where.weights(*_weights(model, given))

@@ -19,6 +19,7 @@ from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import ArgumentError, ModelError, raise_all
 from shardlib.jax_types import Leaf
 from shardlib.lowering.serving.adapted import Adapted
+from shardlib.lowering.serving.stored import all_plain, is_held
 from shardlib.serving.computing.adapters import empty_stack
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.schedule import Share
@@ -57,12 +58,14 @@ class Sources:
         def made(
             params: Tree, state: Tree, source: jax.Array, count: jax.Array
         ) -> dict[str, jax.Array]:
-            return dict(encode(model.evaluating(model.rebuild(params, state)), source, count))
+            return dict(
+                encode(model.evaluating(model.rebuild(all_plain(params), state)), source, count)
+            )
 
         leaves = [
             (path_text(path), leaf)
             for part in weights
-            for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_held)
         ]
         places = {path: at for at, (path, _) in enumerate(leaves)}
         row = jax.ShapeDtypeStruct((1, longest), jnp.int32)
