@@ -145,6 +145,13 @@ class Request:
         """Prompt and answer."""
         return [*self.asked.prompt, *self.answer]
 
+    def tokens_from(self, first: int) -> list[int]:
+        """Prompt and answer from a position on."""
+        prompt = self.asked.prompt
+        if first < len(prompt):
+            return [*prompt[first:], *self.answer]
+        return self.answer[first - len(prompt) :]
+
     @property
     def count(self) -> int:
         """Of its tokens."""

@@ -51,10 +51,7 @@ class Share:
     @property
     def tokens(self) -> list[int]:
         """That it computes."""
-        answer, at = self.request.answer, self.first - len(self.request.asked.prompt)
-        if self.count == 1 and 0 <= at < len(answer):  # without a copy of all others
-            return [answer[at]]
-        return [*self.request.tokens, *self.drafted][self.first : self.first + self.count]
+        return [*self.request.tokens_from(self.first), *self.drafted][: self.count]
 
 
 class Schedule:
