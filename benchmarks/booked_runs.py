@@ -1,7 +1,7 @@
 """Device-hours that published runs took, beside those that plans of this library predict, and the
 model that `shardlib fit-model` finds for the same machine and days.
 
-    python benchmarks/booked_runs.py --out benchmarks/results/booked_runs.json
+    python benchmarks/booked_runs.py [--hours] --out benchmarks/results/booked_runs.json
 
 A published number is what a run took with everything in it: failures, evaluation, and a plan that
 people chose. A predicted one is the best plan of this library for one program of JAX, without
@@ -79,8 +79,8 @@ RUNS = (
 )  # fmt: skip
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """A published run beside its plan, and beside the model that fits its days."""
+def measure(run: Run, *, fit: bool) -> dict[str, Any]:
+    """A published run beside its plan, and, where asked, beside the model that fits its days."""
     init, loss = build(run.model)
     batch = example_batch(run.model, run.batch, run.seq)
     plan = shardlib.plan(init, loss, optax.adamw(3e-4), batch, topology=run.topology)
@@ -98,7 +98,7 @@ def measure(run: Run) -> dict[str, Any]:
         "mfu": plan.estimate.mfu,
         "mesh": str(plan.mesh),
     }
-    if run.fitted:
+    if run.fitted and fit:
         started = time.perf_counter()
         days = run.hours / devices / 24
         budget = booking.Budget(
@@ -127,10 +127,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="store the figures")
+    parser.add_argument("--hours", action="store_true", help="device-hours only, no models fitted")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for run in RUNS:
-        rows.append(measure(run))
+        rows.append(measure(run, fit=not options.hours))
         row, fitted = rows[-1], rows[-1].get("fitted")
         print(
             f"{row['model']} on {row['topology']}: {row['predicted_device_hours']:,.0f} of"
