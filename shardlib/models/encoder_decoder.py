@@ -2,8 +2,7 @@
 
 Layers that repeat, with experts in one of them or in none, are one stacked module, run with
 `jax.lax.scan`. Logical axes are those of the decoder-only model, and "buckets". Attention adds a
-bias to its scores, which `shardlib.attention` has no form for: it is written out, and a `context`
-axis gathers keys and values.
+bias to its scores and is written out, as in T5X: a `context` axis gathers keys and values.
 """
 
 from __future__ import annotations

@@ -231,7 +231,8 @@ def findings(
             "cache-copied",
             "warning",
             f"temporaries of {bytes_text(found['temporaries'])} are more than the pages,"
-            f" {bytes_text(pages)}: the cache is copied, or a step reads all of it at once",
+            f" {bytes_text(pages)}: the cache is copied, a step reads all of it at once, or weights"
+            " of a layer are copied, as those of experts may be",
             "fewer slots, or a smaller budget",
         )
     expected = sum(predicted.values())
