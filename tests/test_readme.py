@@ -66,13 +66,18 @@ def test_the_program_on_simulated_devices_comes_with_what_simulates_them():
 
 
 @pytest.mark.long
-def test_the_command_prints_what_follows_it(capsys):
+def test_the_command_prints_what_follows_it_and_the_picture_is_of_its_plan(capsys, tmp_path):
     command, shown = block("<!-- llama -->").split("\n", 1)
     assert command.startswith("$ shardlib ")
     with pytest.raises(SystemExit) as ended:
-        main(shlex.split(command.removeprefix("$ shardlib ")))
+        main([*shlex.split(command.removeprefix("$ shardlib ")), "--out", f"{tmp_path}/p.json"])
     assert not ended.value.code
     compare(shown, capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(["explain", f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg"])
+    stored = Path(__file__).parents[1] / "docs" / "pictures" / "llama3-405b.svg"
+    again = "shardlib explain plan.json --svg docs/pictures/llama3-405b.svg"
+    assert (tmp_path / "p.svg").read_text() == stored.read_text(), f"old; make it again: {again}"
 
 
 def test_a_wrong_line_is_noticed():

@@ -165,7 +165,9 @@ def explain_command(
     from shardlib.planning.text.explain import explain
 
     if explain_serving(
-        file, as_json, others=bool(why_not or alternatives or sensitivity or kernels or page.html)
+        file,
+        as_json,
+        others=bool(why_not or alternatives or sensitivity or kernels or page.html or page.svg),
     ):
         return
     plan = read_plan(file, changed=changed)

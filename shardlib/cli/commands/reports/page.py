@@ -27,6 +27,10 @@ class Page:
         Path | None,
         typer.Option("--html", callback=writable, help="Write a report for the browser here."),
     ] = None
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", callback=writable, help="Draw the plan on its machine here."),
+    ] = None
     verified: Annotated[
         Path | None,
         typer.Option(
@@ -53,6 +57,11 @@ class Page:
             PlanError: there is evidence, and no page to show it on.
             VerificationError, MissingFileError, RunError: the evidence cannot be read.
         """
+        if self.svg is not None:
+            from shardlib.hardware.topology import topology
+            from shardlib.planning.pictures.overview import plan_svg
+
+            write(self.svg, plan_svg(plan, topology(plan.topology)))
         if self.html is None:
             if self.verified is not None or self.run is not None:
                 raise PlanError("--verified and --run belong to a page\nTry: --html report.html")

@@ -66,20 +66,21 @@ def lanes(plan: PlanData) -> tuple[Lane, ...]:
     )
 
 
-def step_picture(plan: PlanData) -> str:
+def step_picture(plan: PlanData, *, most: int = _MOST) -> str:
     """The picture of a step.
 
     Args:
         plan: the plan.
+        most: kinds of collectives that are drawn, the slowest.
     """
     found = lanes(plan)
     total = plan.estimate.step_seconds
     longest = max([total, *(lane.row.seconds for lane in found)]) or 1.0
     scale = (WIDTH - _LEFT - 60) / longest
-    height = 44 + _ROW * (1 + min(len(found), _MOST)) + 20
+    height = 44 + _ROW * (1 + min(len(found), most)) + 20
     shapes = [*_grid(longest, scale, height), *_busy(plan, scale)]
     y = 24.0 + _ROW + 14
-    for lane in found[:_MOST]:
+    for lane in found[:most]:
         shapes += _lane(lane, scale, y)
         y += _ROW
     label = (
@@ -88,7 +89,7 @@ def step_picture(plan: PlanData) -> str:
         + ". Collectives: "
         + ", ".join(
             f"{lane.row.kind} over {' and '.join(lane.row.axes)} {seconds_text(lane.row.seconds)}"
-            for lane in found[:_MOST]
+            for lane in found[:most]
         )
     )
     return picture(label, height, shapes)
