@@ -19,8 +19,10 @@ from shardlib.training.display import Display
 from shardlib.training.fit import fit
 from shardlib.training.loggers import JsonLines, LoggedRun, Logger, MLflow, TensorBoard, WandB
 from shardlib.training.notebook import NotebookBar
+from shardlib.training.run.folder import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import Validation
+from tests.planning.fixture_plan import PLAN
 from tests.training.small import batch_of, compiled
 
 RECORDS: tuple[dict[str, Any], ...] = (
@@ -53,6 +55,18 @@ def test_lines_of_json_anywhere(tmp_path: Path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2]
     assert lines[-1]["event"] == "validation" and lines[-1]["validation/loss"] > 0
+
+
+def test_tensorboard_shows_the_plan_beside_the_curves(tmp_path: Path):
+    (tmp_path / RunFolder(tmp_path).plan.name).write_text(PLAN.to_json())
+    written(TensorBoard(), tmp_path)
+    data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    for line in PLAN.explain().splitlines():
+        assert line.encode() in data
+    (tmp_path / "plan.json").write_text("{}")
+    written(TensorBoard(folder=tmp_path / "other"), tmp_path)  # what is no plan has no page
+    data = b"".join(path.read_bytes() for path in (tmp_path / "other").iterdir())
+    assert b"loss" in data and b"Decisions" not in data
 
 
 def test_a_logger_that_fails_is_said_once(tmp_path: Path):

@@ -79,6 +79,16 @@ class EventFiles:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
+    def page(self, name: str, text: str, step: int) -> None:
+        """Writes a text of its own.
+
+        Args:
+            name: of the page.
+            text: Markdown.
+            step: that it stands at.
+        """
+        self._writer.add_text(name, text, step)
+
     def close(self) -> None:
         self._writer.close()
 
