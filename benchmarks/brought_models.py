@@ -1,6 +1,6 @@
 """Do models that nobody here wrote train under shardlib as they do under plain optax?
 
-    python benchmarks/brought_models.py [NAME ...] [--page docs/brought_models.md]
+    python benchmarks/brought_models.py [NAME ...] [--merge RESULT ...] [--page]
 
 Each model is planned for eight simulated devices, compiled and trained five steps in float32: on
 the mesh that is planned, and on one that shards all that can be sharded. Losses and parameters are
@@ -77,15 +77,53 @@ def said(row: dict[str, Any]) -> str:
     return f"{row['name']}: {meshes} (rounding alone {row['moved_by_rounding']:.1e})"
 
 
+def line(row: dict[str, Any]) -> str:
+    """One row of the page's table."""
+    planned, sharded = row["meshes"].values()
+    differences = " | ".join(
+        f"{m['difference']:.1e}" if "difference" in m else m["error"].splitlines()[0]
+        for m in (planned, sharded)
+    )
+    return (
+        f"| {row['package']} {row['version']} | {row['model']} | {row['framework']} |"
+        f" {row['parameters']:,} | {row['wrapper']} | {row['lines_of_loss']} |"
+        f" {planned.get('mesh', '')} | {differences} | {row['moved_by_rounding']:.1e} |"
+    )
+
+
+def page(models: dict[str, Any]) -> str:
+    """What the table of docs/brought_models.md says."""
+    rows = [row for row in models.values() if "meshes" in row]
+    return "\n".join(
+        [
+            "| package | model | made of | parameters | told by | lines of the loss | mesh planned |"
+            " difference there | on data=2 x fsdp=2 x tensor=2 | rounding alone |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *map(line, rows),
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--scratch", type=Path, help="write there instead")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results to take over")
+    parser.add_argument("--page", action="store_true", help="print the table of the results")
     arguments = parser.parse_args()
     simulate_devices(8)
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # most of the time is compiling
     path = arguments.scratch or PATH
     known = json.loads(path.read_text())["models"] if path.exists() else {}
+    for other in arguments.merge:
+        known |= json.loads(other.read_text())["models"]
+    if arguments.merge:
+        known = {name: known[name] for name in names() if name in known}
+        write(path, {"models": known})
+    if arguments.page:
+        print(page(known))
+    if arguments.merge or arguments.page:
+        return
     for name in [n for n in names() if not arguments.names or n in arguments.names]:
         known[name] = tried(name)
         print(said(known[name]), flush=True)

@@ -32,6 +32,7 @@ from shardlib.graph.rows import Rows
 from shardlib.jax_types import Aval
 from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
+from shardlib.tracing.held_arrays import require_none
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr, graph_from_program
 from shardlib.tracing.parameters import (
     abstract,
@@ -236,7 +237,7 @@ def _trace_loss(
             f"the loss {function_name(loss)} returned {dtype_name(value)}{list(value.shape)};"
             " a loss is one floating-point number\nTry: take the mean, jnp.mean(...)"
         )
-    return closed, out_shape
+    return require_none(closed, model.name), out_shape
 
 
 def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:

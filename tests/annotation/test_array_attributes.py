@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import shardlib
+from shardlib.errors import TracingError
 
 BATCH = {"x": np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)}
 
@@ -55,3 +57,20 @@ def test_they_are_kept_and_not_trained(kind: Any) -> None:
     np.testing.assert_array_equal(mine.angles, theirs.angles)
     np.testing.assert_array_equal(mine.mask, theirs.mask)
     np.testing.assert_allclose(mine.up.kernel[...], theirs.up.kernel[...], rtol=1e-5)
+
+
+def test_arrays_that_functions_of_a_pytree_hold_are_refused() -> None:
+    def scaled(by: jax.Array) -> Any:
+        return lambda x: x * by
+
+    def init(key: jax.Array) -> Any:
+        return {"w": jax.random.normal(key, (8, 8)), "act": scaled(jnp.arange(8.0))}
+
+    with pytest.raises(TracingError, match=r"holds in functions or static .*: float32\[8\]\nTry"):
+        shardlib.plan(
+            shardlib.tree(init),
+            lambda model, batch: jnp.mean(model["act"](batch["x"] @ model["w"]) ** 2),
+            optax.sgd(0.1),
+            BATCH,
+            topology="cpu:8",
+        )

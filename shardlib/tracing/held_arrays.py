@@ -1,0 +1,37 @@
+"""Arrays that a model holds where nobody sees them: in functions and in static fields.
+
+They are made while an initialiser is traced, and are no numbers yet when a loss uses them.
+"""
+
+from __future__ import annotations
+
+import jax.extend.core as jex
+from jax.core import Tracer
+
+from shardlib import _jax_compat
+from shardlib.errors import TracingError
+
+
+def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
+    """The loss as it was traced, refused where it uses such arrays.
+
+    Args:
+        closed: the loss.
+        model: the model's name.
+
+    Raises:
+        TracingError: it does.
+    """
+    held = [
+        f"{one.dtype}{list(one.shape)}"
+        for one in _jax_compat.open_jaxpr(closed)[1]
+        if isinstance(one, Tracer)
+    ]
+    if held:
+        raise TracingError(
+            f"the loss uses arrays that model {model!r} holds in functions or static fields, where"
+            f" an initialiser that is traced leaves no numbers: {', '.join(held[:8])}\nTry: NumPy"
+            " for such constants; or make the module once, outside of init, let init return its"
+            " arrays alone, and put them together in the loss"
+        )
+    return closed
