@@ -88,6 +88,7 @@ TESTS = {
     "test_bad_input.py": "compile",
     "test_compiler.py": "compile",
     "test_contributing.py": "unit",
+    "test_examples.py": "compile",
     "test_fuzz_files.py": "unit",
     "test_hand_sharded.py": "compile",
     "test_house.py": "unit",

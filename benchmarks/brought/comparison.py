@@ -74,7 +74,13 @@ def sharded_run(
     for _ in range(STEPS):
         state, metrics = program.step(state, case.batch)
         losses.append(float(metrics["loss"]))
-    return program.plan, losses, [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
+    frozen = {one.path for one in program.plan.parameters if one.role == "frozen"}
+    params = [
+        np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+        if jax.tree_util.keystr(path, simple=True, separator=".") not in frozen
+    ]
+    return program.plan, losses, params
 
 
 def distance(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -74,3 +75,29 @@ def test_arrays_that_functions_of_a_pytree_hold_are_refused() -> None:
             BATCH,
             topology="cpu:8",
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(eq=False)
+class Named:
+    """An array whose `==` is that of its elements, as of Penzai's named arrays."""
+
+    array: Any
+
+    def __eq__(self, other: object) -> Any:
+        return self.array == jnp.asarray(other.array)
+
+
+def test_nodes_of_a_pytree_may_compare_their_elements() -> None:
+    optimizer = optax.adam(1e-2)
+    program = shardlib.compile(
+        shardlib.tree(lambda key: Named(jax.random.normal(key, (8, 8)))),
+        lambda params, batch: jnp.mean((batch["x"] @ params.array - 1) ** 2),
+        optimizer,
+        BATCH,
+        topology="cpu:8",
+    )
+    _, metrics = program.step(program.init(seed=0), BATCH)
+    weights = jax.random.normal(jax.random.key(0), (8, 8))
+    wanted = jnp.mean((BATCH["x"] @ weights - 1) ** 2)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)

@@ -164,7 +164,7 @@ def stored(
             ),
             at_rest,
         )
-    if at_rest == computed:
+    if jax.tree.leaves(at_rest) == jax.tree.leaves(computed):  # nodes may have an `==` of their own
         return optimizer
     inner = optax.with_extra_args_support(optimizer)
 
