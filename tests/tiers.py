@@ -29,6 +29,7 @@ TESTS = {
     "hardware": "unit",
     "http": "compile",
     "http/test_folder.py": "processes",
+    "http/test_fuzz.py": "processes",
     "http/test_process.py": "processes",
     "http/test_templates.py": "processes",
     "http/test_tools.py": "processes",
