@@ -43,7 +43,8 @@ def planned(
 ) -> Plan:
     """The best plan, searched for once."""
     load = workload() if load is None else load
-    key = repr((where, pin, load.problem.model, load.problem.tokens))
+    there = where if isinstance(where, str) else where.to_json()
+    key = repr((there, pin, load.problem.model, load.problem.tokens))
     if key not in FOUND:
         FOUND[key] = planner.search(load.problem, where, pin, load=load)
     return FOUND[key]

@@ -125,7 +125,7 @@ def test_json_both_ways():
 def test_html_has_the_table():
     page = html_report(PLAN_REFINED)
     assert (
-        "<h2>What the compiler said</h2>" in page
+        "<h3>Plans that were compiled</h3>" in page
         and "<td>out-of-memory</td>" in page
         and '<td class="right">2.12 s</td>' in page
     )

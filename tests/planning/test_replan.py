@@ -37,7 +37,8 @@ FOUND: dict[str, Plan] = {}
 
 def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
     """The best plan, searched for once."""
-    key = repr((where, pin))
+    there = where if isinstance(where, str) else where.to_json()
+    key = repr((there, pin))
     if key not in FOUND:
         FOUND[key] = planner.search(workload().problem, where, pin, load=workload())
     return FOUND[key]
