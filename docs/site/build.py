@@ -57,6 +57,8 @@ def lay_out(folder: Path) -> None:
     front = (HERE / "index.md").read_text()
     for mark, names in (("@HOW_TO@", how_to), ("@EXPLANATION@", EXPLANATION)):
         front = front.replace(mark, "\n".join(f"docs/{name}" for name in names))
+    chapters = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    front = front.replace("@TUTORIAL@", "\n".join(f"notebooks/{name}" for name in chapters))
     (folder / "index.md").write_text(front)
     (folder / "reference").mkdir()
     for name, package in PACKAGES.items():
