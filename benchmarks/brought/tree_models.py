@@ -219,7 +219,12 @@ def graph_network() -> Case:
         return jnp.mean((model.apply(params, batch) - batch["y"]) ** 2)
 
     return of_tree(
-        "jraph", "GraphNetwork", "Haiku", lambda key: model.init(key, batch), loss, batch
+        "jraph",
+        "GraphNetwork",
+        "Haiku",
+        lambda key: model.init(key, jax.tree.map(jnp.asarray, batch)),
+        loss,
+        batch,
     )
 
 
