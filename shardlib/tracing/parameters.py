@@ -151,11 +151,15 @@ def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[st
 
 
 def abstract(tree: Tree) -> Tree:
-    """Shapes and dtypes of a tree of arrays, without shardings."""
+    """Shapes and dtypes of a tree of arrays as JAX takes them, without shardings: 64-bit numbers of
+    NumPy are 32 bits wide there.
+    """
 
     def leaf(x: Any) -> jax.ShapeDtypeStruct:
         x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        typed_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+        dtype = x.dtype if typed_key else jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
 
     return jax.tree.map(leaf, tree)
 
