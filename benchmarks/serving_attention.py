@@ -31,21 +31,8 @@ def worker() -> None:
     import jax
     import numpy as np
 
+    from benchmarks.continuous_batching import LLAMA as config
     from shardlib import models, serving
-    from shardlib.models.config import TransformerConfig
-
-    config = TransformerConfig(
-        name="llama-28m",
-        vocab_size=4096,
-        layers=8,
-        embed=512,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        mlp=1408,
-        max_seq=2048,
-        compute_dtype="float32",
-    )
 
     def forward(model: Any, tokens: jax.Array) -> jax.Array:
         return model(tokens)

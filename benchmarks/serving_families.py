@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
@@ -30,8 +31,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import environment  # noqa: E402
 from shardlib import models  # noqa: E402
+from shardlib.annotation.read import read  # noqa: E402
+from shardlib.checkpointing.huggingface import save_weights  # noqa: E402
 from shardlib.models.config import TransformerConfig  # noqa: E402
-from shardlib.models.config_parts import Experts  # noqa: E402
+from shardlib.models.config_parts import Experts, LatentAttention  # noqa: E402
+from shardlib.models.described import described  # noqa: E402
 from shardlib.serving import Asked, Capacity, Served, read_folder  # noqa: E402
 from shardlib.serving.folders.adapter import adapted  # noqa: E402
 from shardlib.serving.folders.writing import write_folder  # noqa: E402
@@ -164,6 +168,7 @@ SMALL = TransformerConfig(
     max_seq=64,
     compute_dtype="float32",
 )
+LATENT = LatentAttention(q_lora=0, kv_lora=16, rope_dim=4, nope_dim=8, v_dim=8)
 #: Transformers of ours that are written, by the family that they are written as.
 WRITTEN = {
     "llama": replace(SMALL, tied=True),
@@ -182,6 +187,39 @@ WRITTEN = {
         mlp_bias=True,
     ),
     "mixtral": replace(SMALL, mlp=24, experts=Experts(count=4, per_token=2, mlp=24)),
+    "qwen2_moe": replace(
+        SMALL,
+        qkv_bias=True,
+        experts=Experts(count=4, per_token=2, mlp=24, shared=2, shared_gate=True, normalise=False),
+    ),
+    "deepseek_v2": replace(
+        SMALL,
+        kv_heads=4,
+        head_dim=12,
+        latent=LATENT,
+        experts=Experts(
+            count=6, per_token=2, mlp=16, shared=1, first_dense=1, normalise=False, scaling=2.0
+        ),
+    ),
+    "deepseek_v3": replace(
+        SMALL,
+        kv_heads=4,
+        head_dim=12,
+        latent=replace(LATENT, q_lora=12),
+        experts=Experts(
+            count=8,
+            per_token=2,
+            mlp=16,
+            shared=1,
+            first_dense=1,
+            router="sigmoid",
+            scaling=1.5,
+            groups=4,
+            groups_per_token=2,
+            group_score=2,
+            bias=True,
+        ),
+    ),
     "gemma2": replace(
         SMALL,
         tied=True,
@@ -226,6 +264,50 @@ def written(family: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def written_switch(folder: Path) -> dict[str, Any]:
+    """A small Switch transformer with random weights: its tokens, by its forward pass alone, and
+    those of `transformers`, which loads what is written of it.
+    """
+    config = models.EncoderDecoderConfig(
+        name="switch",
+        vocab_size=64,
+        encoder_layers=4,
+        decoder_layers=4,
+        embed=32,
+        heads=4,
+        head_dim=8,
+        mlp=48,
+        max_seq=64,
+        buckets=8,
+        max_distance=16,
+        experts=Experts(count=4, per_token=1, mlp=48, normalise=False, sequence_capacity=64),
+        compute_dtype="float32",
+    )
+    model = read(models.build(config)[0])
+    weights = jax.jit(model.init)(3)
+    save_weights(weights, folder, described(config))
+    ours = jax.jit(model.rebuild(*weights).__call__)
+    peer = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    peer.generation_config.eos_token_id = None
+    right, found = list[list[int]](), list[list[int]]()
+    for prompt in PROMPTS:
+        whole = peer.generate(
+            torch.tensor([prompt]), max_new_tokens=MOST, do_sample=False, pad_token_id=0
+        )
+        right.append(whole[0, 1:].tolist())
+        said = np.zeros((1, MOST + 1), np.int32)
+        for at in range(MOST):
+            logits = ours(np.asarray([prompt]), said)
+            said[0, at + 1] = int(np.argmax(np.asarray(logits)[0, at]))
+        found.append(said[0, 1:].tolist())
+    return {
+        "model_type": "switch_transformers",
+        "as_wanted": True,
+        "equal": right == found,
+        "different_tokens": len({token for answer in right for token in answer}),
+    }
+
+
 def main() -> None:
     """Compares all families."""
     parser = argparse.ArgumentParser(
@@ -258,6 +340,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             sent.append(written(family, Path(place) / "out"))
         print(json.dumps(sent[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        sent.append(written_switch(Path(place) / "out"))
+    print(json.dumps(sent[-1]), flush=True)
     with tempfile.TemporaryDirectory() as place:
         golden_adapters = peft_tokens(Path(place))
         same = golden_adapters == served_adapters(Path(place))

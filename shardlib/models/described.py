@@ -6,13 +6,14 @@ What is written is read again, so that no file says anything else than the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from shardlib.errors import ModelError, ShardlibError
 from shardlib.models import huggingface
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import RopeScaling
+from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.untrusted.json_types import JsonObject
 
 _ACTIVATIONS = {
@@ -23,7 +24,7 @@ _ACTIVATIONS = {
 }
 
 
-def described(config: TransformerConfig) -> JsonObject:
+def described(config: TransformerConfig | EncoderDecoderConfig) -> JsonObject:
     """The content of a `config.json`.
 
     Args:
@@ -34,32 +35,45 @@ def described(config: TransformerConfig) -> JsonObject:
         ModelError: no family of Hugging Face has such transformers.
     """
     wanted = _compared(config)
-    for family, write in _FAMILIES.items():
-        data = {"model_type": family, **write(config), "dtype": config.param_dtype}
+    for family, said in _candidates(config):
+        data = {"model_type": family, **said, "dtype": config.param_dtype}
         try:
             found = huggingface.read(data, config.name)
         except ShardlibError:
             continue
-        if isinstance(found, TransformerConfig) and _compared(found) == wanted:
+        if _compared(found) == wanted:
             return data
+    known = ", ".join([*_FAMILIES, "switch_transformers"])
     raise ModelError(
         f"{config.name} is a transformer of no family of Hugging Face that is written here:"
-        f" {', '.join(_FAMILIES)}\nTry: shardlib.checkpointing.huggingface.save, with the"
-        " config.json that the model was made from"
+        f" {known}\nTry: shardlib.checkpointing.huggingface.save, with the config.json that the"
+        " model was made from"
     )
 
 
-def _compared(config: TransformerConfig) -> TransformerConfig:
+def _candidates(
+    config: TransformerConfig | EncoderDecoderConfig,
+) -> Iterator[tuple[str, JsonObject]]:
+    """What each family would say of a transformer."""
+    if isinstance(config, EncoderDecoderConfig):
+        yield "switch_transformers", _switch(config)
+        return
+    for family, write in _FAMILIES.items():
+        yield family, write(config)
+
+
+def _compared(
+    config: TransformerConfig | EncoderDecoderConfig,
+) -> TransformerConfig | EncoderDecoderConfig:
+    """Without what files do not say."""
     experts = config.experts
-    return replace(
-        config,
-        name="",
-        param_dtype="float32",
-        compute_dtype="float32",
-        attention_block=0,
-        query_scale=float(config.query_scale or config.head_dim),
-        experts=experts and replace(experts, balance=0.0, z_loss=0.0, bias_rate=0.0),
-    )
+    if experts is not None:
+        experts = replace(experts, balance=0.0, z_loss=0.0, bias_rate=0.0)
+    plain = {"name": "", "param_dtype": "float32", "compute_dtype": "float32", "experts": experts}
+    if isinstance(config, EncoderDecoderConfig):
+        return replace(config, **plain)
+    scale = float(config.query_scale or config.head_dim)
+    return replace(config, **plain, attention_block=0, query_scale=scale)
 
 
 def _decoder(config: TransformerConfig) -> JsonObject:
@@ -182,6 +196,75 @@ def _qwen3_moe(config: TransformerConfig) -> JsonObject:
     }
 
 
+def _qwen2_moe(config: TransformerConfig) -> JsonObject:
+    experts = config.experts
+    if experts is None:
+        return _decoder(config)
+    return {
+        **_qwen3_moe(config),
+        "shared_expert_intermediate_size": experts.shared * experts.mlp,
+        "qkv_bias": config.qkv_bias,
+    }
+
+
+def _deepseek(config: TransformerConfig) -> JsonObject:
+    latent, experts = config.latent, config.experts
+    data = _decoder(config)
+    if latent is None or experts is None:
+        return data
+    del data["head_dim"]  # follows from the widths below
+    method = "group_limited_greedy" if experts.groups > 1 else "greedy"
+    return {
+        **data,
+        "q_lora_rank": latent.q_lora or None,
+        "kv_lora_rank": latent.kv_lora,
+        "qk_rope_head_dim": latent.rope_dim,
+        "qk_nope_head_dim": latent.nope_dim,
+        "v_head_dim": latent.v_dim,
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.mlp,
+        "n_shared_experts": experts.shared,
+        "first_k_dense_replace": experts.first_dense,
+        "scoring_func": experts.router,
+        "norm_topk_prob": experts.normalise,
+        "routed_scaling_factor": experts.scaling,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "topk_method": "noaux_tc" if experts.bias else method,
+    }
+
+
+def _switch(config: EncoderDecoderConfig) -> JsonObject:
+    experts = config.experts
+    word = "gelu" if config.gated and config.activation == "gelu_tanh" else config.activation
+    word = {"gelu_tanh": "gelu_new"}.get(word, word)
+    layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
+    every = {"encoder": config.encoder_every, "decoder": config.decoder_every}
+    said: JsonObject = {
+        "vocab_size": config.vocab_size,
+        "num_layers": config.encoder_layers,
+        "num_decoder_layers": config.decoder_layers,
+        "d_model": config.embed,
+        "num_heads": config.heads,
+        "d_kv": config.head_dim,
+        "d_ff": config.mlp,
+        "n_positions": config.max_seq,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "feed_forward_proj": f"gated-{word}" if config.gated else word,
+        "tie_word_embeddings": config.tied,
+        "relative_attention_num_buckets": config.buckets,
+        "relative_attention_max_distance": config.max_distance,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+    }
+    for which, count in layers.items():
+        said[f"num_sparse_{which}_layers"] = count // every[which] if every[which] else 0
+    if experts is not None:
+        said |= {"num_experts": experts.count, "expert_capacity": experts.sequence_capacity}
+    return said
+
+
 _FAMILIES: Mapping[str, Callable[[TransformerConfig], JsonObject]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -189,7 +272,10 @@ _FAMILIES: Mapping[str, Callable[[TransformerConfig], JsonObject]] = {
     "qwen3": _qwen3,
     "gpt2": _gpt2,
     "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

@@ -30,6 +30,20 @@ from shardlib.serving.scheduling.capacity import Storage
 from shardlib.tracing.forward_only import served_problem
 
 
+def both(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
+    """(params, state) of what a user gave; state of params alone is that of a new model.
+
+    Args:
+        model: whose.
+        given: params, (params, state) where the model has state, or a seed.
+    """
+    if isinstance(given, int):
+        return jax.jit(model.init)(given)
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    return given, jax.jit(lambda: model.init(0)[1])()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
     """How a model is spread over devices.

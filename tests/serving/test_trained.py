@@ -19,19 +19,9 @@ from shardlib.serving.words import named
 from shardlib.training.config import TrainConfig
 from shardlib.training.loop import train
 from shardlib.untrusted import printable
+from tests.serving.cards import card
 
-CARD = """
-name = "tiny"
-vocab_size = 256
-layers = 2
-embed = 16
-heads = 2
-kv_heads = 1
-head_dim = 8
-mlp = 32
-max_seq = 64
-compute_dtype = "float32"
-"""
+CARD = card(vocab=256, layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -15,25 +15,13 @@ from shardlib import models
 from shardlib.annotation.read import read
 from shardlib.collective import Collective
 from shardlib.hardware import topology
-from shardlib.models.config import TransformerConfig
 from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity, Storage
 from shardlib.serving.verified import findings
 from shardlib.verification.compiled_step import CompiledStep
+from tests.serving.test_planned import CONFIG as SERVED
 
-CONFIG = TransformerConfig(
-    name="served",
-    vocab_size=512,
-    layers=3,
-    embed=256,
-    heads=8,
-    kv_heads=4,
-    head_dim=64,
-    mlp=512,
-    max_seq=256,
-    compute_dtype="bfloat16",
-    param_dtype="bfloat16",
-)
+CONFIG = replace(SERVED, compute_dtype="bfloat16", param_dtype="bfloat16")
 SIZES = Capacity(longest=256, slots=4, page=16, pages=256, budget=16)
 
 

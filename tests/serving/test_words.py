@@ -14,19 +14,9 @@ from shardlib import serving
 from shardlib.annotation.read import read
 from shardlib.errors import MissingFileError, ModelError
 from shardlib.serving.text import ByteText, Pieces
+from tests.serving.cards import card
 
-CARD = """
-name = "tiny"
-vocab_size = 300
-layers = 1
-embed = 16
-heads = 2
-kv_heads = 1
-head_dim = 8
-mlp = 32
-max_seq = 64
-compute_dtype = "float32"
-"""
+CARD = card(vocab=300, layers=1)
 
 
 @pytest.mark.unit

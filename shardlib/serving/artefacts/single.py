@@ -14,6 +14,7 @@ from shardlib.annotation.read import Init, read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.models.load import UserModel
 from shardlib.serving.served import Served
+from shardlib.serving.weights import both
 
 #: (model, inputs by name) -> outputs by name, or one array; rows in the first dim of all.
 Pass = Callable[[Tree, Mapping[str, jax.Array]], Tree]
@@ -62,12 +63,7 @@ def single_pass(
     if not flat or not all(one.shape for one in flat.values()):
         raise ArgumentError("the inputs of a pass are arrays by name, with rows in the first dim")
     model = read(init)
-    if isinstance(weights, int):
-        held = jax.jit(model.init)(weights)
-    elif isinstance(weights, tuple) and len(weights) == 2:
-        held = weights
-    else:
-        held = weights, jax.jit(lambda: model.init(0)[1])()
+    held = both(model, weights)
     return SinglePass(name=name, model=model, weights=held, run=forward, inputs=flat)
 
 

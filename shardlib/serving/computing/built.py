@@ -22,7 +22,7 @@ from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Told
 from shardlib.serving.scheduling.schedule import Share
 from shardlib.serving.step import Step
-from shardlib.serving.weights import arranged, placed
+from shardlib.serving.weights import arranged, both, placed
 from shardlib.untrusted.shown import bounded
 
 
@@ -164,17 +164,14 @@ def _check_devices(tensor: int, data: int, there: int) -> None:
 
 def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
     """(params, state) of what a user gave."""
-    if isinstance(given, int):
-        return jax.jit(model.init)(given)
-    if isinstance(given, tuple) and len(given) == 2:
-        _require_same(model.params, given[0])
-        return given
-    if jax.tree.leaves(model.state):
+    alone = not isinstance(given, int) and not (isinstance(given, tuple) and len(given) == 2)
+    if alone and jax.tree.leaves(model.state):
         raise ArgumentError(
             "the model has state, and weights are params alone\nTry: (params, state)"
         )
-    _require_same(model.params, given)
-    return given, model.state
+    found = (given, model.state) if alone else both(model, given)
+    _require_same(model.params, found[0])
+    return found
 
 
 def _require_same(wanted: Tree, given: Tree) -> None:

@@ -17,6 +17,7 @@ from shardlib.planning.edge.edge_plan import EdgePlan
 from shardlib.serving.edge.chain import StageError, connected
 from shardlib.serving.edge.cutting import cut
 from shardlib.serving.edge.workers import Workers
+from shardlib.serving.weights import both
 
 #: Results in front of those that are timed: the chain fills.
 FILLING = 4
@@ -72,12 +73,7 @@ def run_edge(
     if not batches:
         raise ArgumentError("there are no batches")
     model = read(init)
-    if isinstance(weights, int):
-        held = jax.jit(model.init)(weights)
-    elif isinstance(weights, tuple) and len(weights) == 2:
-        held = weights
-    else:
-        held = weights, jax.jit(lambda: model.init(0)[1])()
+    held = both(model, weights)
     flat = {n: [np.asarray(leaf) for leaf in jax.tree.leaves(b)] for n, b in enumerate(batches)}
     shape = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batches[0])
     done: dict[int, list[np.ndarray]] = {}

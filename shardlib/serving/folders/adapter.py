@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from shardlib import models
-from shardlib.annotation.model import Tree
 from shardlib.annotation.read import read
 from shardlib.checkpointing.huggingface.located import Located, locate
 from shardlib.checkpointing.huggingface.names import names
@@ -27,6 +26,7 @@ from shardlib.errors import CheckpointError, MissingFileError, ModelError, raise
 from shardlib.models.adapted import add_low_rank
 from shardlib.models.blocks.low_rank import MATRICES
 from shardlib.serving.served import Served
+from shardlib.serving.weights import both
 from shardlib.untrusted import Limits, fit, printable, read_json, shown
 
 #: What PEFT puts in front of the names of a model's tensors.
@@ -110,7 +110,7 @@ def adapted(
         if path.endswith(("_lora.a", "_lora.b"))
     }
     empty = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in low.items()}
-    params, state = _both(served)
+    params, state = both(model, served.weights)
     held = {**named_leaves(params), **empty}
     leaves = [held[path] for path in named_leaves(whole.params)]
     wide = replace(
@@ -218,9 +218,3 @@ def _arrays(one: PeftAdapter, places: Mapping[str, tuple[Located, int]], empty: 
         mine_a[layer, ..., :rank] = a.astype(np.float32).T.reshape(*into, rank)
         mine_b[layer, :rank] = one.scale * b.astype(np.float32).T.reshape(rank, *out)
     return found
-
-
-def _both(served: Served) -> tuple[Tree, Tree]:
-    """(params, state) of a folder that was read."""
-    assert isinstance(served.weights, tuple)
-    return served.weights

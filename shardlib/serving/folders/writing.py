@@ -20,6 +20,7 @@ from shardlib.jax_types import KeyPath
 from shardlib.models.described import described
 from shardlib.serving.served import Served
 from shardlib.serving.text import ByteText
+from shardlib.serving.weights import both
 from shardlib.untrusted.json_types import JsonObject
 
 #: Files of a tokenizer that are copied as they are.
@@ -57,7 +58,7 @@ def write_folder(
             f"{served.name} is no reference transformer, so that Hugging Face has no names for its"
             " parameters"
         )
-    root, config, weights = Path(folder), served.config, _weights(served)
+    root, config, weights = Path(folder), served.config, both(read(served.init), served.weights)
     tokenizer: str | None = None
     if isinstance(served.text, ByteText):
         tokenizer = byte_tokenizer()
@@ -77,16 +78,6 @@ def write_folder(
             f"the tokenizer could not be written to {root} ({error})\nTry: a folder with more room"
         ) from error
     return files
-
-
-def _weights(served: Served) -> tuple[Tree, Tree]:
-    """(params, state) of what is served."""
-    model = read(served.init)
-    if isinstance(served.weights, int):
-        return jax.jit(model.init)(served.weights)
-    if isinstance(served.weights, tuple) and len(served.weights) == 2:
-        return served.weights
-    return served.weights, model.state
 
 
 def _of_bytes(weights: tuple[Tree, Tree], tied: bool) -> tuple[Tree, Tree]:

@@ -1,0 +1,24 @@
+"""Model cards of the tests."""
+
+from __future__ import annotations
+
+
+def card(*, vocab: int, layers: int) -> str:
+    """The card of a tiny transformer in float32.
+
+    Args:
+        vocab: tokens of its vocabulary.
+        layers: of it.
+    """
+    return f"""
+name = "tiny"
+vocab_size = {vocab}
+layers = {layers}
+embed = 16
+heads = 2
+kv_heads = 1
+head_dim = 8
+mlp = 32
+max_seq = 64
+compute_dtype = "float32"
+"""
