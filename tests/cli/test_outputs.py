@@ -13,12 +13,18 @@ from shardlib.cli.output import writable, write
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError
 from shardlib.launching.engines.shared.submission import Submission, submit
 
+COMPARE = ("compare", "nowhere", "--tokens", "15T", "--deadline", "30d", "-t", "h100:8")
 #: Every command and option that writes a file. What else the commands are told is not there, so
 #: that they say that if the file does not come first.
 WRITING = (
     ("plan", "nowhere", "-t", "h100:8", "--out"),
     ("plan", "nowhere", "-t", "h100:8", "--emit"),
     ("explain", "nowhere.json", "--html"),
+    ("explain", "nowhere.json", "--svg"),
+    ("diff", "nowhere.json", "--html"),
+    (*COMPARE, "--svg"),
+    (*COMPARE, "--html"),
+    ("fit-model", "-t", "h100:8", "--deadline", "30d", "--out"),
     ("timeline", "nowhere.json", "--svg"),
     ("timeline", "nowhere.json", "--perfetto"),
     ("replan", "nowhere.json", "-t", "h100:8", "--out"),

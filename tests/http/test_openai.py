@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from shardlib import serving
+from shardlib.lowering.serving.stored import all_plain
 from shardlib.serving.hosting.deployment import Deployment
 
 PROMPT = "value_1 = 7 + 1\n"
@@ -286,7 +287,7 @@ def test_logarithms_are_those_of_the_forward_pass(client: openai.OpenAI, engine:
 def _logits(engine: serving.Engine, tokens: list[int]) -> np.ndarray:
     """Logarithms of probabilities by the forward pass without a cache, [seq, vocab]."""
     model = engine.forward.model
-    logits = model.rebuild(*engine.compute.weights)(np.asarray([tokens]))[0]
+    logits = model.rebuild(*all_plain(engine.compute.weights))(np.asarray([tokens]))[0]
     return np.asarray(jax.nn.log_softmax(logits[..., :256], axis=-1))
 
 
@@ -294,7 +295,7 @@ def test_embeddings_are_means_of_hidden_states(client: openai.OpenAI, engine: se
     found = client.embeddings.create(model="tiny", input=["a text", "another text " * 12])
     plain = client.embeddings.create(model="tiny", input="a text", encoding_format="float")
     assert plain.data[0].embedding == pytest.approx(found.data[0].embedding)
-    module = engine.forward.model.rebuild(*engine.compute.weights)
+    module = engine.forward.model.rebuild(*all_plain(engine.compute.weights))
     for text, one in zip(("a text", "another text " * 12), found.data, strict=True):
         mean = np.asarray(module.hidden(np.asarray([list(text.encode())]))[0]).mean(axis=0)
         assert one.embedding == pytest.approx((mean / np.linalg.norm(mean)).tolist(), abs=1e-5)

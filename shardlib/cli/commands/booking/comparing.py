@@ -37,7 +37,7 @@ class Pictures:
     ] = None
     plans: Annotated[
         Path | None,
-        typer.Option("--plans", metavar="FOLDER", help="Write the plans of all choices there."),
+        typer.Option("--plans", metavar="FOLDER", help="A folder for the plans of all choices."),
     ] = None
 
 
