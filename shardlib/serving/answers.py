@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardlib.errors import ArgumentError
 from shardlib.serving.scheduling.requests import Asked, Event, Request
 from shardlib.serving.scheduling.settings import Sampling, whole
@@ -71,7 +73,7 @@ class Answers:
         """
         how = sampling or Sampling()
         requests = [
-            self.add(Asked(prompt=tuple(prompt), most=most, sampling=how)) for prompt in prompts
+            self.add(Asked(prompt=_tokens(prompt), most=most, sampling=how)) for prompt in prompts
         ]
         self.run()
         return [request.answer for request in requests]
@@ -90,7 +92,7 @@ class Answers:
             ArgumentError: see `add`.
         """
         how = sampling or Sampling()
-        request = self.add(Asked(prompt=tuple(prompt), most=most, sampling=how))
+        request = self.add(Asked(prompt=_tokens(prompt), most=most, sampling=how))
         try:
             while request.ended is None:
                 for event in self.step():
@@ -98,3 +100,8 @@ class Answers:
                         yield event.token
         finally:
             request.cancelled = True
+
+
+def _tokens(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Of a list or an array of NumPy."""
+    return tuple(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)

@@ -68,7 +68,19 @@ def test_a_plan_of_another_model_is_not_served(tmp_path: Path, shell):
     file = tmp_path / "plan.json"
     words = ("plan", "gpt2-small", "--serve", "-t", "h100:1", "--out", str(file))
     code, _, err = shell(*words)
-    assert code == 2 and "cannot be traced for tokens [1, 2303]" in err
+    assert code == 2 and "2,304 tokens, and gpt2-small looks at 1,024" in err
     assert shell(*words, "--prompt", "64", "--output", "32")[0] == 0
     code, _, err = shell("serve", "demo", "--port", "0", "--plan", str(file))
     assert code == 2 and "the plan is for gpt2-small" in err and "and demo has" in err
+
+
+def test_a_plan_of_longer_requests_is_not_made_and_of_smaller_weights_not_served(
+    tmp_path: Path, shell
+):
+    file, words = tmp_path / "plan.json", ("--prompt", "64", "--output", "32")
+    plan = ("plan", "demo", "--serve", "-t", "cpu:1", "--out", str(file))
+    code, _, err = shell(*plan)
+    assert code == 2 and "demo looks at 256" in err and "--prompt 192 --output 64" in err
+    assert shell(*plan, *words)[0] == 0
+    code, _, err = shell("serve", "demo", "--port", "0", "--plan", str(file))
+    assert code == 2 and "the plan stores bf16, and demo is float32" in err

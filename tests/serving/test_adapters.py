@@ -15,6 +15,7 @@ import shardlib
 from shardlib.annotation.read import read
 from shardlib.errors import ArgumentError
 from shardlib.serving.engine import Engine
+from shardlib.serving.hosting.embedding import Embedder
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.settings import Sampling
@@ -173,3 +174,14 @@ def test_adapters_that_do_not_fit_are_refused():
         engine.adapt("b", parts)
     with pytest.raises(ArgumentError, match="other parameters than the adapters that are there"):
         engine.adapt("a", parts)
+
+
+def test_texts_are_embedded_by_the_base():
+    engine = Engine(Model, forward, capacity=SIZES)
+    embedder = Embedder(engine, lambda model, tokens: model.embed(tokens))
+    embedder.warm_up()
+    before = embedder([3, 1, 4])
+    engine.adapt("a", adapter(1))
+    np.testing.assert_array_equal(embedder([3, 1, 4]), before)
+    embedder.warm_up()
+    np.testing.assert_array_equal(embedder([3, 1, 4]), before)

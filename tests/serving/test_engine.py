@@ -106,14 +106,54 @@ def test_positions_are_found_however_they_are_made(how: str):
             "1 of 2 calls of shardlib.attention stand in a branch",
         ),
         (lambda params, tokens: params["embed"][tokens].sum(), "gives \\[\\]; logits are"),
+        (
+            lambda params, tokens: {"logits": own(POSITIONS["counted"])(params, tokens)},
+            "gives a dict; logits are one array",
+        ),
+        (
+            lambda params, tokens: (
+                own(POSITIONS["counted"])(params, tokens)
+                * (1 + params["embed"][tokens].mean(axis=(0, 1)).sum())
+            ),
+            "looks at other tokens",
+        ),
+        (
+            lambda params, tokens: (
+                own(POSITIONS["counted"])(params, tokens)
+                - params["embed"][tokens].mean(axis=0, keepdims=True) @ params["out"]
+            ),
+            "looks at other tokens, other rows",
+        ),
     ],
-    ids=["positions by sums", "no attention", "not causal", "in a branch", "no logits"],
+    ids=[
+        "positions by sums",
+        "no attention",
+        "not causal",
+        "in a branch",
+        "no logits",
+        "a tree",
+        "a mean over tokens",
+        "a mean over rows",
+    ],
 )
 def test_what_a_cache_cannot_serve_is_refused(run: Callable[..., jax.Array], said: str):
     with pytest.raises(ModelError, match=said):
         Engine(
             shardlib.tree(own_weights, AXES), run, capacity=Capacity(longest=24, slots=2, page=4)
         )
+
+
+def test_tokens_that_a_model_never_says_may_have_no_logits():
+    def run(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = own(POSITIONS["counted"])(params, tokens)
+        return jnp.where(jnp.arange(logits.shape[-1]) % 2, logits, -jnp.inf)
+
+    engine = Engine(
+        shardlib.tree(own_weights, AXES), run, capacity=Capacity(longest=24, slots=2, page=4)
+    )
+    answers = engine.generate(np.asarray([[5, 2, 7], [1, 1, 1]]), 5)
+    assert answers == engine.generate([[5, 2, 7], [1, 1, 1]], 5)
+    assert all(token % 2 for answer in answers for token in answer)
 
 
 @pytest.fixture(scope="module")

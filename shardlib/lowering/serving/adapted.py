@@ -28,6 +28,16 @@ class Adapted:
     stacks: Mapping[int, jax.Array]
 
 
+def base_of(weights: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    """(params, state) of the model itself.
+
+    Args:
+        weights: (params, state), the params `Adapted` or not.
+    """
+    params, state = weights
+    return (params.params if isinstance(params, Adapted) else params), state
+
+
 def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) -> list[Value]:
     """Leaves of params and state, as one token has them.
 

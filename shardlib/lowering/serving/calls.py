@@ -55,11 +55,12 @@ class CachedCall:
         )
 
 
-def cached_calls(program: Program) -> tuple[CachedCall, ...]:
+def cached_calls(program: Program, there: int = 0) -> tuple[CachedCall, ...]:
     """The calls of attention of a forward pass, in order.
 
     Args:
         program: the forward pass of one token.
+        there: calls anywhere in it, in branches, too.
 
     Raises:
         ModelError: there is none, or one that a cache cannot serve: that is not causal, or whose
@@ -76,8 +77,8 @@ def cached_calls(program: Program) -> tuple[CachedCall, ...]:
         )
         if wrong
     ]
-    if not found:
-        failures = ["the forward pass calls shardlib.attention nowhere"]
+    if not found and not there:
+        failures = ["the forward pass calls shardlib.attention nowhere, or inside of jax.vmap"]
     if failures:
         raise_all(
             ModelError,

@@ -186,7 +186,14 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
 
     def trace(seq: int) -> Any:
         def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
-            return forward(model.evaluating(model.rebuild(params, state)), tokens)
+            logits = forward(model.evaluating(model.rebuild(params, state)), tokens)
+            if not hasattr(logits, "shape"):
+                raise ModelError(
+                    f"the forward pass gives a {type(logits).__name__}; logits are one array,"
+                    " [batch, seq, vocab]\nTry: lambda model, tokens: model(tokens)[0], or what"
+                    " picks the logits"
+                )
+            return logits
 
         shape = jax.ShapeDtypeStruct((1, seq), jnp.int32)
         try:
@@ -206,8 +213,8 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
         raise ModelError(
             f"the forward pass of tokens [1, 1] gives {list(shape)}; logits are [1, 1, vocab]"
         )
-    calls = cached_calls(program)
     all_calls = sum(isinstance(form, Attention) for form, _ in called(jaxpr))
+    calls = cached_calls(program, all_calls)
     lost = all_calls - len(calls) - len(beside_calls(program))
     if lost:
         raise ModelError(

@@ -41,6 +41,7 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
     child = subprocess.Popen(
         [sys.executable, "-m", "shardlib", *words, "--save-every", str(SAVE_EVERY)],
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     try:
@@ -53,7 +54,10 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
         if child.poll() is None:
             child.terminate()
             child.wait()
-    if not run.saved():
+    saved = run.saved()
+    if saved:
+        say(f"trained up to step {saved[-1]}; shardlib train --run {place} goes on")
+    else:
         raise RunError(
             f"the demonstration in {place} was not trained (exit code {child.returncode})\nTry:"
             f" shardlib {' '.join(words[:3])}, which says why"

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardlib.annotation.model import Tree
 from shardlib.errors import ModelError
+from shardlib.lowering.serving.adapted import base_of
 from shardlib.lowering.serving.program import Forward
 from shardlib.lowering.serving.stored import all_plain
 from shardlib.serving.engine import Engine
@@ -55,10 +56,11 @@ class Embedder:
         size = min(size for size in self._programs if size >= len(tokens))
         row = np.zeros(size, np.int32)
         row[: len(tokens)] = tokens
-        found = self._programs[size](self._engine.compute.weights, row, np.float32(len(tokens)))
+        weights = base_of(self._engine.compute.weights)
+        found = self._programs[size](weights, row, np.float32(len(tokens)))
         return np.asarray(found)
 
     def _compile(self, size: int) -> None:
-        weights = self._engine.compute.weights
+        weights = base_of(self._engine.compute.weights)
         beside = np.zeros(size, np.int32), np.float32(1)
         self._programs[size] = self._embed.lower(weights, *beside).compile()

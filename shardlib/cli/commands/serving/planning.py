@@ -13,7 +13,7 @@ import typer
 
 from shardlib.cli.numbers import duration
 from shardlib.cli.output import echo, quiet_stdout, status, write
-from shardlib.errors import ModelError, PinError, PlanError
+from shardlib.errors import ArgumentError, ModelError, PinError, PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def plan_to_serve(
         for name, text in (("ttft", serving.ttft), ("tpot", serving.tpot))
     }
     with quiet_stdout(as_json), status(f"planning a server of {spec} for {topology}"):
-        init, forward, name = _model(spec)
+        init, forward, name = _model(spec, serving.prompt + serving.output)
         import shardlib
 
         found = shardlib.plan_serving(
@@ -168,7 +168,7 @@ def explain_serving(file: Path, as_json: bool, *, others: bool) -> bool:
     return True
 
 
-def _model(spec: str) -> tuple[Any, Any, str]:
+def _model(spec: str, longest: int) -> tuple[Any, Any, str]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from shardlib.models import UserModel, build, load
     from shardlib.models.config import TransformerConfig
@@ -183,6 +183,12 @@ def _model(spec: str) -> tuple[Any, Any, str]:
         return found.init, found.forward, found.name
     if not isinstance(found, TransformerConfig):
         raise ModelError(f"{spec} is no decoder, which answers token by token")
+    most = found.max_seq
+    if longest > most:
+        raise ArgumentError(
+            f"prompt and answer have {longest:,} tokens, and {found.name} looks at {most:,}\nTry:"
+            f" --prompt {most - most // 4} --output {most // 4}"
+        )
     return build(found)[0], lambda model, tokens: model(tokens), found.name
 
 

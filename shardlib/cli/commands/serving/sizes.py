@@ -154,6 +154,7 @@ def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Size
             )
         plan = _plan(served, room, planned, longest)
         _require_own(plan, served)
+        _require_room(plan, served)
         return _planned(plan, devices, longest)
     capacity = Capacity(
         longest=longest,
@@ -179,6 +180,27 @@ def _require_own(plan: ServingData, served: Served) -> None:
             f"the plan is for {plan.model}, which has {plan.parameters:,} parameters, and"
             f" {served.name} has {found:,}\nTry: shardlib plan MODEL --serve for the model that is"
             " served, or --ttft and --tpot in place of --plan"
+        )
+
+
+def _require_room(plan: ServingData, served: Served) -> None:
+    """Refuses a plan of longer requests, or smaller weights, than the model has."""
+    import jax
+
+    from shardlib.annotation.read import read
+
+    if plan.workload.tokens > served.longest:
+        raise PlanError(
+            f"the plan is for requests of {plan.workload.tokens:,} tokens, and {served.name} looks"
+            f" at {served.longest:,}\nTry: shardlib plan MODEL --serve with a smaller --prompt and"
+            " --output"
+        )
+    leaves = jax.tree.leaves(read(served.init).params)
+    wide = {str(leaf.dtype) for leaf in leaves if leaf.dtype.itemsize > 2}
+    if wide and "bf16" in (plan.workload.weights, plan.workload.cache):
+        raise PlanError(
+            f"the plan stores bf16, and {served.name} is {'/'.join(sorted(wide))}, which is served"
+            " as it is\nTry: shardlib plan MODEL --serve --weights model --cache model"
         )
 
 

@@ -34,8 +34,9 @@ class Tool(Body):
 
     @property
     def schema_of_arguments(self) -> JsonObject:
-        """Of its arguments; any object where nothing is said."""
-        return self.function.parameters or {"type": "object"}
+        """Of its arguments; none where nothing is said, as OpenAI has it."""
+        none = {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.function.parameters or none
 
 
 class ChosenFunction(Body):
