@@ -131,4 +131,4 @@ def test_where_no_model_is_named_a_demonstration_is_trained_once(
     served = serving.named(str(place))
     assert served.version.startswith("step ") and served.newer is not None
     assert not served.warning, "it is no model with random weights"
-    assert demonstration(said.append) == place and len(said) == 1
+    assert demonstration(said.append) == place and len(said) == 2
