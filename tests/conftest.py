@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
     config.addinivalue_line(
         "markers",
-        "long: three seconds or more, a unit test one; a draw of one in four is run, none of --quick",
+        "long: three seconds or more, a unit test one; a draw of one in five is run, none of --quick",
     )
     if not hasattr(config, "workerinput"):
         config.option.draw = config.option.draw or _commit(

@@ -1,9 +1,9 @@
 """Which tests of a run are drawn: those that take long, and cases of large matrices, by a name that
 changes with the commit.
 
-    of a matrix (`pytest.mark.matrix`)                      one case in 6, at least one
-    of what takes long (`pytest.mark.long`), all together   one in 4
-    of other tests that compile or start processes          every second case, at least one
+    of a matrix (`pytest.mark.matrix`)                      one case in 8, at least one
+    of what takes long (`pytest.mark.long`), all together   one in 5
+    of other tests that compile or start processes          one case in 3, at least one
     of other unit tests                                     all
 
 `long` is a test of three seconds or more, or a unit test of one. What the command line names is
@@ -38,13 +38,13 @@ class Draw:
     >>> draw = Draw("a commit")
     >>> cases = [Case(f"tests/test_it.py::test_it[{n}]", "compile") for n in range(8)]
     >>> len(draw.kept(cases)), len(draw.kept(cases, named=["tests/test_it.py"]))
-    (4, 8)
+    (3, 8)
     """
 
     name: str
-    matrix: int = 6
-    long: int = 4
-    others: int = 2
+    matrix: int = 8
+    long: int = 5
+    others: int = 3
     units: int = 1
 
     def kept(self, cases: Sequence[Case], named: Iterable[str] = ()) -> set[str]:
