@@ -48,8 +48,10 @@ def lay_out(folder: Path) -> None:
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copy(HERE / "conf.py", folder)
-    for page in (ROOT / "docs").glob("*.md"):  # files that pages lead to, and that are no pages
-        for name in re.findall(r"\]\(\.\./(benchmarks/[^)#]+)\)", page.read_text()):
+    # files that pages lead to, and that are no pages
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = r"\]\((?:\.\./)?((?:benchmarks|examples)/[^)#]+)\)"
+        for name in re.findall(links, page.read_text()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     pages = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
