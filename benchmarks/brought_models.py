@@ -113,6 +113,9 @@ def main() -> None:
     arguments = parser.parse_args()
     simulate_devices(8)
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # most of the time is compiling
+    unknown = [name for name in arguments.names if name not in names()]
+    if unknown:
+        parser.error(f"no model is called {', '.join(unknown)}; there are {', '.join(names())}")
     path = arguments.scratch or PATH
     known = json.loads(path.read_text())["models"] if path.exists() else {}
     for other in arguments.merge:

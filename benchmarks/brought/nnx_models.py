@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,25 +61,18 @@ def mamba2() -> Case:
     """mamba2-jax: a state space model."""
     from mamba2_jax import Mamba2Config, Mamba2ForCausalLM
 
-    config = Mamba2Config(
-        vocab_size=VOCAB, hidden_size=64, state_size=16, head_dim=16, chunk_size=16,
-        num_hidden_layers=2,
-    )  # fmt: skip
-
-    def loss(model, batch):
-        return model(batch["tokens"], labels=batch["tokens"])["loss"]
-
-    return of_nnx(
-        "mamba2-jax", "Mamba2ForCausalLM", lambda rngs: Mamba2ForCausalLM(config, rngs=rngs), loss,
-        {"tokens": integers(0, VOCAB, ROWS, SEQ)},
-    )  # fmt: skip
+    return _state_space("mamba2-jax", Mamba2Config, Mamba2ForCausalLM)
 
 
 def mamba3() -> Case:
     """mamba3-jax: its successor."""
     from mamba3_jax import Mamba3Config, Mamba3ForCausalLM
 
-    config = Mamba3Config(
+    return _state_space("mamba3-jax", Mamba3Config, Mamba3ForCausalLM)
+
+
+def _state_space(package: str, configured: Any, made: Any) -> Case:
+    config = configured(
         vocab_size=VOCAB, hidden_size=64, state_size=16, head_dim=16, chunk_size=16,
         num_hidden_layers=2,
     )  # fmt: skip
@@ -86,7 +81,7 @@ def mamba3() -> Case:
         return model(batch["tokens"], labels=batch["tokens"])["loss"]
 
     return of_nnx(
-        "mamba3-jax", "Mamba3ForCausalLM", lambda rngs: Mamba3ForCausalLM(config, rngs=rngs), loss,
+        package, made.__name__, lambda rngs: made(config, rngs=rngs), loss,
         {"tokens": integers(0, VOCAB, ROWS, SEQ)},
     )  # fmt: skip
 
