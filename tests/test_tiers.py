@@ -52,7 +52,8 @@ CASES = [
 
 def test_so_many_are_drawn():
     """Two of twelve, four of sixteen, three of five, the one, and all of five."""
-    assert len(Draw("x").kept(CASES)) == 2 + 4 + 3 + 1 + 5
+    draw = Draw("x", matrix=6, long=4, others=2, units=1)
+    assert len(draw.kept(CASES)) == 2 + 4 + 3 + 1 + 5
 
 
 def test_draws_reach_every_test_in_time():
