@@ -27,7 +27,7 @@ from shardlib.serving.sampling.guided import Guided
 from shardlib.serving.sampling.guides import Guides
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.groups import scheduled
-from shardlib.serving.scheduling.requests import LATE, Asked, Event, Request, Told
+from shardlib.serving.scheduling.requests import LATE, LENGTH, Asked, Event, Request, Told
 from shardlib.serving.scheduling.schedule import Share
 from shardlib.serving.step import Step
 
@@ -273,6 +273,10 @@ class Engine(Answers):
             return 0
         scored = len(told) - 1 - len(share.drafted)
         request.scores += told[:scored]
+        if not request.asked.most:
+            request.ended = LENGTH
+            events.append(Event(request=request, token=None))
+            return 0
         for one, guess in zip(told[scored:], (*share.drafted, None), strict=True):
             request.took(one.token, one.logprob, one.likeliest)
             self._guided.took(request, one.token)

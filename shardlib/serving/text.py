@@ -54,6 +54,14 @@ class Text(Protocol):
         """
         ...
 
+    def raw(self, token: int) -> bytes | None:
+        """Bytes of a token that may be no text by itself; None where they are not known.
+
+        Args:
+            token: of the model.
+        """
+        ...
+
     def spelling(self) -> Sequence[bytes] | None:
         """Bytes that each token spells, empty for those that spell none, by which answers get a
         form; None where that is not known.
@@ -85,6 +93,14 @@ class ByteText:
             tokens: below 256.
         """
         return bytes(tokens).decode("utf-8", "replace")
+
+    def raw(self, token: int) -> bytes:
+        """The byte itself.
+
+        Args:
+            token: below 256.
+        """
+        return bytes([token])
 
     def spelling(self) -> list[bytes]:
         """Every byte spells itself, but 0, which no text has: it ends answers that have a form."""

@@ -281,7 +281,41 @@ def test_logarithms_are_those_of_the_forward_pass(client: openai.OpenAI, engine:
         assert [top.logprob for top in one.top_logprobs] == pytest.approx(
             np.sort(row)[::-1][:2].tolist(), abs=1e-4
         )
-        assert one.bytes in (None, [answer[at]])
+        assert one.bytes == [answer[at]]
+        assert one.token == _name(answer[at]).removeprefix("bytes:")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1, 30, 256])
+def test_a_prompt_alone_is_scored(
+    client: openai.OpenAI, engine: serving.Engine, size: int, stream: bool
+):
+    """As lm-evaluation-harness asks: `echo` with `max_tokens=0`; a prompt may fill all the room."""
+    prompt = np.random.default_rng(size).integers(0, 256, size).tolist()
+    how: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 20}
+    found: Any = client.completions.create(**how, stream=stream)
+    if stream:
+        events = list(found)
+        listed, last = events[0].choices[0].logprobs, events[-1].choices[0]
+    else:
+        last = found.choices[0]
+        listed = last.logprobs
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (size, 0)
+        assert last.text == bytes(prompt).decode("utf-8", "replace")
+    assert last.finish_reason == "length"
+    rows = _logits(engine, prompt)[:-1]
+    assert listed.token_logprobs[0] is None and listed.top_logprobs[0] is None
+    right = [float(row[token]) for row, token in zip(rows, prompt[1:], strict=True)]
+    assert listed.token_logprobs[1:] == pytest.approx(right, abs=1e-4)
+    assert listed.tokens == [_name(one) for one in prompt]
+    for top, row in zip(listed.top_logprobs[1:], rows, strict=True):
+        likeliest = np.argsort(-row)[:20]
+        assert top == pytest.approx({_name(one): float(row[one]) for one in likeliest}, abs=1e-4)
+
+
+def _name(byte: int) -> str:
+    """As OpenAI writes a token that is a byte."""
+    return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
 
 
 def _logits(engine: serving.Engine, tokens: list[int]) -> np.ndarray:

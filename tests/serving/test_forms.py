@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from shardlib import models
 from shardlib.errors import ArgumentError
 from shardlib.serving.engine import Engine
+from shardlib.serving.folders.text import read_text
 from shardlib.serving.sampling.guides import spelt
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.forms import Form
@@ -208,6 +209,9 @@ def test_tokens_of_a_file_of_hugging_face_spell_what_it_decodes(tmp_path: Path):
     tokens, said = spelt(path), ' "id": 12 hello é'
     assert len(tokens) == made.get_vocab_size() and tokens[:2] == [b"", b""]
     assert b"".join(tokens[token] for token in made.encode(said).ids) == said.encode()
+    text = read_text(tmp_path)
+    alone = [token for token in range(len(tokens)) if "\ufffd" in text.decode([token])]
+    assert len(alone) > 100 and [text.raw(one) for one in alone] == [tokens[one] for one in alone]
     path.write_text("{")
     with pytest.raises(ArgumentError, match=r"tokenizer\.json is no tokenizer"):
         spelt(path)

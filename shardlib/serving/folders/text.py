@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlib.errors import MissingFileError, MissingPackageError, ModelError
+from shardlib.serving.folders.token_bytes import bytes_of
 from shardlib.serving.sampling.guides import spelt
 from shardlib.untrusted import Limits, fit, printable, read_bytes, read_json
 from shardlib.untrusted.json_types import Json, JsonMapping
@@ -55,6 +56,14 @@ class FolderText:
             tokens: of the model; those that the tokenizer does not know are passed over.
         """
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def raw(self, token: int) -> bytes | None:
+        """Bytes of a token that may be no text by itself; None where they are not known.
+
+        Args:
+            token: of the model.
+        """
+        return bytes_of(self.tokenizer.id_to_token(token) or "")
 
     def spelling(self) -> list[bytes] | None:
         """Bytes of each token; None where the file is not known.

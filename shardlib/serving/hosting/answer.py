@@ -16,7 +16,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardlib.serving.scheduling.requests import STOP, Told
-from shardlib.serving.text import Pieces, Text
+from shardlib.serving.text import UNKNOWN, Pieces, Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A token with its logarithm.
+
+    Attributes:
+        token: which.
+        text: of the token alone.
+        raw: its bytes, where they are no text; None where they are, or are not known.
+        logprob: natural logarithm of its probability; None for the first token of a prompt.
+    """
+
+    token: int
+    text: str
+    raw: bytes | None
+    logprob: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +41,13 @@ class Written:
     """A token of an answer.
 
     Attributes:
-        text: of the token alone.
-        logprob: natural logarithm of its probability; None for the first token of a prompt.
-        likely: the likeliest tokens there, in falling order, with theirs.
+        listed: the token.
+        likely: the likeliest tokens there, in falling order.
         offset: characters of the answer before it.
     """
 
-    text: str
-    logprob: float | None
-    likely: tuple[tuple[str, float], ...]
+    listed: Listed
+    likely: tuple[Listed, ...]
     offset: int
 
 
@@ -79,11 +94,18 @@ def written(text: Text, told: Told, offset: int) -> Written:
         offset: characters before it.
     """
     return Written(
-        text=text.decode([told.token]),
-        logprob=told.logprob,
-        likely=tuple((text.decode([one]), odds) for one, odds in told.likeliest),
+        listed=_listed(text, told.token, told.logprob),
+        likely=tuple(_listed(text, one, odds) for one, odds in told.likeliest),
         offset=offset,
     )
+
+
+def _listed(text: Text, token: int, logprob: float | None) -> Listed:
+    said = text.decode([token])
+    raw = text.raw(token) if UNKNOWN in said else None
+    if raw is not None and raw.decode("utf-8", "ignore").encode() == raw:
+        raw = None  # it says U+FFFD itself
+    return Listed(token=token, text=said, raw=raw, logprob=logprob)
 
 
 def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
@@ -97,11 +119,12 @@ def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Pa
     whole = text.decode(prompt)
     if len(scores) != len(prompt) - 1:
         return Part(whole, (), None)
-    first = Written(text=text.decode(prompt[:1]), logprob=None, likely=(), offset=0)
-    tokens, offset = [first], len(first.text)
+    tokens = [Written(listed=_listed(text, prompt[0], None), likely=(), offset=0)]
+    pieces = Pieces(text)
+    offset = len(pieces.add(prompt[0]))
     for told in scores:
         tokens.append(written(text, told, offset))
-        offset += len(tokens[-1].text)
+        offset += len(pieces.add(told.token))
     return Part(whole, tuple(tokens), None)
 
 

@@ -19,7 +19,7 @@ class Asked:
 
     Attributes:
         prompt: tokens, at least one.
-        most: tokens of the answer at most.
+        most: tokens of the answer at most; 0 for the prompt alone.
         least: tokens of the answer before one of `stop` may come.
         sampling: how each is chosen.
         stop: tokens that end the answer; they are not part of it.
@@ -76,8 +76,8 @@ class Asked:
             found.append(f"seconds is {self.seconds!r}; it is a number above 0")
         if not whole(self.top) or not 0 <= self.top <= MOST_LISTED:
             found.append(f"top is {self.top!r}; from 0 to {MOST_LISTED} tokens are listed")
-        if not whole(self.most) or self.most < 1:
-            found.append(f"most is {self.most!r}; an answer has at least one token")
+        if not whole(self.most) or self.most < 0:
+            found.append(f"most is {self.most!r}; it is a whole number from 0 on")
         elif len(self.prompt) + self.most > room:
             found.append(
                 f"{len(self.prompt)} tokens of the prompt and {self.most} of the answer are more"

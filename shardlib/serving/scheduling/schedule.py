@@ -268,7 +268,7 @@ class Schedule:
 
     def _spare(self, request: Request, wanted: int) -> int:
         """How many of the tokens a request may compute without taking pages from another."""
-        wanted = min(wanted, request.asked.most - len(request.answer))
+        wanted = min(wanted, max(request.asked.most - len(request.answer), 1))
         while (room := len(request.pages) * self.size - request.computed) < wanted:
             if not self.pool.available:
                 break

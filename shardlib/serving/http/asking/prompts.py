@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.http.faults import Fault
+from shardlib.serving.http.asking.checks import fault, refuse_unknown
 
 
 async def tokens_of(
@@ -23,20 +23,13 @@ async def tokens_of(
         Fault: 400; tokens that the model does not have, or none.
     """
     found: list[list[int]] = []
-    vocab = deployed.worker.engine.forward.vocab
     for one in prompts:
         if isinstance(one, str):
             tokens = await asyncio.to_thread(deployed.served.text.encode, one)
         else:
             tokens = list(one)
         if not tokens:
-            raise Fault(400, f"{name} is empty", code="invalid_value", param=name)
-        if (largest := max(tokens)) >= vocab:
-            raise Fault(
-                400,
-                f"{name} has the token {largest}; tokens of {deployed.name} are below {vocab}",
-                code="invalid_value",
-                param=name,
-            )
+            raise fault(name, f"{name} is empty")
+        refuse_unknown(name, tokens, deployed)
         found.append(tokens)
     return found

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http.asking.checks import refuse_unusable
 from shardlib.serving.http.asking.forms import form_of
 from shardlib.serving.http.asking.sampling import sampling_of
 from shardlib.serving.http.bodies.choosing import Choosing
@@ -14,19 +15,6 @@ from shardlib.serving.http.catalog import Named
 from shardlib.serving.http.faults import Fault
 from shardlib.serving.scheduling.requests import Asked
 from shardlib.serving.scheduling.settings import Sampling
-
-
-def refuse_unserved(body: Choosing) -> None:
-    """Refuses what is understood and not served, rather than to answer something else.
-
-    Args:
-        body: of the request.
-
-    Raises:
-        Fault: 400, with the field.
-    """
-    for name in body.unserved:
-        raise Fault(400, f"{name} is not served here", code="unsupported_value", param=name)
 
 
 def asked_of(
@@ -49,18 +37,18 @@ def asked_of(
     Raises:
         Fault: 400; more tokens than fit, or figures that the engine refuses.
     """
-    if body.top and not body.listed:
-        raise Fault(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
     deployed = named.deployed
     engine, text = deployed.worker.engine, deployed.served.text
     found: list[Asked] = []
     try:
         form = form_of(body, deployed)
+        sizes = [_most(body, len(prompt), deployed) for prompt in prompts]
+        refuse_unusable(body, deployed, most=min(sizes), formed=form is not None)
         how = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
-        for prompt in prompts:
+        for prompt, most in zip(prompts, sizes, strict=True):
             one = Asked(
                 prompt=tuple(prompt),
-                most=_most(body, len(prompt), deployed),
+                most=most,
                 sampling=how,
                 stop=(frozenset() if body.ignore_eos else text.ends)
                 | frozenset(body.stop_token_ids or ()),
@@ -87,7 +75,7 @@ def _most(body: Choosing, size: int, deployed: Deployment) -> int:
     """Tokens of an answer to a prompt of so many tokens, at most."""
     room = deployed.worker.engine.room
     left = room - size
-    most = body.most or max(left, 1)
+    most = max(left, 1) if body.most is None else body.most
     if most > left:
         raise Fault(
             400,

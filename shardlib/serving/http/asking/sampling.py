@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 
 from shardlib.serving.http.bodies.choosing import Choosing
-from shardlib.serving.http.faults import Fault
 from shardlib.serving.scheduling.settings import Sampling
 
 #: The least probability that OpenAI's `top_p: 0` stands for.
@@ -16,22 +15,16 @@ def sampling_of(body: Choosing, default: Sampling) -> Sampling:
     """How tokens are chosen; where a body gives no seed, by one that is drawn.
 
     Args:
-        body: of the request.
+        body: of the request, with a bias of tokens alone (`checks.py`).
         default: where it says nothing.
 
     Raises:
-        Fault: 400; a bias of something that is no token.
         ArgumentError: figures that are not usable.
     """
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
 
-    bias: dict[int, float] = {}
-    for token, value in (body.logit_bias or {}).items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise Fault(400, "logit_bias is by tokens", code="invalid_value", param="logit_bias")
-        bias[int(token)] = float(value)
     seed = secrets.randbits(32) if body.seed is None else body.seed % (1 << 32)
     return Sampling(
         temperature=given(body.temperature, default.temperature),
@@ -42,5 +35,5 @@ def sampling_of(body: Choosing, default: Sampling) -> Sampling:
         frequency=given(body.frequency_penalty, default.frequency),
         presence=given(body.presence_penalty, default.presence),
         repetition=given(body.repetition_penalty, default.repetition),
-        bias=bias,
+        bias={int(token): float(value) for token, value in (body.logit_bias or {}).items()},
     )

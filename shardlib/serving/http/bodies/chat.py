@@ -60,6 +60,13 @@ class Chat(Choosing):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that says how many tokens an answer has at most, and what it says."""
+        if self.max_tokens is not None and self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
     def listed(self) -> bool:
         """Whether tokens are listed with their logarithms."""
         return bool(self.logprobs)

@@ -95,6 +95,16 @@ class Choosing(Sampled):
         return 0
 
     @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that says how many tokens an answer has at most, and what it says."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def echoes(self) -> bool:
+        """Whether prompts stand in front of their answers."""
+        return False
+
+    @property
     def scored(self) -> bool:
         """Whether tokens of the prompt are listed, too."""
         return False

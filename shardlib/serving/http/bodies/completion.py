@@ -19,6 +19,7 @@ class Completion(Choosing):
     prompt: Prompts
     suffix: str | None = None
     echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -31,7 +32,7 @@ class Completion(Choosing):
     @property
     def most(self) -> int:
         """Tokens of an answer at most."""
-        return self.max_tokens or MOST
+        return MOST if self.max_tokens is None else self.max_tokens
 
     @property
     def listed(self) -> bool:
@@ -44,6 +45,11 @@ class Completion(Choosing):
         return self.logprobs or 0
 
     @property
+    def echoes(self) -> bool:
+        """Whether prompts stand in front of their answers."""
+        return bool(self.echo)
+
+    @property
     def scored(self) -> bool:
         """Whether tokens of the prompt are listed, too."""
-        return bool(self.echo) and self.listed
+        return self.echoes and self.listed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shardlib.serving.hosting.answer import Part, ToolCall, Written
+from shardlib.serving.hosting.answer import Listed, Part, ToolCall, Written
 from shardlib.serving.hosting.tool_calls import CALLED
 from shardlib.serving.scheduling.requests import LENGTH, STOP
 from shardlib.serving.text import UNKNOWN
@@ -66,34 +66,52 @@ def _odds(logprob: float | None) -> float | None:
 def _columns(tokens: Sequence[Written]) -> JsonObject:
     """Tokens as lists of what they have."""
     return {
-        "tokens": [one.text for one in tokens],
-        "token_logprobs": [_odds(one.logprob) for one in tokens],
-        "top_logprobs": [
-            {text: _odds(odds) for text, odds in reversed(one.likely)} or None for one in tokens
-        ],
+        "tokens": [_key(one.listed) for one in tokens],
+        "token_logprobs": [_odds(one.listed.logprob) for one in tokens],
+        "top_logprobs": [_by_key(one.likely) or None for one in tokens],
         "text_offset": [one.offset for one in tokens],
     }
+
+
+def _by_key(likely: Sequence[Listed]) -> JsonObject:
+    """Logarithms by token; a token that is written as a likelier one has its number, as vLLM has
+    it.
+    """
+    found: JsonObject = {}
+    for one in likely:
+        key = _key(one)
+        found[f"token_id:{one.token}" if key in found else key] = _odds(one.logprob)
+    return found
+
+
+def _key(one: Listed) -> str:
+    """A token's text; where it is none its bytes, as OpenAI has them: `bytes:\\xe2\\x82`."""
+    return one.text if one.raw is None else f"bytes:{_escaped(one.raw)}"
+
+
+def _escaped(raw: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _rows(tokens: Sequence[Written]) -> JsonObject:
     """Tokens as objects."""
     rows = [
         {
-            **_likely(one.text, one.logprob),
-            "top_logprobs": [_likely(text, odds) for text, odds in one.likely],
+            **_likely(one.listed),
+            "top_logprobs": [_likely(likely) for likely in one.likely],
         }
         for one in tokens
     ]
     return {"content": rows, "refusal": None}
 
 
-def _likely(text: str, logprob: float | None) -> JsonObject:
-    whole = UNKNOWN not in text
-    return {
-        "token": text,
-        "logprob": _odds(logprob),
-        "bytes": list(text.encode("utf-8", "replace")) if whole else None,
-    }
+def _likely(one: Listed) -> JsonObject:
+    if one.raw is not None:
+        text, raw = _escaped(one.raw), list(one.raw)
+    else:
+        text = one.text
+        raw = None if UNKNOWN in text else list(text.encode("utf-8", "replace"))
+    return {"token": text, "logprob": _odds(one.logprob), "bytes": raw}
 
 
 def _message(part: Part) -> JsonObject:

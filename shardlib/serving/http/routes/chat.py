@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from shardlib.serving.http.asking.checks import refuse_unserved
 from shardlib.serving.http.asking.conversations import conversation
-from shardlib.serving.http.asking.requests import asked_of, refuse_unserved
+from shardlib.serving.http.asking.requests import asked_of
 from shardlib.serving.http.asking.tools import reader_of, refuse_tools
 from shardlib.serving.http.bodies.chat import Chat
 from shardlib.serving.http.catalog import Catalog

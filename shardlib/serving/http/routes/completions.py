@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from shardlib.serving.http.asking.checks import refuse_unserved
 from shardlib.serving.http.asking.prompts import tokens_of
-from shardlib.serving.http.asking.requests import asked_of, refuse_unserved
+from shardlib.serving.http.asking.requests import asked_of
 from shardlib.serving.http.bodies.completion import Completion
 from shardlib.serving.http.catalog import Catalog
 from shardlib.serving.http.replies.heads import Usage
@@ -40,7 +41,7 @@ def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
                 shape=COMPLETION,
                 listed=body.listed,
                 stops=body.stops,
-                echo=bool(body.echo),
+                echo=body.echoes,
                 usage=Usage(prompt=sum(map(len, prompts))),
             )
             return await sent(http, body, reply, held, settings)

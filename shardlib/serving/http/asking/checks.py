@@ -1,0 +1,84 @@
+"""What is wrong with the fields of a body, each by the name that the body has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http.bodies.choosing import Choosing
+from shardlib.serving.http.faults import Fault
+from shardlib.serving.scheduling.settings import MOST_BIASED
+
+
+def refuse_unserved(body: Choosing) -> None:
+    """Refuses what is understood and not served, rather than to answer something else.
+
+    Args:
+        body: of the request.
+
+    Raises:
+        Fault: 400, with the field.
+    """
+    for name in body.unserved:
+        raise Fault(400, f"{name} is not served here", code="unsupported_value", param=name)
+
+
+def refuse_unusable(body: Choosing, deployed: Deployment, *, most: int, formed: bool) -> None:
+    """Refuses figures that are no answer's, and tokens that the model does not have.
+
+    Args:
+        body: of the request.
+        deployed: the model that answers.
+        most: tokens of the answer at most.
+        formed: whether the answer has a form.
+
+    Raises:
+        Fault: 400, with the field.
+    """
+    if body.top and not body.listed:
+        raise fault("top_logprobs", "top_logprobs needs logprobs")
+    if not most and not body.echoes:
+        raise fault("max_tokens", "max_tokens is 0, which needs echo: there is nothing to answer")
+    if (least := body.min_tokens or 0) > most:
+        said, limit = body.limit
+        default = "" if limit else " by default"
+        raise fault("min_tokens", f"min_tokens is {least}; it is at most {said}, {most}{default}")
+    if least and formed:
+        raise fault("min_tokens", "min_tokens is not for answers that have a form")
+    biased = body.logit_bias or {}
+    if len(biased) > MOST_BIASED:
+        raise fault(
+            "logit_bias", f"logit_bias has {len(biased)} tokens; {MOST_BIASED} may have one"
+        )
+    if not all(one.isascii() and one.isdigit() and len(one) < 10 for one in biased):
+        raise fault("logit_bias", "logit_bias is by tokens")
+    refuse_unknown("logit_bias", map(int, biased), deployed)
+    refuse_unknown("stop_token_ids", body.stop_token_ids or (), deployed)
+
+
+def refuse_unknown(field: str, tokens: Iterable[int], deployed: Deployment) -> None:
+    """Refuses tokens that a model does not have.
+
+    Args:
+        field: of the body that has them.
+        tokens: from 0 on.
+        deployed: the model.
+
+    Raises:
+        Fault: 400, with the field.
+    """
+    vocab = deployed.worker.engine.forward.vocab
+    if (largest := max(tokens, default=0)) >= vocab:
+        raise fault(
+            field, f"{field} has the token {largest}; tokens of {deployed.name} are below {vocab}"
+        )
+
+
+def fault(field: str, said: str) -> Fault:
+    """What is wrong with a field.
+
+    Args:
+        field: of the body.
+        said: for people.
+    """
+    return Fault(400, said, code="invalid_value", param=field)
