@@ -211,7 +211,8 @@ def test_tokens_of_a_file_of_hugging_face_spell_what_it_decodes(tmp_path: Path):
     assert b"".join(tokens[token] for token in made.encode(said).ids) == said.encode()
     text = read_text(tmp_path)
     alone = [token for token in range(len(tokens)) if "\ufffd" in text.decode([token])]
-    assert len(alone) > 100 and [text.raw(one) for one in alone] == [tokens[one] for one in alone]
+    told = [tokens[one] or b"\xff" for one in alone]  # llguidance says nothing of this byte
+    assert len(alone) > 100 and [text.raw(one) for one in alone] == told
     path.write_text("{")
     with pytest.raises(ArgumentError, match=r"tokenizer\.json is no tokenizer"):
         spelt(path)
