@@ -11,7 +11,7 @@ import pytest
 
 from shardlib.serving.hosting.answer import Part
 from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.hosting.tool_calls import CallReader, Splitter, plain, tagged
+from shardlib.serving.hosting.tool_calls import CallReader, Splitter, forced, joined, plain, tagged
 
 PLACE = {
     "type": "object",
@@ -55,8 +55,17 @@ def test_an_answer_calls_functions(folder_client: openai.OpenAI):
         (one.function.name, one.function.arguments) for one in calls
     ]
     assert final.finish_reason == "tool_calls"
+    events: Any = folder_client.chat.completions.create(**asked, **said(f"Well. {tag}"), stream=True)
+    deltas = [one.choices[0].delta.tool_calls for one in events if one.choices]
+    told = [delta[0] for delta in deltas if delta]
+    assert told[0].function.name == "weather" and told[0].id and told[0].type == "function"
+    assert len(told) > 5 and not any(one.id or one.function.name for one in told[1:])
+    assert "".join(one.function.arguments for one in told) == json.dumps(CALL["arguments"])
+    cut = folder_client.chat.completions.create(**asked, **said(tag[:-3])).choices[0]
+    (call,) = cut.message.tool_calls or []
+    assert call.type == "function" and json.loads(call.function.arguments) == CALL["arguments"]
     unknown = tag.replace("weather", "wether")
-    for text in ("No <tool.", unknown, tag[:-3], "<tool_call>{</tool_call>"):
+    for text in ("No <tool.", unknown, "<tool_call>{</tool_call>"):
         plain_text = folder_client.chat.completions.create(**asked, **said(text)).choices[0]
         assert (plain_text.message.content, plain_text.message.tool_calls) == (text, None)
         assert plain_text.finish_reason == "stop"
@@ -164,8 +173,11 @@ def read(split: Splitter, text: str, size: int) -> tuple[str, list[tuple[str, An
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     parts = [reader.add(Part(one, (), None)) for one in pieces]
     parts.append(reader.add(Part("", (), "stop")))
-    calls = [(one.name, json.loads(one.arguments)) for part in parts for one in part.calls]
-    assert [one.index for part in parts for one in part.calls] == list(range(len(calls)))
+    pieces = [one for part in parts for one in part.calls]
+    found = joined(pieces)
+    assert [one.index for one in found] == list(range(len(found)))
+    assert len({(one.index, one.id) for one in pieces}) == len(found)
+    calls = [(one.name, json.loads(one.arguments)) for one in found]
     return "".join(one.text for one in parts), calls, parts[-1].ended
 
 
@@ -207,3 +219,29 @@ def test_calls_are_read_however_they_come(
 ):
     ended = "tool_calls" if calls else "stop"
     assert read(split({"f"}), text, size) == (rest, [("f", one) for one in calls], ended)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("split", "text", "rest", "arguments"),
+    [
+        (tagged, '<tool_call>{"name": "f", "arguments": {"a": [1, ', "", ['{"a": [1, ']),
+        (tagged, '<tool_call>{"name": "f", "arguments": {a}</tool_call>b', "b", ["{a}"]),
+        (plain, '{"name": "f", "parameters": {"a": "\\"', "", ['{"a": "\\"']),
+        (plain, '{"name": "f", "parameters": {}} and more', "and more", ["{}"]),
+        (forced, '{"a', "", ['{"a']),
+    ],
+)
+def test_what_a_call_has_is_given_as_it_comes(
+    split: Any, text: str, rest: str, arguments: list[str]
+):
+    for size in (1, 3, 500):
+        reader = CallReader(split("f" if split is forced else {"f"}))
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        parts = [reader.add(Part(one, (), None)) for one in pieces]
+        given = len(joined(one for part in parts for one in part.calls))
+        parts.append(reader.add(Part("", (), "length")))
+        found = joined(one for part in parts for one in part.calls)
+        assert ["f"] * given == [one.name for one in found], "before the end"
+        assert [one.arguments for one in found] == arguments
+        assert ("".join(one.text for one in parts), parts[-1].ended) == (rest, "length")

@@ -53,18 +53,20 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A function that an answer calls.
+    """A function that an answer calls, or a piece of that.
 
     Attributes:
         name: of the function.
-        arguments: as JSON; of an answer that was cut off only a beginning.
+        arguments: as JSON, or a piece of it; of an answer that was cut off only a beginning.
         index: of the call in its answer.
+        begins: whether the call begins with the piece.
         id: by which its result is told.
     """
 
     name: str
     arguments: str
     index: int = 0
+    begins: bool = True
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
@@ -76,7 +78,7 @@ class Part:
         text: that follows.
         tokens: whose text has begun.
         ended: why the answer is whole with it; None while it goes on.
-        calls: of functions.
+        calls: of functions, whole or what is new of them.
     """
 
     text: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardlib.serving.hosting.answer import Answer, Part, ToolCall, Written, prompt_part
 from shardlib.serving.hosting.stream import Stream, StreamError
-from shardlib.serving.hosting.tool_calls import CallReader
+from shardlib.serving.hosting.tool_calls import CallReader, joined
 from shardlib.serving.http.catalog import Named
 from shardlib.serving.http.faults import ended
 from shardlib.serving.http.replies.heads import Usage, new_head
@@ -111,7 +111,7 @@ class Reply:
             ends[index] = part.ended
             calls[index] += part.calls
         wholes = [
-            Part(texts[index], tuple(tokens[index]), ends[index], tuple(calls[index]))
+            Part(texts[index], tuple(tokens[index]), ends[index], tuple(joined(calls[index])))
             for index in range(len(self.asked))
         ]
         choices = [

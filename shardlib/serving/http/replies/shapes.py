@@ -125,13 +125,19 @@ def _message(part: Part) -> JsonObject:
 def _delta(part: Part) -> JsonObject:
     delta: JsonObject = {"content": part.text} if part.text or part.tokens else {}
     if part.calls:
-        delta["tool_calls"] = [{"index": one.index, **_call(one)} for one in part.calls]
+        delta["tool_calls"] = [
+            {"index": one.index, **(_call(one) if one.begins else _more(one))} for one in part.calls
+        ]
     return {"delta": delta}
 
 
 def _call(one: ToolCall) -> JsonObject:
     function = {"name": one.name, "arguments": one.arguments}
     return {"id": one.id, "type": "function", "function": function}
+
+
+def _more(one: ToolCall) -> JsonObject:
+    return {"function": {"arguments": one.arguments}}
 
 
 #: Choices of `/v1/completions`.
