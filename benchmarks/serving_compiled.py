@@ -34,6 +34,7 @@ from shardlib.models.config import TransformerConfig
 CASES = (
     ("llama3-70b", "v5e:4x4", 1, 16, 1024, "model", "model"),
     ("llama3-70b", "v5e:4x4", 1, 16, 1024, "int8", "fp8"),
+    ("llama3-70b", "v5e:4x4", 1, 16, 1024, "int8", "int8"),
     ("llama3-70b", "v6e:2x4", 1, 8, 1024, "model", "model"),
     ("llama3-70b", "h100:8", 1, 8, 1024, "model", "model"),
     ("llama3-8b", "v5e:2x4", 1, 8, 1024, "model", "model"),

@@ -55,7 +55,9 @@ def test_an_answer_calls_functions(folder_client: openai.OpenAI):
         (one.function.name, one.function.arguments) for one in calls
     ]
     assert final.finish_reason == "tool_calls"
-    events: Any = folder_client.chat.completions.create(**asked, **said(f"Well. {tag}"), stream=True)
+    events: Any = folder_client.chat.completions.create(
+        **asked, **said(f"Well. {tag}"), stream=True
+    )
     deltas = [one.choices[0].delta.tool_calls for one in events if one.choices]
     told = [delta[0] for delta in deltas if delta]
     assert told[0].function.name == "weather" and told[0].id and told[0].type == "function"

@@ -19,7 +19,7 @@ from flax import nnx
 from shardlib import models, serving
 from shardlib.cli import main
 from shardlib.errors import CheckpointError, ModelError
-from shardlib.serving.artefacts.single import single_pass, user_pass
+from shardlib.serving.artefacts.single import row_length, single_pass, user_pass
 from shardlib.serving.artefacts.written import write_artefact
 from tests.models.configs import tiny
 from tests.serving.classifier import Classifier, forward
@@ -105,7 +105,7 @@ def test_a_language_model_runs_without_shardlib(name: str, tmp_path: Path):
     np.testing.assert_allclose(found["logits"], wanted, atol=0.03, rtol=0.02)
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path):
+def test_what_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shapes = {"x": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
     one = single_pass(Classifier, forward, shapes)
     write_artefact(one, tmp_path / "out", platforms=("cpu",))
@@ -118,3 +118,12 @@ def test_what_cannot_be_written_is_said(tmp_path: Path):
     found = models.UserModel(name="a:b", init=Classifier, loss=forward, batch=shapes)
     with pytest.raises(ModelError, match="a:b gives no 'outputs'"):
         user_pass(found, "a:b")
+    served = serving.named("demo")
+    most = served.longest
+    assert (row_length(served, None), row_length(served, most)) == (min(128, most), most)
+    said = f"a row of {most + 1} tokens is asked for; {served.name} looks at {most} at most"
+    for where in ("--jax", "--triton"):
+        with pytest.raises(SystemExit) as ended:
+            main(["export", "demo", where, str(tmp_path / "long"), "--seq", str(most + 1)])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "long" / "about.json").exists()

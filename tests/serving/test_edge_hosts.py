@@ -114,7 +114,8 @@ def test_stages_on_hosts_run_a_plan_and_one_of_them_goes(
     kill(running[left[0]], 8, when)
     code, found = run([*words, "--run", "2000"], capsys)
     assert code == 2 and time.monotonic() - when[-1] < 12
-    assert "stage" in found["error"]["message"]
+    (address,) = (one for one in words if one.startswith(f"{left[0]}="))
+    assert f"at {address.partition('=')[2]}, " in found["error"]["message"]
 
 
 @pytest.mark.unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar, cast
 
 from shardlib.errors import PlanError
@@ -30,13 +30,13 @@ class ServingSearch:
         candidates: choices that were priced: all that fit.
         kept: those that keep to the limits.
         gap: by how much a better one could be missed; 0, since every one was priced.
-        seconds: of the search, without tracing.
+        seconds: of the search, without tracing; not part of the value.
     """
 
     candidates: int
     kept: int
     gap: float
-    seconds: float
+    seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,9 @@ class ServingChoice:
     page: int
     pages: int
     chunk: int
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.mesh.items()), self.replicas, self.batch, self.pages))
 
     @property
     def tensor(self) -> int:

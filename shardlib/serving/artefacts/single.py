@@ -16,6 +16,8 @@ from shardlib.models.load import UserModel
 from shardlib.serving.served import Served
 from shardlib.serving.weights import both
 
+#: Tokens of a row where nobody says how many.
+ROW = 128
 #: (model, inputs by name) -> outputs by name, or one array; rows in the first dim of all.
 Pass = Callable[[Tree, Mapping[str, jax.Array]], Tree]
 
@@ -136,15 +138,36 @@ def embedding_pass(served: Served, seq: int) -> SinglePass:
     return single_pass(served.init, run, inputs, weights=served.weights, name=served.name)
 
 
-def named_pass(word: str, seq: int) -> SinglePass:
+def row_length(served: Served, seq: int | None) -> int:
+    """Tokens of a row of a language model.
+
+    Args:
+        served: the model.
+        seq: as asked for; None for `ROW`, or as many as the model takes.
+
+    Raises:
+        ArgumentError: the model does not look at so many.
+    """
+    if seq is None:
+        return min(ROW, served.longest)
+    if seq > served.longest:
+        raise ArgumentError(
+            f"a row of {seq} tokens is asked for; {served.name} looks at {served.longest} at most"
+            f"\nTry: --seq {served.longest}, or fewer"
+        )
+    return seq
+
+
+def named_pass(word: str, seq: int | None = None) -> SinglePass:
     """The pass of what a word names: that of the user's own function, or the logits of a language
     model.
 
     Args:
         word: see `shardlib.serving.named`; or `package.module:function`.
-        seq: tokens of a row of a language model.
+        seq: tokens of a row of a language model, see `row_length`.
 
     Raises:
+        ArgumentError: the model does not look at so many tokens.
         ModelError: nothing of that name, or it has no such pass.
     """
     if ":" in word:
@@ -153,4 +176,5 @@ def named_pass(word: str, seq: int) -> SinglePass:
             return user_pass(found, word)
     from shardlib.serving.words import named
 
-    return logits_pass(named(word), seq)
+    served = named(word)
+    return logits_pass(served, row_length(served, seq))

@@ -29,11 +29,12 @@ class StageError(LaunchError):
 
     Attributes:
         stage: its number in the chain.
+        address: where it listened.
     """
 
-    def __init__(self, stage: int, why: str) -> None:
-        super().__init__(f"stage {stage} of the chain {why}")
-        self.stage = stage
+    def __init__(self, stage: int, address: tuple[str, int], why: str) -> None:
+        super().__init__(f"stage {stage} of the chain, at {address[0]}:{address[1]}, {why}")
+        self.stage, self.address = stage, address
 
 
 @dataclass(kw_only=True)
@@ -41,6 +42,7 @@ class Chain:
     """Connected stages; to be closed.
 
     Attributes:
+        addresses: of the process of each stage.
         drivers: a connection to each stage.
         first: to the first stage, for batches.
         last: from the last stage, for results.
@@ -48,6 +50,7 @@ class Chain:
         gone: of the first stage that was lost, with why.
     """
 
+    addresses: Sequence[tuple[str, int]]
     drivers: list[socket.socket]
     first: socket.socket
     last: socket.socket
@@ -111,7 +114,8 @@ class Chain:
         now = time.monotonic()
         for stage, last in enumerate(self.heard):
             if now - last > SILENT_SECONDS:
-                raise StageError(stage, f"has given no sign of life for {SILENT_SECONDS:g} s")
+                said = f"has given no sign of life for {SILENT_SECONDS:g} s"
+                raise StageError(stage, self.addresses[stage], said)
 
     def _lost(self) -> None:
         """Says which stage is gone: that whose own connection has closed first."""
@@ -119,7 +123,7 @@ class Chain:
         while not self.gone and time.monotonic() < until:
             time.sleep(0.05)
         stage, why = self.gone[0] if self.gone else (len(self.drivers) - 1, "says nothing more")
-        raise StageError(stage, why)
+        raise StageError(stage, self.addresses[stage], why)
 
 
 def connected(
@@ -163,9 +167,16 @@ def connected(
             stage = 0
             first = opened.enter_context(_to(workers, addresses[0]))
         except BROKEN as error:
-            raise StageError(stage, f"does not answer ({error})") from error
+            said = f"does not answer ({error})"
+            raise StageError(stage, addresses[stage], said) from error
         opened.pop_all()
-    chain = Chain(drivers=drivers, first=first, last=last, heard=[time.monotonic()] * count)
+    chain = Chain(
+        addresses=list(addresses),
+        drivers=drivers,
+        first=first,
+        last=last,
+        heard=[time.monotonic()] * count,
+    )
     for number in range(count):
         threading.Thread(target=_listen, args=(chain, number), daemon=True).start()
     return chain

@@ -121,14 +121,14 @@ class CallReader:
         return [replace(told, arguments=new, begins=begins)] if new or begins else []
 
 
-def joined(pieces: Iterable[ToolCall]) -> list[ToolCall]:
+def joined(given: Iterable[ToolCall]) -> list[ToolCall]:
     """Calls, of the pieces that an answer gave.
 
     Args:
-        pieces: of one answer, in order.
+        given: by one answer, in order.
     """
     found: list[ToolCall] = []
-    for one in pieces:
+    for one in given:
         if one.begins:
             found.append(one)
         else:

@@ -44,6 +44,11 @@ def test_json_gives_the_plan_back_and_a_changed_one_is_refused():
     plan = plan_served(asked("llama3-8b", "v5e:4x4"))
     text = plan.to_json()
     again = ServingPlan.from_json(text)
+    twin, other = (
+        plan_served(asked("llama3-8b", "v5e:4x4")),
+        plan_served(asked("llama3-8b", "v5e:2x4")),
+    )
+    assert plan == twin and {plan, twin, again} == {plan} and plan != other
     assert again == plan and again.explain() == plan.explain() and again.to_json() == text
     with pytest.raises(PlanError, match="changed"):
         ServingPlan.from_json(text.replace('"batch": ', '"batch": 1'))

@@ -52,8 +52,11 @@ def export_command(
         typer.Option("--dtype", help="Of --huggingface: float32, bfloat16, float16."),
     ] = None,
     seq: Annotated[
-        int, typer.Option("--seq", min=1, help="Tokens of a row of a language model.")
-    ] = 128,
+        int | None,
+        typer.Option(
+            "--seq", min=1, help="Tokens of a row of a language model; 128, or as many as it takes."
+        ),
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option("--batch", min=1, help="Rows that a program takes; any number by default."),
@@ -95,7 +98,7 @@ def _huggingface(model: str, folder: Path, dtype: str | None) -> JsonObject:
     return {"model": found.name, "folder": str(folder), "files": list(files)}
 
 
-def _jax(model: str, folder: Path, seq: int, batch: int | None) -> JsonObject:
+def _jax(model: str, folder: Path, seq: int | None, batch: int | None) -> JsonObject:
     from shardlib.serving.artefacts.single import named_pass
     from shardlib.serving.artefacts.written import write_artefact
 
@@ -108,10 +111,10 @@ def _jax(model: str, folder: Path, seq: int, batch: int | None) -> JsonObject:
     }
 
 
-def _triton(model: str, into: Into, seq: int, batch: int | None) -> JsonObject:
+def _triton(model: str, into: Into, seq: int | None, batch: int | None) -> JsonObject:
     from shardlib import models
     from shardlib.models.load import UserModel
-    from shardlib.serving.artefacts.single import user_pass
+    from shardlib.serving.artefacts.single import row_length, user_pass
     from shardlib.serving.folders.folder import is_folder
     from shardlib.serving.text import ByteText
     from shardlib.serving.triton.repository import Repository
@@ -136,6 +139,6 @@ def _triton(model: str, into: Into, seq: int, batch: int | None) -> JsonObject:
             served,
             source=Path(model) if copied else None,
             capacity={"longest": min(4096, served.longest)},
-            seq=min(seq, served.longest),
+            seq=row_length(served, seq),
         )
     return {"model": names[0], "folder": str(into.triton), "models": names}
