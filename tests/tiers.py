@@ -67,6 +67,7 @@ TESTS = {
     "zoo": "compile",
     "test_accelerator.py": "compile",
     "test_hand_llama.py": "compile",
+    "test_how_to.py": "compile",
     "checkpointing/test_owner.py": "processes",
     "checkpointing/test_processes.py": "processes",
     "cli/test_diff.py": "processes",

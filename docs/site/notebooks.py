@@ -3,15 +3,18 @@
     python docs/site/notebooks.py notebooks/01_annotate_and_plan.ipynb [...]
 
 What differs from run to run, times and warnings of libraries, is what `plain` leaves out; the rest
-of a stored notebook is that of a fresh run, which `tests/test_notebooks.py` holds.
+of a stored notebook is that of a fresh run, which `tests/test_notebooks.py` holds. Where a notebook
+shows what a compiler made, it is that of a fresh run with the same versions.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -21,6 +24,8 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parents[2]
 #: Characters of the outputs of a notebook at most: GitHub shows them, and nobody scrolls.
 MOST = 60_000
+#: Metadata of a notebook that shows what a compiler made: packages, and their versions then.
+STORED_WITH = "stored_with"
 #: A time that was measured, as `shardlib.planning.units.quantity` writes it.
 _TIME = re.compile(r"\b\d[\d.,]*( ?)(ns|µs|ms|s|min)\b")
 
@@ -32,7 +37,22 @@ def run(notebook: NotebookNode) -> NotebookNode:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+    if STORED_WITH in notebook.metadata:
+        notebook.metadata[STORED_WITH] = versions(notebook)
     return notebook
+
+
+def versions(notebook: NotebookNode) -> dict[str, str]:
+    """The installed versions of the packages that a notebook's outputs depend on, by its metadata;
+    "" for one that is not installed.
+    """
+    found: dict[str, str] = {}
+    for name in notebook.metadata.get(STORED_WITH, {}):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 def plain(notebook: NotebookNode) -> list[str]:
@@ -54,6 +74,7 @@ def main() -> None:
     parser.add_argument("notebooks", type=Path, nargs="+")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["SHARDLIB_CACHE_DIR"] = tempfile.mkdtemp()  # what was learned here is not shown
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for path in options.notebooks:
         found = run(nbformat.read(path, as_version=4))

@@ -28,9 +28,9 @@ from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.emission.emit import emit
 from shardlib.planning.pictures.shown_plan import ShownPlan
+from shardlib.planning.pictures.timelines import ShownTimeline, shown
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.predicted_timeline import predicted
-from shardlib.planning.text.timeline import Timeline
 from shardlib.untrusted import parse_json
 from shardlib.untrusted.json_types import Json
 
@@ -212,16 +212,16 @@ class Plan(ShownPlan):
     def _asked(self) -> Answers:
         return Answers(kernels=None if self.source is None else self.kernels())
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> ShownTimeline:
         """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
-        the order of use; `print` draws it, `shardlib.planning.pictures.timelines` makes SVG and
-        Perfetto traces of stages.
+        the order of use; `print` writes it, `svg()` draws it.
 
         Raises:
             PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
                 written before estimates knew what a stage does.
         """
-        return predicted(self, None if self.source is None else self.source.load.problem.forward)
+        forward = None if self.source is None else self.source.load.problem.forward
+        return shown(predicted(self, forward))
 
     def replan(
         self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+from shardlib.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
 PARTS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -122,7 +125,7 @@ NEEDS = {"equinox": "equinox", "haiku": "haiku"}
 
 
 def test_every_part_of_the_page_is_run() -> None:
-    assert PARTS.keys() == {"start", "ema", *TRUTH}
+    assert PARTS.keys() == {"start", "ema", "generation", *TRUTH}
     assert len(re.findall("```python", PAGE)) == len(PARTS)
     assert "_src" not in PAGE and not re.search(r"shardlib\.\w+\.\w+", PAGE)  # public names alone
 
@@ -153,3 +156,16 @@ def test_the_average_is_that_of_the_parameters() -> None:
     found = float(scope["validation"]["loss"])
     np.testing.assert_allclose(found, float(scope["loss"](average, scope["batch"])), rtol=1e-5)
     assert abs(found - float(scope["loss"](params, scope["batch"]))) > 1e-4
+
+
+def test_what_was_trained_answers() -> None:
+    assert run("generation")["answers"] == [[5, 6, 7, 8], [8, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("command", re.findall(r"(?m)^shardlib (launch .*--dry-run.*)$", PAGE))
+def test_jobs_are_shown(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(command))
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    assert "my_training.py" in shown

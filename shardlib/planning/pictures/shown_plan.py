@@ -6,9 +6,11 @@ import tempfile
 import webbrowser
 from pathlib import Path
 
-from shardlib.errors import ArgumentError
+from shardlib.errors import ArgumentError, MissingFileError, PlanError, TopologyError
+from shardlib.hardware.topology import topology as find_topology
 from shardlib.planning.answers.answers import Answers
 from shardlib.planning.pictures.html import html_report
+from shardlib.planning.pictures.overview import plan_svg
 from shardlib.planning.text.told_plan import ToldPlan
 
 
@@ -39,6 +41,24 @@ class ShownPlan(ToldPlan):
         if browser:
             webbrowser.open(where.resolve().as_uri())
         return where
+
+    def svg(self) -> str:
+        """The plan on its machine as one picture, an SVG document that fetches nothing.
+
+        It has the figures, the links with the mesh axes along them, and the step with its
+        collectives.
+
+        Raises:
+            PlanError: the mesh has no place on the machine.
+            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+        """
+        return plan_svg(self, find_topology(self.topology))
+
+    def _repr_svg_(self) -> str | None:
+        try:
+            return self.svg()
+        except (PlanError, TopologyError, MissingFileError):  # the words are shown, and no picture
+            return None
 
     def _asked(self) -> Answers:
         """What the page answers beside the plan."""
