@@ -16,6 +16,7 @@ import pytest
 from shardlib import serving
 from shardlib.cli import main
 from shardlib.serving.hosting.demonstration import demonstration
+from shardlib.training.run.folder import RunFolder
 from tests.http.conftest import TOKENS
 
 
@@ -132,3 +133,8 @@ def test_where_no_model_is_named_a_demonstration_is_trained_once(
     assert served.version.startswith("step ") and served.newer is not None
     assert not served.warning, "it is no model with random weights"
     assert demonstration(said.append) == place and len(said) == 2
+    (place / "demonstration.txt").unlink()  # as where somebody has stopped it
+    before = RunFolder(place).saved()[-1]
+    assert demonstration(said.append) == place
+    assert f"it stopped at step {before}: a demonstration is trained for a minute" in said[2]
+    assert RunFolder(place).saved()[-1] > before and "trained up to step" in said[3]

@@ -13,7 +13,9 @@ from shardlib.errors import ArgumentError
 from shardlib.lowering.serving.stored import (
     all_plain,
     is_stored,
+    plain,
     read_pages,
+    store,
     stored_page,
     write_rows,
 )
@@ -103,3 +105,15 @@ def test_rows_of_an_int8_cache_are_those_that_were_written():
 def test_other_words_are_refused(stored: dict[str, str], said: str):
     with pytest.raises(ArgumentError, match=said):
         Storage(**stored)
+
+
+@pytest.mark.parametrize(("how", "dtype"), [("fp8", jnp.float8_e4m3fn), ("int8", jnp.int8)])
+def test_qwix_stores_no_better(how: str, dtype: type):
+    """fp8 to the bit, and int8 with no smaller error."""
+    qwix = pytest.importorskip("qwix", reason="needs the extra `fp8`")
+    array = jax.random.normal(jax.random.key(1), (40, 24)) * jnp.exp(jnp.arange(24.0) / 4)
+    theirs = qwix.dequantize(qwix.quantize(array, dtype, channelwise_axes=(1,)))
+    ours = plain(store(array, 0, how))
+    if how == "fp8":
+        np.testing.assert_array_equal(ours, theirs)
+    assert jnp.linalg.norm(ours - array) <= jnp.linalg.norm(theirs - array)

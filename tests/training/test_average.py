@@ -12,9 +12,11 @@ import pytest
 from flax import nnx
 
 import shardlib
+from shardlib import models, serving
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ModelError, StateError
 from shardlib.lowering.program.program import Program
+from shardlib.models.config import TransformerConfig
 from shardlib.training.fit import fit
 from shardlib.training.settings import Settings
 from shardlib.training.states.average import averaged, warmed_up_decay, with_average
@@ -22,6 +24,18 @@ from shardlib.training.validation import Validation
 from tests.training.small import WIDTH, batch_of
 
 STEPS = 4
+TINY = TransformerConfig(
+    name="tiny",
+    vocab_size=64,
+    layers=2,
+    embed=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    mlp=32,
+    max_seq=32,
+    compute_dtype="float32",
+)
 
 
 def unsharded() -> Any:
@@ -124,3 +138,52 @@ def test_a_decay_that_warms_up_and_one_that_is_none():
     assert float(warmed_up_decay(0.5)(np.int32(100))) == 0.5
     with pytest.raises(ModelError, match="decay is 1"):
         with_average(optax.sgd(1.0), 1.0)
+
+
+def test_an_average_is_served(tmp_path: Path):
+    """What is asked of an engine is answered by the average, and not by the parameters."""
+    init, language_loss = models.build(TINY)
+    rows = [models.example_batch(TINY, 4, 8) for _ in range(STEPS)]
+    rows = [
+        {
+            name: np.random.default_rng((number, at)).integers(0, 64, one.shape).astype(np.int32)
+            for at, (name, one) in enumerate(batch.items())
+        }
+        for number, batch in enumerate(rows)
+    ]
+    program = shardlib.compile(
+        init,
+        language_loss,
+        with_average(optax.adam(3e-2), 0.5),
+        rows[0],
+        topology="cpu:2",
+        pin={"mesh": {"fsdp": 2}, "zero": 3},
+    )
+    state = program.init(seed=0)
+    average = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)
+    for batch in rows:
+        state, _ = program.step(state, batch)
+        average = jax.tree.map(lambda old, new: (old + np.asarray(new)) / 2, average, state.params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(STEPS, state, plan=program.plan, wait=True)
+        restored = checkpoints.restore(program).state
+    prompt = [5, 2, 7, 11, 60, 3]
+    answers = {
+        name: _answer(init, params, prompt)
+        for name, params in {
+            "average": averaged(program, restored).params,
+            "trained": restored.params,
+            "by hand": jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), average),
+        }.items()
+    }
+    assert answers["average"] == answers["by hand"] != answers["trained"]
+
+
+def _answer(init: Any, params: Any, prompt: list[int]) -> list[int]:
+    engine = serving.Engine(
+        init,
+        lambda model, tokens: model(tokens),
+        weights=jax.device_get(params),
+        capacity=serving.Capacity(longest=32, slots=1),
+    )
+    return engine.generate([prompt], most=12)[0]

@@ -1,4 +1,6 @@
-"""The run that is served where no model is named: the demonstration, trained for a minute once."""
+"""The run that is served where no model is named: the demonstration, trained for a minute once, and
+for another where that was stopped.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ from shardlib.training.run.folder import RunFolder
 SECONDS, LONGEST = 60, 600
 #: Steps between checkpoints.
 SAVE_EVERY = 20
+#: File in its folder that says that its minute is over.
+DONE = "demonstration.txt"
 
 
 def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> Path:
@@ -33,9 +37,10 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
     """
     place = folder or _cache() / "demonstration"
     run = RunFolder(place)
-    if run.saved():
+    if (saved := run.saved()) and (place / DONE).exists():
         return place
-    say(f"nothing is there to be served: a demonstration is trained for a minute, in {place}")
+    begins = f"it stopped at step {saved[-1]}" if saved else "nothing is there to be served"
+    say(f"{begins}: a demonstration is trained for a minute, in {place}")
     words = ["train", "--run", str(place), "--sample-bytes", "0", "--quiet", "--json"]
     begun = time.monotonic()
     child = subprocess.Popen(
@@ -47,7 +52,7 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
     try:
         while child.poll() is None and time.monotonic() - begun < LONGEST:
             time.sleep(0.5)
-            if time.monotonic() - begun > SECONDS and run.saved():
+            if time.monotonic() - begun > SECONDS and run.saved() != saved:
                 child.send_signal(signal.SIGTERM)  # it saves, and ends
                 child.wait(timeout=LONGEST)
     finally:
@@ -56,6 +61,7 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
             child.wait()
     saved = run.saved()
     if saved:
+        (place / DONE).write_text(f"trained up to step {saved[-1]}\n")
         say(f"trained up to step {saved[-1]}; shardlib train --run {place} goes on")
     else:
         raise RunError(
