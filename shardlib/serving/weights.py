@@ -7,8 +7,10 @@ fewer heads than devices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,10 @@ from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import axis_names
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.serving.grid import Grid
+from shardlib.lowering.serving.held.columns import Columns, in_columns
 from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import Forward, TracedForward
-from shardlib.lowering.serving.stored import Stored, by_layer, is_stored, store
+from shardlib.lowering.serving.stored import Layered, Stored, by_layer, is_stored, store
 from shardlib.propagation.serving import scale_dims, serving_layouts, serving_mesh
 from shardlib.serving.scheduling.capacity import Storage
 from shardlib.tracing.forward_only import served_problem
@@ -75,6 +78,9 @@ class Placed:
             for none.
         storage: of weights and the cache.
         layered: numbers of the params that are held by layers.
+        factors: of the params that are held as `Columns`, by number: the dims that products sum
+            over, of a row where they are held by layers.
+        threads: that compute products.
     """
 
     mesh: Mesh | AbstractMesh
@@ -82,6 +88,8 @@ class Placed:
     shared: Tree
     storage: Storage
     layered: frozenset[int] = frozenset()
+    factors: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    threads: int = 1
 
     @property
     def grid(self) -> Grid:
@@ -104,13 +112,23 @@ class Placed:
         if self.storage.weights != "model":
             shardings = jax.tree.map(lambda one: one.sharding, self.described(held))
             held = jax.jit(self._stored, out_shardings=shardings)(held)
-        if self.layered:
+        if self.layered or self.factors:
             leaves, tree = jax.tree.flatten(held, is_leaf=is_stored)
             held = None  # or every array is there twice
             for at in self.layered:
                 leaves[at] = by_layer(leaves[at])
+            for at, summed in self.factors.items():
+                leaves[at] = self._columns(leaves[at], summed)
             held = jax.tree.unflatten(tree, leaves)
         return held, jax.device_put(state, self.whole)
+
+    def _columns(self, held: Leaf | Layered, summed: tuple[int, ...]) -> Columns | Layered:
+        made = jax.jit(
+            partial(in_columns, summed=summed, parts=self.threads), out_shardings=self.whole
+        )
+        if isinstance(held, Layered):
+            return Layered(rows=tuple(made(row) for row in held.rows))
+        return made(held)
 
     def described(self, params: Tree) -> Tree:
         """Params as they are stored, without their contents, each with its sharding.
@@ -198,7 +216,7 @@ def placed(
     found: Arrangement,
     mesh: Mesh | AbstractMesh,
     storage: Storage | None = None,
-    layered: Collection[int] = (),
+    cpu: TracedForward | None = None,
 ) -> Placed:
     """Where the arrays of a model live.
 
@@ -207,9 +225,11 @@ def placed(
         found: see `arranged`.
         mesh: of its shape.
         storage: of weights and the cache; None for those of the model.
-        layered: numbers of the params that are held by layers; those whose first dim no device
-            shares are.
+        cpu: the forward pass where CPUs compute it: rows of loops are held by layers, and factors
+            of products as `Columns`, where no device has a part of them.
     """
+
+    storage = storage or Storage()
 
     def of(path: KeyPath, _: Leaf) -> NamedSharding:
         return named_sharding(mesh, found.layouts[path_text(path) or "params"])
@@ -219,13 +239,18 @@ def placed(
         return dim if jnp.issubdtype(leaf.dtype, jnp.floating) else -1
 
     params = jax.tree_util.tree_map_with_path(of, model.params)
-    whole = {at for at, one in enumerate(jax.tree.leaves(params)) if not (*one.spec, None)[0]}
+    specs = [one.spec for one in jax.tree.leaves(params)]
+    rows = {at for at, spec in enumerate(specs) if not (*spec, None)[0]}
+    layered = frozenset(rows & cpu.scanned) if cpu else frozenset[int]()
+    factors = cpu.factors if cpu and storage.weights == "model" else {}
     return Placed(
         mesh=mesh,
         params=params,
         shared=jax.tree_util.tree_map_with_path(shared, model.params),
-        storage=storage or Storage(),
-        layered=frozenset(whole & {*layered}),
+        storage=storage,
+        layered=layered,
+        factors={at: dims for at, dims in factors.items() if not any(specs[at])},
+        threads=os.cpu_count() or 1,
     )
 
 

@@ -17,6 +17,7 @@ from shardlib.jax_types import Index, Value
 from shardlib.lowering.serving.calls import bodies
 from shardlib.lowering.serving.experts import visiting
 from shardlib.lowering.serving.grid import Grid
+from shardlib.lowering.serving.held.columns import Columns, converted, product
 from shardlib.lowering.serving.latent import Latent
 from shardlib.lowering.serving.pages import Pages, Token, attending
 from shardlib.lowering.serving.positions import Positions
@@ -125,9 +126,17 @@ def looks(equation: Equation, places: Positions, calls: Iterable[str]) -> bool:
 
 
 def _equation(
-    equation: Equation, operands: list[Value], cached: Cached
-) -> tuple[Sequence[Value], Cached]:
+    equation: Equation, operands: list[Any], cached: Cached
+) -> tuple[Sequence[Any], Cached]:
+    """Results of an equation, of arrays or of what stands for them."""
     places = cached.positions
+    if any(isinstance(one, Columns) for one in operands):
+        if equation.name == "convert_element_type":
+            return [converted(operands[0], equation)], cached
+        if equation.name == "dot_general" and not equation.params["dimension_numbers"][1][0]:
+            left, right = operands
+            right = plain(right) if isinstance(left, Columns) else right
+            return [product(equation, (left, right))], cached
     if equation.name != "scan" and equation.name not in REMAT:
         operands = [plain(one) for one in operands]
     if equation.path in places.iotas:

@@ -22,6 +22,8 @@ from shardlib.lowering.serving.calls import CachedCall, beside_calls, cached_cal
 from shardlib.lowering.serving.ends import ends
 from shardlib.lowering.serving.evaluate import Cached, evaluate, looks
 from shardlib.lowering.serving.grid import Grid
+from shardlib.lowering.serving.held.uses import ROW, summed_dims
+from shardlib.lowering.serving.latent import Latent
 from shardlib.lowering.serving.pages import TOKEN_DIMS, Pages, Token
 from shardlib.lowering.serving.positions import Positions, positions
 from shardlib.lowering.serving.stored import stored_page
@@ -71,14 +73,36 @@ class TracedForward:
     def scanned(self) -> frozenset[int]:
         """Numbers of the params of which each iteration of a loop with attention takes a row."""
         found: list[int] = []
-        for equation in self.program.equations:
-            loop = f"{equation.path}/"
-            if equation.name == "scan" and any(path.startswith(loop) for path in self._paths):
-                found += equation.inputs[sum(scan_counts(equation.params)) :]
-        count = len(jax.tree.leaves(self.model.params))
-        return frozenset(
-            at for at, number in enumerate(self.program.inputs[:count]) if number in found
-        )
+        for equation in self._loops:
+            found += equation.inputs[sum(scan_counts(equation.params)) :]
+        return frozenset(at for at, number in enumerate(self._params) if number in found)
+
+    @property
+    def factors(self) -> Mapping[int, tuple[int, ...]]:
+        """Of each of the params, by number, that is only multiplied with: the dims that products
+        sum over, of a row where it is `scanned`.
+        """
+        loops = [equation.path for equation in self._loops]
+        found = summed_dims(self.program, loops, self._latents)
+        dims = {at: found[number] for at, number in enumerate(self._params) if number in found}
+        return {at: tuple(dim for dim in some if dim != ROW) for at, some in dims.items()}
+
+    @property
+    def _params(self) -> tuple[int, ...]:
+        return self.program.inputs[: len(jax.tree.leaves(self.model.params))]
+
+    @property
+    def _latents(self) -> Mapping[str, Latent]:
+        return {call.path: call.latent for call in self.calls if call.latent is not None}
+
+    @property
+    def _loops(self) -> list[Equation]:
+        return [
+            equation
+            for equation in self.program.equations
+            if equation.name == "scan"
+            and any(path.startswith(f"{equation.path}/") for path in self._paths)
+        ]
 
     def new_pages(self, count: int, size: int, cache: str = "model") -> Mapping[str, Tree]:
         """So many pages, for each call.
@@ -117,7 +141,7 @@ class TracedForward:
         """
         grid = grid or Grid()
         dims = replace(TOKEN_DIMS, adapter=None if where.adapter is None else 0)
-        latents = {call.path: call.latent for call in self.calls if call.latent is not None}
+        latents = self._latents
         cut = ends(self.program, self._paths, self._varies)
 
         def one(

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Function, Index, Leaf, Value
+from shardlib.lowering.serving.held.columns import Columns, whole
 
 #: Dtype and largest value of each way to store.
 DTYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
@@ -68,10 +69,10 @@ class Layered:
     Compilers for CPUs copy the row of a stacked array before they multiply with it.
 
     Attributes:
-        rows: along the first dim, `Stored` or not.
+        rows: along the first dim, `Stored`, `Columns` or neither.
     """
 
-    rows: tuple[Value | Stored, ...]
+    rows: tuple[Value | Stored | Columns, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,12 +93,14 @@ class Layered:
         return where
 
 
-def _array(value: Value | Stored) -> Value:
+def _array(value: Value | Stored | Columns) -> Value | Columns:
     return value.values if isinstance(value, Stored) else value
 
 
-def plain(value: Value | Stored | Layered) -> Value:
+def plain(value: Value | Stored | Layered | Columns) -> Value:
     """The array that a value stands for."""
+    if isinstance(value, Columns):
+        return whole(value)
     if isinstance(value, Layered):
         return jnp.stack([plain(row) for row in value.rows])
     if not isinstance(value, Stored):
@@ -113,7 +116,7 @@ def is_stored(value: object) -> bool:
 
 def is_held(value: object) -> bool:
     """Whether a value stands for an array, and is none."""
-    return isinstance(value, (Stored, Layered))
+    return isinstance(value, (Stored, Layered, Columns))
 
 
 def all_plain(tree: Tree) -> Tree:
@@ -144,7 +147,7 @@ def by_layer(value: Value | Stored) -> Layered:
     return made(value)
 
 
-def layer(value: Value | Stored | Layered, at: int) -> Value | Stored:
+def layer(value: Value | Stored | Layered, at: int) -> Value | Stored | Columns:
     """A row of an array.
 
     Args:

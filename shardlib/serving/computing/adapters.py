@@ -18,6 +18,7 @@ from shardlib.annotation.model import Tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.adapted import Adapted
+from shardlib.lowering.serving.held.columns import Columns
 from shardlib.lowering.serving.stored import Layered, is_held, is_stored
 from shardlib.serving.scheduling.requests import Asked
 
@@ -125,7 +126,7 @@ def parts_of(given: Tree) -> Parts:
     return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
 
 
-def empty_stack(own: jax.Array | Layered, most: int) -> jax.Array:
+def empty_stack(own: jax.Array | Layered | Columns, most: int) -> jax.Array:
     """Room for so many arrays like one of the model, sharded as it is.
 
     Args:

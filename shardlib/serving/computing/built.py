@@ -105,8 +105,8 @@ def built(
     capacity = capacity.within(traced.window)
     found = arranged(model, forward, traced, tensor=tensor, data=data)
     mesh = device_mesh(found.mesh, devices[: tensor * data])[0]
-    layered = traced.scanned if devices[0].platform == "cpu" else ()
-    where = placed(model, found, mesh, capacity.storage, layered)
+    cpu = traced if devices[0].platform == "cpu" else None
+    where = placed(model, found, mesh, capacity.storage, cpu)
 
     def place(given: Tree | int) -> tuple[Tree, Tree]:
         return where.weights(*_weights(model, given))

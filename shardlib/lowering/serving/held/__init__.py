@@ -1,0 +1,1 @@
+"""How a CPU holds weights that are only multiplied with (`columns`); which these are (`uses`)."""

@@ -1,0 +1,166 @@
+"""Weights that stand first in their products, in as many parts as there are threads: a form of
+CPUs.
+
+Of a few rows x [T, K] and weights w [K, N], XLA's products on CPUs copy w into blocks before they
+multiply, and one product of so few rows keeps one thread busy. Held as w.T in parts [N / parts, K],
+each part is the first operand of a product of its own; the copy is then of the few rows.
+
+>>> held = in_columns(jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), summed=(0,), parts=2)
+>>> [part.tolist() for part in held.parts], whole(held).tolist()
+([[[1.0, 3.0, 5.0]], [[2.0, 4.0, 6.0]]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from shardlib.jax_types import Function, Value
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting.binding import bind
+
+#: Elements of a part at least; smaller ones take longer to hand to a thread than to multiply.
+LEAST = 2**17
+#: Rows that are few.
+FEW = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """An array that products sum over the same dims of.
+
+    Attributes:
+        parts: [n, k] each: of the other dims, flattened, some; of the summed dims, flattened, all.
+        summed: dims that products sum over, ascending.
+        shape: of the array that it stands for.
+    """
+
+    parts: tuple[Value, ...]
+    summed: tuple[int, ...] = field(metadata={"static": True})
+    shape: tuple[int, ...] = field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the array that it stands for."""
+        return jnp.dtype(self.parts[0].dtype)
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of the array that it stands for: whole on every device."""
+        where = self.parts[0].sharding
+        if isinstance(where, NamedSharding):
+            return NamedSharding(where.mesh, PartitionSpec())
+        return where
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Dims that products keep."""
+        return tuple(dim for dim in range(len(self.shape)) if dim not in self.summed)
+
+
+def in_columns(array: Value, *, summed: tuple[int, ...], parts: int) -> Columns:
+    """Holds an array as the first operand of products.
+
+    Args:
+        array: weights.
+        summed: dims that all its products sum over, ascending.
+        parts: at most so many.
+    """
+    free = tuple(dim for dim in range(array.ndim) if dim not in summed)
+    kept = math.prod(array.shape[dim] for dim in free)
+    flat = array.transpose(*free, *summed).reshape(kept, -1)
+    count = max(1, min(parts, array.size // LEAST, kept))
+    bounds = [kept * at // count for at in range(count + 1)]
+    return Columns(
+        parts=tuple(flat[first:last] for first, last in itertools.pairwise(bounds)),
+        summed=summed,
+        shape=tuple(array.shape),
+    )
+
+
+def whole(held: Columns) -> Value:
+    """The array that columns stand for.
+
+    Args:
+        held: columns.
+    """
+    order = *held.free, *held.summed
+    flat = jnp.concatenate(held.parts).reshape([held.shape[dim] for dim in order])
+    return flat.transpose(*(order.index(dim) for dim in range(len(order))))
+
+
+def converted(held: Columns, equation: Equation) -> Columns:
+    """Columns in another dtype.
+
+    Args:
+        held: columns.
+        equation: of the conversion.
+    """
+    parts = tuple(bind(equation, [part])[0] for part in held.parts)
+    return Columns(parts=parts, summed=held.summed, shape=held.shape)
+
+
+def product(equation: Equation, operands: Sequence[Value | Columns]) -> Value:
+    """What a product with columns gives.
+
+    Args:
+        equation: of the product, without batch dims.
+        operands: of it; one is columns, which sums over `summed`.
+    """
+    at = 0 if isinstance(operands[0], Columns) else 1
+    held, rows = operands[at], operands[1 - at]
+    assert isinstance(held, Columns) and not isinstance(rows, Columns)
+    summed, _ = equation.params["dimension_numbers"]
+    pairs = sorted(zip(summed[at], summed[1 - at], strict=True))
+    along = [dim for _, dim in pairs]
+    free = [dim for dim in range(rows.ndim) if dim not in along]
+    sizes = [rows.shape[dim] for dim in free]
+    flat = rows.transpose(*free, *along).reshape(math.prod(sizes), -1)
+    found = _multiplied(equation, at)(held.parts, flat)
+    kept = [held.shape[dim] for dim in held.free]
+    return found.reshape(*sizes, *kept) if at == 1 else found.T.reshape(*kept, *sizes)
+
+
+def _multiplied(equation: Equation, at: int) -> Function:
+    """(parts [n, k], rows [m, k]) -> [m, N]; rows of several tokens are one product. What parts
+    make of few rows is turned when it has been put together; many rows cost less where they stand
+    first than to turn.
+    """
+    numbers = ((1,), (1,)), ((), ())
+    precision = equation.params["precision"]
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+
+    def product(parts: tuple[Value, ...], rows: Value) -> Value:
+        few = rows.shape[0] <= FEW
+        order = pair if few == (at == 0) else pair[::-1]
+        made = [
+            bind(
+                equation,
+                [part, rows] if few else [rows, part],
+                dimension_numbers=numbers,
+                precision=order if isinstance(precision, tuple) else precision,
+            )[0]
+            for part in parts
+        ]
+        return jnp.concatenate(made).T if few else jnp.concatenate(made, axis=1)
+
+    def of_tokens(
+        size: int, batched: tuple[tuple[bool, ...], bool], parts: tuple[Value, ...], rows: Value
+    ) -> tuple[Value, bool]:
+        if any(batched[0]):
+            dims = tuple(0 if one else None for one in batched[0]), 0 if batched[1] else None
+            return jax.vmap(product, in_axes=dims)(parts, rows), True
+        found = again(parts, rows.reshape(-1, rows.shape[-1]))
+        return found.reshape(size, -1, found.shape[-1]), True
+
+    again = custom_vmap(product)
+    again.def_vmap(of_tokens)
+    return again
