@@ -11,10 +11,12 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "examples"
 #: Steps, and the share of the first figure that is left after them at most.
 LEARNS = {
+    "diffusion": (200, 0.6),
     "dpo": (40, 0.1),
     "gan": (400, 0.5),
     "graph_network": (30, 0.5),
     "language_model": (20, 0.9),
+    "lora_of_hugging_face": (60, 0.3),
     "recommender": (60, 0.2),
     "vision_transformer": (25, 0.1),
 }
