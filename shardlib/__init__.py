@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from shardlib.frontend.scale import scale
     from shardlib.frontend.serving import plan_serving
     from shardlib.frontend.steps.compiled import compile_step
+    from shardlib.frontend.steps.gradients import value_and_grad
     from shardlib.frontend.steps.parallel import parallelize
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
@@ -148,6 +149,7 @@ _HOME = {
     "plan": "shardlib.compiler",
     "compile_step": "shardlib.frontend.steps.compiled",
     "parallelize": "shardlib.frontend.steps.parallel",
+    "value_and_grad": "shardlib.frontend.steps.gradients",
     "plan_edge": "shardlib.frontend.edge",
     "plan_serving": "shardlib.frontend.serving",
     "scale": "shardlib.frontend.scale",
@@ -262,6 +264,7 @@ __all__ = [
     "scale",
     "topology",
     "tree",
+    "value_and_grad",
     "verify",
     "verify_serving",
     "visit",

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from shardlib.graph import Op, Region, Value
 from shardlib.jax_types import Aval
 from shardlib.report import Finding
-from shardlib.tracing.program import Equation
+from shardlib.tracing.program import Call, Equation
 from shardlib.tracing.trip_counts import counted_trips, dtype_name
+
+#: A custom call, and the values of a graph that are its operands.
+PlacedCall = tuple[Call, tuple[int, ...]]
 
 
 class GraphParts:
     """Values, ops, regions and findings of one graph."""
 
     def __init__(self) -> None:
+        self.calls: dict[str, PlacedCall] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.regions: list[Region] = [Region(parent=-1, kind="root")]

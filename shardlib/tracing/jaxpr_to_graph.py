@@ -8,7 +8,7 @@ the "carry" that joins branches the branch index, so that both stay alive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.extend import core as jex
 
@@ -17,7 +17,7 @@ from shardlib.graph import FactorRule, Graph, Op, Region
 from shardlib.graph.check import check
 from shardlib.graph.factors import elementwise
 from shardlib.jax_types import Aval
-from shardlib.tracing.graph_parts import GraphParts
+from shardlib.tracing.graph_parts import GraphParts, PlacedCall
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rules.description import Call, Describe, Description, unknown
 from shardlib.tracing.rules.table import TABLE
@@ -47,6 +47,19 @@ def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> G
     Returns:
         The graph, checked; what could not be translated is among its findings.
     """
+    return graph_with_calls(program, inputs)[0]
+
+
+def graph_with_calls(
+    program: Program, inputs: Sequence[tuple[str, str]]
+) -> tuple[Graph, Mapping[str, PlacedCall]]:
+    """The graph of a program, and its custom calls by path, those of loops and branches too, with
+    the values that are their operands; see `graph_from_program`.
+
+    Args:
+        program: what to translate.
+        inputs: (path, role) of each of its inputs.
+    """
     builder = _Builder()
     arguments = [
         builder.value(program.avals[number], path=path, role=role)
@@ -62,7 +75,7 @@ def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> G
         findings=tuple(builder.findings.values()),
     )
     check(graph)
-    return graph
+    return graph, builder.calls
 
 
 class _Builder(GraphParts):
@@ -77,6 +90,9 @@ class _Builder(GraphParts):
             )
         for equation in program.equations:
             operands = tuple(numbers[number] for number in equation.inputs)
+            call = equation.call
+            if call is not None and call.path not in self.calls:
+                self.calls[call.path] = call, tuple(map(numbers.__getitem__, call.inputs))
             outputs = self.equation(program, equation, operands, region)
             numbers.update(zip(equation.outputs, outputs, strict=True))
         return [numbers[number] for number in program.outputs]

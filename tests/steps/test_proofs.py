@@ -7,26 +7,35 @@ import pytest
 import shardlib
 from tests.steps import examples
 from tests.steps.examples import Example
+from tests.steps.marked import MARKED
 
 
 @pytest.mark.parametrize(
-    "machine",
+    ("machine", "parts"),
     [
-        "cpu:8",
-        pytest.param("h100:8", marks=pytest.mark.compiler("gpu")),
-        pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu")),
+        ("cpu:8", 0),
+        pytest.param("h100:8", 0, marks=pytest.mark.compiler("gpu")),
+        pytest.param("h100:8", 2, marks=pytest.mark.compiler("gpu")),
+        pytest.param("v5e:2x4", 0, marks=pytest.mark.compiler("tpu")),
     ],
 )
-def test_the_compiler_moves_what_was_planned(machine: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_compiler_moves_what_was_planned(
+    machine: str, parts: int, monkeypatch: pytest.MonkeyPatch
+):
+    """`parts`: microbatches of a marked loss; 0 for a step that marks none."""
     for name, value in {"WIDE": 512, "VOCAB": 1024, "ROWS": 32, "SEQ": 64}.items():
         monkeypatch.setattr(examples, name, value)
-    example: Example = examples.language_model()
+    example: Example = MARKED["language_model"]() if parts else examples.language_model()
     program = shardlib.compile_step(
         example.init,
         example.step,
         example.batch,
         topology=machine,
-        pin={"mesh": {"fsdp": 8}, "zero": 1 if machine == "cpu:8" else 3},
+        pin={
+            "mesh": {"fsdp": 8},
+            "zero": 1 if machine == "cpu:8" else 3,
+            **({"microbatches": parts} if parts else {}),
+        },
         abstract=True,
     )
     found = program.verify()

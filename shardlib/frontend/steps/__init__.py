@@ -1,3 +1,4 @@
-"""Any step that a user wrote: `compiled` (`compile_step`, with its `pins`) and `parallel`
-(`parallelize`).
+"""Any step that a user wrote: `compiled` (`compile_step`, with its `pins`), `parallel`
+(`parallelize`), `gradients` (`value_and_grad`), by which it marks its losses, and `marked`, which
+plans and lowers these.
 """

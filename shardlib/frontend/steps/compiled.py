@@ -15,6 +15,8 @@ from shardlib.axes import LogicalAxes
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
 from shardlib.frontend.machines import machine_of
+from shardlib.frontend.steps.marked.lowered import lower_losses
+from shardlib.frontend.steps.marked.planned import MarkedStep
 from shardlib.frontend.steps.pins import step_pins
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.steps.step_program import LoweredStep, build_step
@@ -191,10 +193,16 @@ def stepping(
         first, given, devices, abstract: see `compile_step`.
         donate: whether a step takes the arrays of the state over.
     """
-    plan = search(traced.problem, machine, step_pins(pin))
-    known = plan.source.load.colouring if plan.source is not None else colour(traced.problem)
+    marked = MarkedStep.of(traced) if traced.losses else None
+    if marked is not None:
+        marked, plan = marked.searched(machine, pin)
+        traced, known = marked.traced, marked.colouring
+    else:
+        plan = search(traced.problem, machine, step_pins(pin))
+        known = plan.source.load.colouring if plan.source is not None else colour(traced.problem)
     count = plan.mesh.devices
     chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
+    losses = None if marked is None else lower_losses(marked, plan, chosen)
     lowered = build_step(
         traced,
         plan,
@@ -202,8 +210,8 @@ def stepping(
         first=first,
         given=given,
         devices=chosen,
-        topology=machine.name,
         donate=donate,
+        losses=losses,
     )
     return StepProgram(
         **{one.name: getattr(lowered, one.name) for one in fields(LoweredStep)}, topology=machine

@@ -7,7 +7,7 @@ state, metrics = program.step(state, batch)     # donates `state`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,6 +26,7 @@ from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.program.checks.other_batch import require
 from shardlib.lowering.runtime.batches import given
 from shardlib.lowering.steps.layouts import StepLayouts, layouts
+from shardlib.lowering.steps.losses import InPlace, LoweredLosses
 from shardlib.planning.plan import Plan
 from shardlib.planning.text.card import plan_card, plan_line
 from shardlib.propagation.colours import Colouring
@@ -55,6 +56,7 @@ class LoweredStep:
         given: the user's own state; None where there is `first`.
         donate: whether a step takes the arrays of the state over.
         findings: what the user should know.
+        calls: what takes the place of marked losses, by the paths of their calls.
     """
 
     plan: Plan
@@ -65,6 +67,7 @@ class LoweredStep:
     given: Tree
     donate: bool = True
     findings: tuple[Finding, ...] = ()
+    calls: Mapping[str, InPlace] = field(default_factory=dict[str, InPlace])
     _compiled: list[jax.stages.Compiled] = field(default_factory=list[jax.stages.Compiled])
 
     def __repr__(self) -> str:
@@ -151,7 +154,9 @@ class LoweredStep:
         """
         leaves = jax.tree.leaves((state, batch))
         found = evaluate_program(
-            self.traced.program, leaves, Walk(place=self._place, run=self._run)
+            self.traced.program,
+            leaves,
+            Walk(place=self._place, run=self._run, calls=self.calls),
         )
         count = len(self.traced.paths)
         new = [
@@ -218,8 +223,8 @@ def build_step(
     first: First | None,
     given: Tree = None,
     devices: Sequence[jax.Device] | None = None,
-    topology: str | None = None,
     donate: bool = True,
+    losses: LoweredLosses | None = None,
 ) -> LoweredStep:
     """The program of a step under a plan.
 
@@ -230,16 +235,17 @@ def build_step(
         first: key -> the state before the first step.
         given: a state in its place.
         devices: to run on; None for none, where it is only compiled.
-        topology: the machine, for the order of its devices.
         donate: whether a step takes the arrays of the state over.
+        losses: those that the step marks.
     """
+    losses = losses or LoweredLosses()
     if devices is None:
-        mesh, findings = abstract_mesh(plan), ()
+        mesh, of_devices = abstract_mesh(plan), ()
     else:
-        mesh, findings = device_mesh(
+        mesh, of_devices = device_mesh(
             plan.mesh,
             devices,
-            topology=topology,
+            topology=plan.topology,
             order=plan.axis_order,
             parts=physical_parts(plan),
         )
@@ -251,7 +257,8 @@ def build_step(
         first=first,
         given=given,
         donate=donate,
-        findings=(*plan.findings, *findings),
+        findings=tuple(dict.fromkeys((*plan.findings, *of_devices, *losses.findings))),
+        calls=losses.calls,
     )
 
 

@@ -19,6 +19,7 @@ from jax.extend import core as jex
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, ShardlibError, StateError, TracingError, raise_all
+from shardlib.functions.losses import MarkedLoss
 from shardlib.graph.check import check
 from shardlib.graph.graph import Graph
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
@@ -27,8 +28,9 @@ from shardlib.graph.rows import Dependence, Rows
 from shardlib.jax_types import Leaf
 from shardlib.propagation.ties import Classes, tie_graph
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
-from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.jaxpr_to_graph import graph_with_calls
 from shardlib.tracing.program import Program, flatten
+from shardlib.tracing.steps.marked_losses import FoundLoss, found_losses
 from shardlib.tracing.steps.parts import tied_parts
 from shardlib.tracing.steps.state_roles import StateRoles, state_roles
 from shardlib.tracing.trip_counts import dtype_name
@@ -51,6 +53,8 @@ class TracedStep:
         state: abstract arrays of the state.
         batch: abstract arrays of the batch.
         metrics: abstract metrics.
+        losses: those that the step marks, in order; none in a step that marks none.
+        others: kinds of the custom calls that stand outside of them.
     """
 
     name: str
@@ -62,6 +66,8 @@ class TracedStep:
     state: Tree
     batch: Tree
     metrics: Tree
+    losses: tuple[FoundLoss, ...] = ()
+    others: frozenset[str] = frozenset()
 
 
 def trace_step(
@@ -99,10 +105,11 @@ def trace_step(
     _require_same(shapes[0], new)
     program = flatten(closed)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
-    graph = graph_from_program(program, inputs)
+    graph, calls = graph_with_calls(program, inputs)
     rows = _rows(graph, len(paths), described)
     graph = tied_parts(graph, rows)
     roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
+    losses = found_losses(calls, graph, len(paths), roles.weights, name)
     return TracedStep(
         name=name,
         closed=closed,
@@ -113,6 +120,10 @@ def trace_step(
         state=shapes[0],
         batch=shapes[1],
         metrics=metrics,
+        losses=losses,
+        others=frozenset(
+            call.form.kind for call, _ in calls.values() if not isinstance(call.form, MarkedLoss)
+        ),
     )
 
 

@@ -1,0 +1,198 @@
+"""One marked loss as a model with a loss, as `shardlib.compile` has them.
+
+Its params are those that the step gives it, and the weights among the rest, which are frozen; its
+batch is all else. Dims have the names that the step's colouring gave them, so that the rules of the
+step's plan are rules of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardlib._jax_compat import open_jaxpr
+from shardlib.annotation import activations
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.axes import LogicalAxes
+from shardlib.frontend.traced_model import Loss, TracedModel
+from shardlib.functions.losses import MarkedLoss
+from shardlib.jax_types import Value
+from shardlib.propagation.colours import Colouring
+from shardlib.tracing.steps.marked_losses import FoundLoss
+from shardlib.tracing.steps.traced_step import TracedStep
+from shardlib.tracing.trace import trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleLoss:
+    """A marked loss as a model with a loss.
+
+    Attributes:
+        found: where it stands in the step.
+        model: the model, the loss, and their trace.
+        params: (path, position among the leaves of the loss) of the params of the model, in the
+            order of its tree.
+        batch: the same of the arrays of its batch.
+        names: of the dims of each array of the batch, by path.
+    """
+
+    found: FoundLoss
+    model: TracedModel
+    params: tuple[tuple[str, int], ...]
+    batch: tuple[tuple[str, int], ...]
+    names: dict[str, LogicalAxes]
+
+    def arguments(self, leaves: Sequence[Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+        """(params, batch) of the model for the leaves of the loss.
+
+        Args:
+            leaves: of (params, batch, *rest).
+        """
+        return (
+            {path: leaves[at] for path, at in self.params},
+            {path: leaves[at] for path, at in self.batch},
+        )
+
+
+def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> SingleLoss:
+    """A marked loss of a step by itself.
+
+    Args:
+        traced: the step.
+        found: one of its losses.
+        colouring: of the step's problem.
+
+    Raises:
+        TracingError: it is no float scalar.
+    """
+    names, form = colouring.forward, found.form
+    shapes = [_abstract(found, at) for at in range(len(found.operands))]
+    weights = [*found.trained, *found.frozen]
+    params = _unique([(traced.paths[_root(found, at)], at) for at in weights])
+    written = [
+        path_text(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            form.inputs.unflatten(range(form.inputs.num_leaves))
+        )
+    ]
+    batch = _unique([(written[at], at) for at in found.others])
+    rows = _rows(traced)
+    axes = {
+        path: _named(names[found.operands[at]], shapes[at].shape, rows, found.of_batch(at))
+        for path, at in batch
+    }
+    loss = _pure(form, params, batch)
+    model = Model(
+        name=form.name,
+        init=lambda seed: ({}, {}),
+        params={path: shapes[at] for path, at in params},
+        state={},
+        axes={path: _once(names[found.operands[at]]) for path, at in params},
+        bind=lambda loss: loss,
+        rebuild=lambda params, state: params,
+        frozen=frozenset(path for path, at in params if at in found.frozen),
+    )
+    given = {path: shapes[at] for path, at in batch}
+    with activations.no_mesh():
+        read = trace(model, loss, given, batch_axes=axes, policies=("none",), rows=form.rows)
+    return SingleLoss(
+        found=found,
+        model=TracedModel(
+            model=model,
+            traced=read,
+            loss=cast(Loss, loss),
+            optimizer=optax.identity(),
+            batch=given,
+        ),
+        params=params,
+        batch=batch,
+        names={path: axes for path, _, _, axes in read.problem.batch},
+    )
+
+
+def _pure(
+    form: MarkedLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
+) -> PureLoss:
+    """(params, state, batch) -> (loss, (auxiliary results by name, state))."""
+
+    def loss(given: Tree, state: Tree, rows: Tree) -> Any:
+        leaves: list[Any] = [None] * form.inputs.num_leaves
+        for values, paths in ((given, params), (rows, batch)):
+            for path, at in paths:
+                leaves[at] = values[path]
+        value, aux = form.function(*form.inputs.unflatten(leaves))
+        return value, ({name: jnp.asarray(leaf) for name, leaf in _results(aux)}, state)
+
+    return loss
+
+
+def written_name(name: str) -> str:
+    """The name of an auxiliary result as the user wrote it; "" of the only one.
+
+    Args:
+        name: as of a metric of a `SingleLoss`.
+    """
+    return name.partition(".")[2]
+
+
+def _results(aux: Tree) -> list[tuple[str, Any]]:
+    """The auxiliary results by name, in an order that sorting keeps."""
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    return [
+        (f"{at:04}.{path_text(path)}".rstrip("."), leaf) for at, (path, leaf) in enumerate(leaves)
+    ]
+
+
+def _abstract(found: FoundLoss, at: int) -> jax.ShapeDtypeStruct:
+    aval = open_jaxpr(found.form.jaxpr)[0].invars[at].aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _root(found: FoundLoss, at: int) -> int:
+    root = found.roots[at]
+    assert root is not None
+    return root
+
+
+def _unique(named: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """(path, position) with other paths for what comes twice, in the order of a dict's leaves."""
+    seen: dict[str, int] = {}
+    for path, at in named:
+        while path in seen:
+            path += "'"
+        seen[path] = at
+    return tuple(sorted(seen.items()))
+
+
+def _rows(traced: TracedStep) -> int | None:
+    """The number of rows of the batch; None where arrays of it have different numbers."""
+    sizes = {
+        size
+        for _, shape, _, names in traced.problem.batch
+        for size, name in zip(shape, names, strict=True)
+        if name == "batch"
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _named(
+    names: LogicalAxes, shape: tuple[int, ...], rows: int | None, of_batch: bool
+) -> LogicalAxes:
+    """The names of an array beside the params: rows are dims of the batch alone."""
+    once = _once(names)
+    if not of_batch:
+        return tuple(None if name == "batch" else name for name in once)
+    if "batch" in once or not shape or shape[0] != rows or once[0] is not None:
+        return once
+    return ("batch", *once[1:])
+
+
+def _once(names: LogicalAxes) -> LogicalAxes:
+    """Names of which each stands once."""
+    return tuple(None if name in names[:at] else name for at, name in enumerate(names))
