@@ -41,7 +41,7 @@ def asked(count: int) -> list[Asked]:
         found.append(
             Asked(
                 prompt=tuple((part * 9)[: int(draw.integers(2, 14))]),
-                most=int(draw.integers(1, 24)),
+                most=int(draw.integers(1, 24)) * (number != 9),
                 sampling=how,
                 stop=frozenset({number % VOCAB}),
                 top=number % 3,

@@ -275,7 +275,10 @@ def test_prompts_have_logarithms_too(engine: Engine):
     engine.generate([prompt], 1)  # its pages are kept, and are of no use to a prompt with scores
     others = [engine.add(Asked(prompt=(n, 2), most=12)) for n in range(2)]
     request = engine.add(Asked(prompt=prompt, most=2, top=3, scored=True))
+    alone = engine.add(Asked(prompt=prompt, most=0, top=3, scored=True))
     engine.run()
+    assert (alone.scores, alone.answer, alone.ended) == (request.scores, [], "length")
+    assert engine.generate([prompt], 0) == [[]]
     right = np.asarray(
         jax.nn.log_softmax(
             own(POSITIONS["counted"])(params, np.asarray([request.tokens]))[0], axis=-1
