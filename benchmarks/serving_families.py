@@ -95,12 +95,39 @@ def answers(model: Any) -> list[list[int]]:
     return found
 
 
-def ours(folder: Path) -> list[list[int]]:
-    """What the engine says, all prompts at once."""
+def ours(folder: Path, windows: int = 0) -> list[list[int]]:
+    """What the engine says, all prompts at once.
+
+    Args:
+        folder: of the model.
+        windows: cache groups that it has to have; 0 for any.
+    """
     write_tokenizer(folder, 300)
     found = read_folder(folder, dtype="float32")
     engine = found.engine(Capacity(longest=32, slots=3, page=4))
+    assert windows in (0, len(engine.capacity.groups)), engine.capacity.groups
     return engine.generate(PROMPTS, most=MOST)
+
+
+#: What is changed of a published configuration so that some layers have a window that requests
+#: outgrow.
+SOME_WINDOWS: dict[str, dict[str, Any]] = {
+    "gemma-2-9b": {"sliding_window": 6},
+    "gemma-3-1b": {"sliding_window": 6, "num_hidden_layers": 7},
+}
+
+
+def windowed(name: str, folder: Path) -> dict[str, Any]:
+    """A model of which some layers have a window and some have none."""
+    made({**tiny(name), **SOME_WINDOWS[name]}, folder)
+    right, found = theirs(folder), ours(folder, windows=2)
+    return {
+        "model": name,
+        "changed": SOME_WINDOWS[name],
+        "equal": right == found,
+        "tokens": sum(map(len, right)),
+        "different_tokens": len({token for answer in right for token in answer}),
+    }
 
 
 #: Adapters of PEFT for a small Llama, with the weights of this file.
@@ -335,6 +362,11 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
+    some = list[dict[str, Any]]()
+    for name in SOME_WINDOWS:
+        with tempfile.TemporaryDirectory() as place:
+            some.append(windowed(name, Path(place)))
+        print(json.dumps(some[-1]), flush=True)
     sent = list[dict[str, Any]]()
     for family in WRITTEN:
         with tempfile.TemporaryDirectory() as place:
@@ -354,6 +386,7 @@ def main() -> None:
         "rows": rows,
         "equal": sum(row["equal"] for row in rows),
         "of": len(rows),
+        "windows_in_some_layers": some,
         "written": sent,
         "adapters": {"of_peft": ADAPTERS, "equal": same},
     }

@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.environment import RESULTS, write
 from shardlib.axes import MeshShape
 from shardlib.functions.attention import Attention
+from shardlib.lowering.serving.cache_groups import Where
 from shardlib.lowering.serving.grid import Grid
-from shardlib.lowering.serving.pages import Token, attending
+from shardlib.lowering.serving.pages import attending
 from shardlib.verification.hlo.traffic import read_traffic
 
 #: Layers, pages, tokens of a page, requests, pages of a request, heads, key heads, width.
@@ -62,10 +64,25 @@ def gathered(grid: Grid) -> Callable[..., Any]:
         size = pages[0].shape[2]
         row = jnp.arange(len(position))
         entry = table[row, position // size] * size + position % size
-        where = Token(
-            position=position, entry=entry, table=table, chunks=jnp.zeros((0, 1), jnp.int32)
+        where = Where(  # type: ignore[arg-type]
+            position=position,
+            entry=entry,
+            table=table,
+            chunks=jnp.zeros((0, 1), jnp.int32),
+            first=0,
+            pages=pages[0].shape[1],
+            columns=table.shape[1],
         )
-        dims = Token(position=0, entry=0, table=None, chunks=None)  # type: ignore[arg-type]
+        dims = replace(
+            where,
+            position=0,
+            entry=0,
+            table=None,
+            chunks=None,
+            first=None,
+            pages=None,
+            columns=None,
+        )
 
         def layer(carry: Any, number: Any) -> Any:
             query, pages = carry

@@ -118,18 +118,22 @@ def traced_served(model: Model, forward: Forward, *, longest: int) -> ServedMode
     ]
     return served_model(
         graph_from_program(traced.program, [*inputs, ("tokens", "batch")]),
-        [_attending(call) for call in traced.calls],
+        [one for call in traced.calls for one in _attending(call)],
         name=model.name,
         vocab=traced.vocab,
     )
 
 
-def _attending(call: CachedCall) -> Attending:
-    return Attending(
-        layers=call.layers,
-        heads=call.heads,
-        width=call.width,
-        kept=tuple((math.prod(one.shape[-1:]), math.prod(one.shape[:-1])) for one in call.kept),
-        dtype=str(call.kept[0].dtype),
-        window=0 if call.form.chosen else call.form.window,
-    )
+def _attending(call: CachedCall) -> list[Attending]:
+    """The layers of a call, by how many tokens they keep."""
+    return [
+        Attending(
+            layers=call.windows.count(window),
+            heads=call.heads,
+            width=call.width,
+            kept=tuple((math.prod(one.shape[-1:]), math.prod(one.shape[:-1])) for one in call.kept),
+            dtype=str(call.kept[0].dtype),
+            window=window,
+        )
+        for window in sorted({*call.windows})
+    ]

@@ -7,6 +7,7 @@ know would give wrong answers, and no error. So some random tokens go both ways.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ import numpy as np
 
 from shardlib.annotation.model import Model, Tree
 from shardlib.errors import ModelError
+from shardlib.lowering.serving.cache_groups import CacheGroup, Token
 from shardlib.lowering.serving.calls import bodies
-from shardlib.lowering.serving.pages import Token
 from shardlib.lowering.serving.program import Forward, TracedForward
 from shardlib.lowering.serving.stored import all_plain
 from shardlib.tracing.program import Program
@@ -47,16 +48,17 @@ def compare(
     count = min(TOKENS, traced.longest - 1)  # nobody computes the last token of a request
     tokens = _tokens(traced, count)
     used = -(-count // page)
+    groups = (CacheGroup(window=0, pages=used, table=used),)
     pages = {
         name: tuple(jnp.zeros(one.shape, one.dtype) for one in arrays)
-        for name, arrays in traced.new_pages(used, page).items()
+        for name, arrays in traced.new_pages(groups, page).items()
     }
     position = np.arange(count, dtype=np.int32)
     where = Token(
         position=position,
-        entry=position,
-        table=np.zeros((0, used), np.int32),
-        chunks=np.arange(used, dtype=np.int32)[None],
+        entry=(position,),
+        table=(np.zeros((0, used), np.int32),),
+        chunks=(np.arange(used, dtype=np.int32)[None],),
     )
 
     def plain(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
@@ -83,7 +85,8 @@ def compare(
             "the forward pass gives logits that are no numbers\nTry: look at the weights; they may"
             " hold NaN"
         )
-    found = np.asarray(jax.jit(traced.__call__)(*weights, pages, tokens, where, position)[0])
+    served = jax.jit(partial(traced.__call__, groups=groups))
+    found = np.asarray(served(*weights, pages, tokens, where, position)[0])
     found, right = (
         np.where(barred & np.isneginf(one), 0, one).astype(np.float32) for one in (found, right)
     )

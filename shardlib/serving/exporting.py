@@ -41,7 +41,7 @@ def exported_step(
     state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
     )
-    pages = on.of_pages(traced, size.all_pages, size.page)
+    pages = on.of_pages(traced, size.groups, size.page)
     given = operands(size, shape, on.grid.groups)
     how = choices([None] * len(given.rows), vocab=traced.vocab, longest=size.table * size.page)
     beside = (given.tokens, given.where, given.rows, how)
@@ -50,7 +50,7 @@ def exported_step(
         beside,
         on.grid.by_group(beside),
     )
-    function = step_function(traced, on.grid)
+    function = step_function(traced, size.groups, on.grid)
 
     def step(pages: Mapping[str, Pages], weights: tuple[Tree, Tree], beside: Tree) -> Tree:
         chosen, after = function(weights, pages, *beside)

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardlib.annotation.model import Tree
+from shardlib.lowering.serving.cache_groups import CacheGroup, Token
 from shardlib.lowering.serving.grid import Grid
-from shardlib.lowering.serving.pages import Pages, Token
+from shardlib.lowering.serving.pages import Pages
 from shardlib.lowering.serving.program import TracedForward
 from shardlib.serving.sampling.choices import Choices, Row, choices
 from shardlib.serving.sampling.choose import Chosen, choose
@@ -28,11 +29,12 @@ from shardlib.serving.scheduling.schedule import Share
 StepFunction = Callable[..., tuple[Chosen, Mapping[str, Pages]]]
 
 
-def step_function(forward: TracedForward, grid: Grid) -> StepFunction:
+def step_function(forward: TracedForward, groups: Sequence[CacheGroup], grid: Grid) -> StepFunction:
     """The function that a step computes.
 
     Args:
         forward: the traced forward pass.
+        groups: cache groups of its layers.
         grid: the devices.
     """
 
@@ -44,7 +46,7 @@ def step_function(forward: TracedForward, grid: Grid) -> StepFunction:
         rows: jax.Array,
         how: Choices,
     ) -> tuple[Chosen, Mapping[str, Pages]]:
-        logits, pages = forward(*weights, pages, tokens, where, rows, grid)
+        logits, pages = forward(*weights, pages, tokens, where, rows, groups, grid)
         return grid.by_row(choose, logits, how), pages
 
     return step
@@ -113,16 +115,16 @@ class Step:
         rows, masks, at = dict[int, Row](), dict[int, np.ndarray](), list[list[int]]()
         for share in shares:
             group, slot = divmod(share.slot, self.sizes.slots)
-            pages = np.maximum(share.request.pages, 0)  # those that are gone are not read
             if share.count == 1 and shape.singles:
-                held, places = given.table[share.slot], np.asarray([slot])
-                held[: len(pages)] = pages
+                tables, places = [one[share.slot] for one in given.table], np.asarray([slot])
             else:
                 first, many = chunks[group], -(-share.count // shape.chunk)
-                held = given.chunks[group * shape.chunks :][first : first + many]
-                held[:, : len(pages)] = pages
+                mine = group * shape.chunks + first + np.arange(many)
+                tables = [one[mine[0] : mine[-1] + 1] for one in given.chunks]
                 places = shape.singles + first * shape.chunk + np.arange(share.count)
                 chunks[group] += many
+            for table, held in zip(tables, share.request.held, strict=True):
+                table[..., np.arange(held.gone, held.end) % table.shape[-1]] = held.pages
             self._fill(given, share, group * shape.tokens + places)
             here = range(used[group], used[group] + share.rows)
             given.rows[group * wanted :][here.start : here.stop] = places[
@@ -142,7 +144,7 @@ class Step:
         weights, pages = held(self.weights), held(self.pages)
         return (
             jax.jit(
-                step_function(self.forward, self.grid),
+                step_function(self.forward, self.sizes.groups, self.grid),
                 donate_argnums=1,
                 in_shardings=(weights, pages, *self.grid.by_group(beside)),
                 out_shardings=(self.grid.sharding(PartitionSpec()), pages),
@@ -174,12 +176,14 @@ class Step:
             self._fill_one(given, share, int(places[0]))
             return
         position = np.arange(share.first, share.first + share.count)
-        held, page = np.asarray(share.request.pages, np.int32), self.sizes.page
+        page = self.sizes.page
         given.tokens[places] = share.tokens
         if given.adapter is not None and self._which is not None:
             given.adapter[places] = self._which(share)
         given.position[places] = position
-        given.entry[places] = held[position // page] * page + position % page
+        for entry, held in zip(given.entry, share.request.held, strict=True):
+            pages = np.asarray(held.pages, np.int32)[position // page - held.gone]
+            entry[places] = pages * page + position % page
 
     def _fill_one(self, given: Given, share: Share, place: int) -> None:
         """The token of a share that has one: without the arrays that several want."""
@@ -187,7 +191,8 @@ class Step:
         given.tokens[place], given.position[place] = share.tokens[0], at
         if given.adapter is not None and self._which is not None:
             given.adapter[place] = self._which(share)
-        given.entry[place] = share.request.pages[at // page] * page + at % page
+        for entry, held in zip(given.entry, share.request.held, strict=True):
+            entry[place] = held.at(at // page) * page + at % page
 
     def _operands(self, shape: Shape) -> Given:
         found = operands(self.sizes, shape, self.grid.groups)
@@ -215,9 +220,8 @@ class Given:
 
     Attributes:
         shape: of the program.
-        tokens, position, entry: int32 [T], of each group of devices as its shape says, see
-            `Token`.
-        table, chunks: see `Token`.
+        tokens, position: int32 [T], of each group of devices as its shape says, see `Token`.
+        entry, table, chunks: of each cache group, see `Token`.
         rows: int32, of each group as many, tokens whose logits are wanted.
         adapter: see `Token`.
     """
@@ -225,9 +229,9 @@ class Given:
     shape: Shape
     tokens: np.ndarray
     position: np.ndarray
-    entry: np.ndarray
-    table: np.ndarray
-    chunks: np.ndarray
+    entry: tuple[np.ndarray, ...]
+    table: tuple[np.ndarray, ...]
+    chunks: tuple[np.ndarray, ...]
     rows: np.ndarray
     adapter: np.ndarray | None = None
 
@@ -243,21 +247,25 @@ class Given:
         )
 
 
-def operands(sizes: Capacity, shape: Shape, groups: int) -> Given:
+def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
     """Operands of a step that computes nothing.
 
     Args:
         sizes: of a group of devices.
         shape: of the program.
-        groups: how many there are.
+        devices: how many groups of devices there are.
     """
-    tokens = groups * shape.tokens
+    tokens, groups = devices * shape.tokens, sizes.groups
+
+    def tables(count: int) -> tuple[np.ndarray, ...]:
+        return tuple(np.zeros((devices * count, one.table), np.int32) for one in groups)
+
     return Given(
         shape=shape,
         tokens=np.zeros(tokens, np.int32),
         position=np.zeros(tokens, np.int32),
-        entry=np.full(tokens, sizes.all_pages * sizes.page, np.int32),
-        table=np.zeros((groups * shape.singles, sizes.table), np.int32),
-        chunks=np.zeros((groups * shape.chunks, sizes.table), np.int32),
-        rows=np.zeros(groups * min(shape.tokens, sizes.rows), np.int32),
+        entry=tuple(np.full(tokens, one.pages * sizes.page, np.int32) for one in groups),
+        table=tables(shape.singles),
+        chunks=tables(shape.chunks),
+        rows=np.zeros(devices * min(shape.tokens, sizes.rows), np.int32),
     )

@@ -133,7 +133,7 @@ def verify_serving(
     size = capacity or Capacity()
     model = read(init)
     traced = traced_forward(model, forward, longest=size.longest)
-    size = size.within(traced.window)
+    size = size.within(traced.windows)
     arrangement = arranged(model, forward, traced, tensor=tensor, data=data)
     where = target(machine, arrangement.mesh)
     require_compiler(where.platform)

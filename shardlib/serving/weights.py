@@ -8,7 +8,7 @@ fewer heads than devices.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from shardlib.jax_types import KeyPath, Leaf
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import axis_names
 from shardlib.lowering.mesh.shardings import named_sharding
+from shardlib.lowering.serving.cache_groups import CacheGroup
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.held.columns import Columns, in_columns
 from shardlib.lowering.serving.pages import Pages
@@ -159,21 +160,21 @@ class Placed:
             self.shared,
         )
 
-    def of_pages(self, forward: TracedForward, count: int, size: int) -> Mapping[str, Tree]:
+    def of_pages(
+        self, forward: TracedForward, groups: Sequence[CacheGroup], size: int
+    ) -> Mapping[str, Tree]:
         """Pages without their contents, each with its sharding.
 
         Args:
             forward: what they are of.
-            count: of pages of a group of devices.
+            groups: cache groups of its layers.
             size: tokens of a page.
 
         Raises:
             ArgumentError: pages cannot be sharded over the devices.
         """
-        grid, pages = (
-            self.grid,
-            forward.new_pages(count * self.grid.groups, size, self.storage.cache),
-        )
+        grid = self.grid
+        pages = forward.new_pages(groups, size, self.storage.cache, grid.groups)
 
         def page(one: Tree, heads: int) -> Tree:
             return jax.tree.map(
@@ -189,18 +190,20 @@ class Placed:
             for call in forward.calls
         }
 
-    def pages(self, forward: TracedForward, count: int, size: int) -> Mapping[str, Pages]:
+    def pages(
+        self, forward: TracedForward, groups: Sequence[CacheGroup], size: int
+    ) -> Mapping[str, Pages]:
         """Empty pages on their devices, for each call of attention.
 
         Args:
             forward: what they are of.
-            count: of pages of a group of devices.
+            groups: cache groups of its layers.
             size: tokens of a page.
 
         Raises:
             ArgumentError: pages cannot be sharded over the devices.
         """
-        wanted = self.of_pages(forward, count, size)
+        wanted = self.of_pages(forward, groups, size)
         return jax.jit(
             lambda: jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), wanted),
             out_shardings=jax.tree.map(lambda page: page.sharding, wanted),

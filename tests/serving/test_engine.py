@@ -307,7 +307,7 @@ def test_answers_to_one_prompt_share_what_it_fills(engine: Engine):
     shared = False
     while engine.schedule.waiting or engine.schedule.running:
         engine.step()
-        held = [set(request.pages[:2]) for request in engine.schedule.running]
+        held = [set(request.held[0].pages[:2]) for request in engine.schedule.running]
         shared |= len(held) == 3 and held[0] == held[1] == held[2]
     assert shared and [request.reused for request in requests] == [0, 8, 8]
     assert engine.steps > before and len({tuple(one.answer) for one in requests}) == 3

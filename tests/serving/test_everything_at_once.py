@@ -107,7 +107,7 @@ def test_answers_are_those_alone_and_everything_comes_back(
                 heard.setdefault(numbers[id(event.request)], []).append(event.token)
         now[0] += 1.0
         schedule = engine.schedule
-        held = [page for one in schedule.running for page in set(one.pages)]
+        held = [page for one in schedule.running for page in set(one.held[0].pages)]
         assert schedule.pool.used == len(set(held))
         if len(requests) == len(acts) and all(one.ended for one in requests.values()):
             break

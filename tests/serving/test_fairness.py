@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.schedule import Schedule
 
@@ -27,7 +26,7 @@ class Served:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self.schedule = Schedule(Pool(capacity.all_pages), capacity)
+        self.schedule = Schedule(capacity)
         self.numbers, self.tokens = itertools.count(), Counter[str]()
 
     def add(self, tenant: str, prompt: int, most: int, priority: int = 0) -> Request:

@@ -145,6 +145,7 @@ def test_attention_over_pages_is_attention(
     position = first[:, None] + np.arange(chunk)
     given = Sets(
         table=jnp.asarray(table, jnp.int32),
+        columns=TABLE,
         position=jnp.asarray(position, jnp.int32),
         queries=[jnp.asarray(queries)],
         everywhere=None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import pytest
 from shardlib import models
 from shardlib.annotation.read import read
 from shardlib.errors import ArgumentError
-from shardlib.lowering.serving.pages import Token
+from shardlib.lowering.serving.cache_groups import CacheGroup, Token
 from shardlib.lowering.serving.program import traced_forward
 from shardlib.models.config import TransformerConfig
 from shardlib.models.config_parts import Experts, LatentAttention
@@ -47,6 +47,9 @@ FAMILIES = {
     "window in some layers": replace(
         DENSE, layers=4, sliding_window=5, global_every=2, rope_local_theta=500.0
     ),
+    "experts and windows in some layers": replace(
+        DENSE, layers=4, experts=replace(EXPERTS, every=2), sliding_window=3, global_every=3
+    ),
     "blocks of queries": replace(DENSE, attention_block=8),
     "experts": replace(DENSE, experts=EXPERTS),
     "experts in some layers": replace(DENSE, layers=4, experts=replace(EXPERTS, every=2)),
@@ -57,6 +60,9 @@ FAMILIES = {
         experts=replace(EXPERTS, first_dense=1, shared=1),
     ),
 }
+FAMILIES["latent, window in some layers"] = replace(
+    FAMILIES["latent"], layers=5, sliding_window=6, global_every=3
+)
 
 
 def forward(model: Any, tokens: jax.Array) -> jax.Array:
@@ -162,9 +168,7 @@ def test_windows_need_pages_of_the_window_alone():
     assert engine.capacity.most_pages * 2 <= 10 < -(-30 // 2), "a request has more tokens"
     assert engine.generate(long, 7) == [reference("window")(one, 7) for one in long]
     assert engine.schedule.preempted == 0 and engine.schedule.pool.available == 10
-    assert replace(sizes, pages=None).within(5).all_pages == 10
-    some = models.build(FAMILIES["window in some layers"])[0]
-    assert traced_forward(read(some), forward, longest=LONGEST).window == 0
+    assert replace(sizes, pages=None).within({5}).all_pages == 10
 
 
 def test_of_latent_attention_the_compressed_vector_is_kept():
@@ -208,13 +212,14 @@ def test_logits_are_computed_for_the_tokens_that_have_a_next_one(family: str):
     tokens = jax.ShapeDtypeStruct((24,), jnp.int32)
     where = Token(
         position=tokens,  # type: ignore[arg-type]
-        entry=tokens,  # type: ignore[arg-type]
-        table=jax.ShapeDtypeStruct((8, 8), jnp.int32),  # type: ignore[arg-type]
-        chunks=jax.ShapeDtypeStruct((2, 8), jnp.int32),  # type: ignore[arg-type]
+        entry=(tokens,),  # type: ignore[arg-type]
+        table=(jax.ShapeDtypeStruct((8, 8), jnp.int32),),  # type: ignore[arg-type]
+        chunks=(jax.ShapeDtypeStruct((2, 8), jnp.int32),),  # type: ignore[arg-type]
     )
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
-    jaxpr = jax.make_jaxpr(traced.__call__)(
-        model.params, model.state, traced.new_pages(9, 4), tokens, where, rows
+    groups = (CacheGroup(window=0, pages=9, table=8),)
+    jaxpr = jax.make_jaxpr(partial(traced.__call__, groups=groups))(
+        model.params, model.state, traced.new_pages(groups, 4), tokens, where, rows
     )
     products = [
         tuple(var.aval.shape)

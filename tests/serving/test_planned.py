@@ -29,6 +29,8 @@ CONFIG = TransformerConfig(
 MODELS = {
     "dense": CONFIG,
     "few key heads": replace(CONFIG, kv_heads=1),
+    "windows": replace(CONFIG, sliding_window=40),
+    "windows in some layers": replace(CONFIG, sliding_window=40, global_every=2),
     "experts": replace(CONFIG, experts=Experts(count=4, per_token=2, mlp=256)),
 }
 

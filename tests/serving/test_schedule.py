@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.prefixes import digests
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.schedule import Schedule
-from shardlib.serving.scheduling.windows import held
 
 PROMPTS = st.lists(
     st.tuples(
@@ -44,7 +42,8 @@ PROMPTS = st.lists(
     st.integers(0, 8),
     st.booleans(),
     st.integers(0, 3),
-    st.sampled_from([0, 0, 1, 3, 6]),
+    st.sets(st.sampled_from([0, 0, 1, 3, 6]), min_size=1),
+    st.booleans(),
     st.integers(),
 )
 def test_every_token_is_computed_over_the_tokens_before_it(
@@ -54,7 +53,8 @@ def test_every_token_is_computed_over_the_tokens_before_it(
     spare: int,
     prefixes: bool,
     drafts: int,
-    window: int,
+    windows: set[int],
+    ample: bool,
     seed: int,
 ):
     draw = random.Random(seed)
@@ -67,13 +67,13 @@ def test_every_token_is_computed_over_the_tokens_before_it(
         budget=slots + draw.randrange(6),
         prefixes=prefixes,
         drafts=drafts,
-        window=window,
-    )
-    capacity = replace(capacity, pages=capacity.most_pages + spare)
+    ).within(windows)
+    pages = capacity.slots * capacity.table if ample else capacity.most_pages + spare
+    capacity = replace(capacity, pages=pages)
     assert capacity.room == capacity.longest
-    pool = Pool(capacity.all_pages)
-    schedule = Schedule(pool, capacity)
-    entries: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+    schedule = Schedule(capacity)
+    pool, groups = schedule.pool, capacity.groups
+    entries: dict[tuple[int, int, int], tuple[str, tuple[int, ...]]] = {}
     requests = [
         Request(
             number=number,
@@ -104,14 +104,16 @@ def test_every_token_is_computed_over_the_tokens_before_it(
             request, tokens = share.request, (*share.request.tokens, *share.drafted)
             assert not share.drafted or share.ends
             assert share.count >= 1 and share.first + share.count <= len(tokens)
-            assert len(held(request.pages)) <= capacity.most_pages
-            for at in range(max(share.first - window + 1, 0) if window else 0, share.first):
-                found = entries[request.pages[at // page], at % page]
-                assert found == (request.asked.salt, tokens[: at + 1])
-            for at in range(share.first, share.first + share.count):
-                written = request.pages[at // page]
-                assert pool.users(written) == 1, "nobody writes to a page that another uses"
-                entries[written, at % page] = request.asked.salt, tokens[: at + 1]
+            for number, (group, one) in enumerate(zip(groups, request.held, strict=True)):
+                assert len(one.pages) <= group.table, "a table has a column for each"
+                window = group.window
+                for at in range(max(share.first - window + 1, 0) if window else 0, share.first):
+                    found = entries[number, one.at(at // page), at % page]
+                    assert found == (request.asked.salt, tokens[: at + 1])
+                for at in range(share.first, share.first + share.count):
+                    written, users = one.at(at // page), pool.pools[number].users
+                    assert users(written) == 1, "nobody writes to a page that another uses"
+                    entries[number, written, at % page] = request.asked.salt, tokens[: at + 1]
         kept = {share.request.number: 0 for share in shares}
         for share in [share for share in shares if share.ends]:
             for guess in (*share.drafted, None):
@@ -124,19 +126,22 @@ def test_every_token_is_computed_over_the_tokens_before_it(
         for share in shares:
             if share.request.ended is not None:
                 schedule.release(share.request)
-        used = {page for request in schedule.running for page in held(request.pages)}
-        assert pool.used == len(used)
+        for number, one in enumerate(pool.pools):
+            used = {page for request in schedule.running for page in request.held[number].pages}
+            assert one.used == len(used)
         if all(request.ended is not None for request in requests):
             break
     assert all(request.ended is not None for request in requests), "somebody is never served"
     assert pool.available == pool.pages
+    if ample and len({one[4] for one in prompts}) == 1 and len({one[3] for one in prompts}) == 1:
+        assert not schedule.preempted, "windowed layers have the pages that all slots need"
     for request in requests:
         if request.ended == "length":
             assert len(request.answer) == request.asked.most
 
 
 def test_the_next_tokens_of_running_requests_come_before_prompts():
-    schedule = Schedule(Pool(32), Capacity(longest=32, slots=3, page=4, pages=32, budget=6))
+    schedule = Schedule(Capacity(longest=32, slots=3, page=4, pages=32, budget=6))
     requests = [Request(number=n, asked=Asked(prompt=(n,) * 9, most=4)) for n in range(3)]
     for request in requests[:2]:
         schedule.add(request)
@@ -155,7 +160,7 @@ def test_the_next_tokens_of_running_requests_come_before_prompts():
 
 def test_higher_priority_is_served_first_and_loses_its_pages_last():
     capacity = Capacity(longest=8, slots=2, page=2, pages=5, budget=8)
-    schedule = Schedule(Pool(5), capacity)
+    schedule = Schedule(capacity)
     low = Request(number=0, asked=Asked(prompt=(1, 2, 3), most=5))
     high = Request(number=1, asked=Asked(prompt=(4, 5, 6), most=5, priority=1))
     schedule.add(low)

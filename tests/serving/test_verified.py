@@ -98,6 +98,29 @@ def test_a_device_holds_eight_bits(machine: str):
         assert one.predicted["weights"] < 1.1 * elements / 4
 
 
+@pytest.mark.parametrize(
+    "machine", ["cpu:4", pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu"))]
+)
+def test_layers_of_one_loop_with_several_windows_are_written_in_place(machine: str):
+    config = replace(CONFIG, layers=4, sliding_window=32, global_every=2)
+    data, sizes = (1 if machine == "cpu:4" else 2), replace(SIZES, pages=2048)
+    for one in shardlib.verify_serving(
+        models.build(config)[0],
+        lambda model, tokens: model(tokens),
+        topology=machine,
+        tensor=4,
+        data=data,
+        capacity=sizes,
+    ):
+        assert one.ok and one.compiled is not None, str(one)
+        if machine != "cpu:4":  # compilers for CPUs copy pages of any model in a loop
+            assert not one.findings, str(one)
+        first, windowed = sizes.within({0, 32}).groups
+        pages = 2 * (first.pages + windowed.pages)
+        kept = 2 * sizes.page * config.kv_heads * config.head_dim * 2
+        assert windowed.pages < first.pages and one.predicted["pages"] == pages * kept // 4
+
+
 @pytest.mark.parametrize("machine", [pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu"))])
 def test_groups_of_devices_move_nothing_large_between_each_other(machine: str):
     for one in shardlib.verify_serving(

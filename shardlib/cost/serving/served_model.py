@@ -89,7 +89,7 @@ class Lookup:
 
 @dataclass(frozen=True, kw_only=True)
 class Attending:
-    """A call of attention.
+    """Layers of a call of attention that see as many tokens.
 
     Attributes:
         layers: that run it.
@@ -157,13 +157,20 @@ class ServedModel:
         """Elements of all weights."""
         return sum(weight.elements for weight in self.weights)
 
-    def kept_bytes(self, cache: str) -> float:
-        """Bytes that are kept of a token in all layers.
+    def kept_bytes(self, cache: str, tokens: int = 1) -> float:
+        """Bytes that are kept of a request in all layers: of its last tokens, where these have a
+        window.
 
         Args:
             cache: see `stored_itemsize`.
+            tokens: of the request.
         """
-        return float(sum(call.layers * call.kept_bytes(cache) for call in self.attention))
+        return float(
+            sum(
+                call.layers * call.kept_bytes(cache) * min(tokens, call.window or tokens)
+                for call in self.attention
+            )
+        )
 
 
 #: Words for how weights and cache are stored, and bytes of an element; "model" is as the model has

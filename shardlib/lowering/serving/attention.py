@@ -34,7 +34,8 @@ class Sets:
     """Tokens by what they look at.
 
     Attributes:
-        table: [A, M] pages of each set.
+        table: [A, M] pages of each set, page n of its request in column n modulo `columns`.
+        columns: of the table that count, a scalar.
         position: [A, C] of each token; -1 for one that is none.
         queries: of each part, [A, C, N, H].
         everywhere: whether tokens see all in spite of the window; None where that is fixed.
@@ -42,6 +43,7 @@ class Sets:
     """
 
     table: Value
+    columns: Index
     position: Value
     queries: Sequence[Value]
     everywhere: Value | None
@@ -77,7 +79,7 @@ def over_pages(
 
     def some(turn: Index, partial: Partial, few: int, together: bool = False) -> Partial:
         number = start[:, None] + turn * few + jnp.arange(few, dtype=jnp.int32)
-        pages = jnp.take_along_axis(given.table, jnp.minimum(number, most - 1), axis=1)
+        pages = jnp.take_along_axis(given.table, number % given.columns, axis=1)
         *keys, values = (one.reshape(sets, few * held, *one.shape[3:]) for one in read(pages))
         within = first + jnp.arange(held, dtype=jnp.int32)
         column = (number[..., None] * size + within).reshape(sets, 1, few * held)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import ModelError, raise_all
 from shardlib.functions.attention import Attention, Operands
+from shardlib.lowering.serving.cache_groups import CacheGroup, Constants, Layers
+from shardlib.lowering.serving.cache_groups.constants import kept_windows
 from shardlib.lowering.serving.latent import Latent, latent
 from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten
 
@@ -21,7 +24,8 @@ class CachedCall:
     Attributes:
         path: where it stands.
         form: what it computes.
-        layers: how often it runs: iterations of the loops around it.
+        windows: tokens that each of its layers keeps, iterations of the loops around it in the
+            order in which they run; 0 for all.
         kept: of a token, for each of the arrays of keys and then the values: shape and dtype. With
             a latent the values are those of the key that is linear in it.
         heads: of queries.
@@ -31,7 +35,7 @@ class CachedCall:
 
     path: str
     form: Attention
-    layers: int
+    windows: tuple[int, ...]
     kept: tuple[jax.ShapeDtypeStruct, ...]
     heads: int
     width: int
@@ -42,15 +46,24 @@ class CachedCall:
         """Heads of what is kept."""
         return max(one.shape[0] for one in self.kept if len(one.shape) > 1)
 
-    def pages(self, count: int, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What so many pages are: [layers, pages, tokens, ...] for each array that is kept.
+    @property
+    def layers(self) -> int:
+        """How often it runs."""
+        return len(self.windows)
+
+    def pages(
+        self, groups: Sequence[CacheGroup], size: int, devices: int = 1
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What its pages are: [layers, pages, tokens, ...] for each array that is kept.
 
         Args:
-            count: of pages.
+            groups: cache groups, see `Layers`.
             size: tokens of a page.
+            devices: groups of devices, each with so many pages.
         """
+        layers, count = Layers.of(self.windows, groups).leading
         return tuple(
-            jax.ShapeDtypeStruct((self.layers, count, size, *one.shape), one.dtype)
+            jax.ShapeDtypeStruct((layers, devices * count, size, *one.shape), one.dtype)
             for one in self.kept
         )
 
@@ -67,7 +80,9 @@ def cached_calls(program: Program, there: int = 0) -> tuple[CachedCall, ...]:
             rows have several documents.
     """
     beside = beside_calls(program)
-    found = [call for call in _calls(program, 1) if call.path not in beside]
+    found = [
+        call for call in _calls(program, [Constants(program=program)]) if call.path not in beside
+    ]
     failures = [
         f"the call of shardlib.attention at equation {call.path} {why}"
         for call in found
@@ -152,7 +167,8 @@ def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
         yield flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), 1
 
 
-def _calls(program: Program, layers: int) -> Iterator[CachedCall]:
+def _calls(program: Program, layers: Sequence[Constants]) -> Iterator[CachedCall]:
+    """Calls of attention of a program that runs once for each layer."""
     done: Call | None = None
     for equation in program.equations:
         call = equation.call
@@ -161,11 +177,26 @@ def _calls(program: Program, layers: int) -> Iterator[CachedCall]:
                 yield _cached(program, call, layers)
             done = call
             continue
-        for body, trips in bodies(equation):
-            yield from _calls(body, layers * trips)
+        for body, _ in bodies(equation):
+            inner = [
+                turn
+                for layer in layers
+                for turn in (
+                    layer.iterations(equation, body)
+                    if equation.name == "scan"
+                    else [layer.inside(equation, body)]
+                )
+            ]
+            yield from _calls(body, inner)
 
 
-def _cached(program: Program, call: Call, layers: int) -> CachedCall:
+def _cached(program: Program, call: Call, layers: Sequence[Constants]) -> CachedCall:
+    chosen = Operands.of(call.form, call.inputs).global_layer  # its number
+    windows = (
+        (call.form.window,) * len(layers)
+        if chosen is None
+        else kept_windows(call.form.window, [layer.of(cast(int, chosen)) for layer in layers])
+    )
     operands = Operands.of(call.form, [program.avals[number] for number in call.inputs])
     found = latent(program, call)
     kept = [
@@ -181,7 +212,7 @@ def _cached(program: Program, call: Call, layers: int) -> CachedCall:
     return CachedCall(
         path=call.path,
         form=call.form,
-        layers=layers,
+        windows=windows,
         kept=tuple(kept),
         heads=operands.queries[0].shape[2],
         width=width,

@@ -14,12 +14,13 @@ from shardlib._jax_compat import scan_counts
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.jax_types import Index, Value
+from shardlib.lowering.serving.cache_groups import Layers, Token
 from shardlib.lowering.serving.calls import bodies
 from shardlib.lowering.serving.experts import visiting
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.held.columns import Columns, converted, product
 from shardlib.lowering.serving.latent import Latent
-from shardlib.lowering.serving.pages import Pages, Token, attending
+from shardlib.lowering.serving.pages import Pages, attending
 from shardlib.lowering.serving.positions import Positions
 from shardlib.lowering.serving.stored import Layered, plain, written_out
 from shardlib.tracing.program import REMAT, Call, Equation, Program
@@ -34,6 +35,7 @@ class Cached:
         positions: where it looks at the position.
         token: where the token stands.
         pages: of each call of attention, by path.
+        layers: of each call, by path, and where their pages lie.
         latents: what keys and values of a call are made of, by path.
         grid: the devices.
         layer: iteration of the loops around.
@@ -42,6 +44,7 @@ class Cached:
     positions: Positions
     token: Token
     pages: Mapping[str, Pages]
+    layers: Mapping[str, Layers] = field(default_factory=dict[str, Layers])
     latents: Mapping[str, Latent] = field(default_factory=dict[str, Latent])
     grid: Grid = field(default_factory=Grid)
     layer: Index = 0
@@ -95,8 +98,9 @@ def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Val
             "bsnh,lnh->bsnl", query, plain(env[found.key]).astype(query.dtype)
         )
         operands[form.parts + found.part] = operands[2 * form.parts] = source[:, :, None]
+    row, where = cached.layers[call.path].where(cached.layer, cached.token)
     mixed, pages = attending(form, cached.grid, found and found.part)(
-        cached.pages[call.path], cached.layer, cached.token, *operands
+        cached.pages[call.path], row, where, *operands
     )
     if found is not None:
         mixed = jnp.einsum("bsnl,lnv->bsnv", mixed, plain(env[found.value]).astype(mixed.dtype))

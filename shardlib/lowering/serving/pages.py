@@ -1,50 +1,28 @@
 """Keys and values of tokens go to pages, and tokens attend over the pages of their requests.
 
-Suffixes: T token, D group of devices, R request, B chunk of a prompt, M page of a request, P token
-of a page, N query head, K key head, H width. An array of pages is [layers, pages, P, ...].
+Suffixes: T token, P token of a page, N query head, K key head, H width. An array of pages is
+[layers, pages, P, ...], see `shardlib.lowering.serving.cache_groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from shardlib.functions.attention import Attention, Operands
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.serving.attention import Partial, Sets, joined, over_pages
+from shardlib.lowering.serving.cache_groups import Token, Where
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.stored import Page, read_pages, write_rows
 
 #: Pages of one call: those of each array of keys, and of values.
 Pages = tuple[Page, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Token:
-    """Where tokens stand, int32. Of each group of devices those come first that are the next one of
-    a request each, R of them, and then chunks of prompts, all of one length.
-
-    Attributes:
-        position: in its request, [T].
-        entry: [T] of the pages of its group to which its keys and values go, page times size of a
-            page plus place; past the last for a token that is none, which writes nothing.
-        table: [D R, M] pages of the requests, in order.
-        chunks: [D B, M] pages of the requests of chunks.
-        adapter: of its request, from 1 on, [T], 0 for the base; None where there are no adapters.
-    """
-
-    position: jax.Array | np.ndarray
-    entry: jax.Array | np.ndarray
-    table: jax.Array | np.ndarray
-    chunks: jax.Array | np.ndarray
-    adapter: jax.Array | np.ndarray | None = None
 
 
 #: Which dims of `Token` a program of one token is mapped over.
@@ -54,8 +32,8 @@ TOKEN_DIMS = Token(position=0, entry=0, table=None, chunks=None)  # type: ignore
 def attending(
     form: Attention, grid: Grid, shared: int | None = None
 ) -> Callable[..., tuple[Value, Pages]]:
-    """The function (pages, layer, token, *operands) -> (mixed, pages) that takes the place of a
-    call of attention of one token; mapped over tokens it writes all of them, and then attends.
+    """The function (pages, row, where, *operands) -> (mixed, pages) that takes the place of a call
+    of attention of one token; mapped over tokens it writes all of them, and then attends.
 
     Args:
         form: of the call.
@@ -64,15 +42,16 @@ def attending(
     """
 
     @custom_vmap
-    def attend(pages: Pages, layer: Index, token: Token, *operands: Value) -> tuple[Value, Pages]:
-        one = Token(
-            position=jnp.asarray(token.position)[None],
-            entry=jnp.asarray(token.entry)[None],
-            table=jnp.zeros((1, token.table.shape[1]), jnp.int32),  # any: only shapes count
-            chunks=token.chunks[:0],
+    def attend(pages: Pages, row: Index, where: Where, *operands: Value) -> tuple[Value, Pages]:
+        one = replace(
+            where,
+            position=where.position[None],
+            entry=where.entry[None],
+            table=jnp.zeros((1, where.table.shape[1]), jnp.int32),  # any: only shapes count
+            chunks=where.chunks[:0],
         )
         mixed, pages = _attend(
-            (form, Grid(), shared), pages, layer, one, [each[None] for each in operands]
+            (form, Grid(), shared), pages, row, one, [each[None] for each in operands]
         )
         return mixed[0], pages
 
@@ -81,8 +60,8 @@ def attending(
         size: int,
         mapped: tuple[object, ...],
         pages: Pages,
-        layer: Index,
-        token: Token,
+        row: Index,
+        where: Where,
         *operands: Value,
     ) -> tuple[tuple[Value, Pages], tuple[bool, object]]:
         assert not any(jax.tree.leaves(mapped[:2])), "all tokens share their pages"
@@ -90,7 +69,7 @@ def attending(
             one if has else jnp.broadcast_to(one, (size, *one.shape))
             for one, has in zip(operands, mapped[3:], strict=True)
         ]
-        mixed, pages = _attend((form, grid, shared), pages, layer, token, many)
+        mixed, pages = _attend((form, grid, shared), pages, row, where, many)
         return (mixed, pages), (True, jax.tree.map(lambda _: False, pages))
 
     return attend
@@ -99,8 +78,8 @@ def attending(
 def _attend(
     how: tuple[Attention, Grid, int | None],
     pages: Pages,
-    layer: Index,
-    token: Token,
+    row: Index,
+    where: Where,
     operands: list[Value],
 ) -> tuple[Value, Pages]:
     """Operands [T, 1, 1, ...], one token of one row each; returns [T, 1, 1, N, V]."""
@@ -116,8 +95,8 @@ def _attend(
 
     def local(
         pages: Pages,
-        layer: Index,
-        token: Token,
+        row: Index,
+        where: Where,
         queries: tuple[Value, ...],
         new: tuple[Value, ...],
         everywhere: Value | None,
@@ -125,18 +104,19 @@ def _attend(
     ) -> tuple[Value, Pages]:
         held = pages[0].shape[2]
         first = grid.first(tokens, held)
-        kept = _written(pages, layer, token, new, size=size, first=first)
-        nobody = token.entry >= kept[0].shape[1] * size
-        position = jnp.where(nobody, -1, token.position)
+        kept = _written(pages, row, where, new, size=size, first=first)
+        nobody = where.entry >= where.pages * size
+        position = jnp.where(nobody, -1, where.position)
 
         def read(numbers: Value) -> tuple[Value, ...]:
-            found = [read_pages(page, layer, numbers) for page in kept]
+            found = [read_pages(page, row, where.first + numbers) for page in kept]
             return tuple(found if shared is None else [*found, found[shared]])
 
         def mixed(table: Value, start: int, chunk: int) -> Partial:
             here = slice(start, start + table.shape[0] * chunk)
             sets = Sets(
                 table=table,
+                columns=where.columns,
                 position=position[here].reshape(-1, chunk),
                 queries=[one[here].reshape(-1, chunk, *one.shape[1:]) for one in queries],
                 everywhere=None if everywhere is None else everywhere[0],
@@ -147,12 +127,12 @@ def _attend(
             found = over_pages(form, sets, read, size=size, held=held, first=first)
             return jax.tree.map(lambda one: one.reshape(-1, *one.shape[2:]), found)
 
-        rows, parts = token.table.shape[0], []
+        rows, parts = where.table.shape[0], []
         if rows:
-            parts.append(mixed(jnp.asarray(token.table), 0, 1))
-        if token.chunks.shape[0]:
-            chunk = (position.shape[0] - rows) // token.chunks.shape[0]
-            parts.append(mixed(jnp.asarray(token.chunks), rows, chunk))
+            parts.append(mixed(where.table, 0, 1))
+        if where.chunks.shape[0]:
+            chunk = (position.shape[0] - rows) // where.chunks.shape[0]
+            parts.append(mixed(where.chunks, rows, chunk))
         whole = jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
         return _together(whole, tokens, ways, spread).astype(given.value.dtype), kept
 
@@ -170,7 +150,7 @@ def _attend(
         (
             page_specs,
             PartitionSpec(),
-            Token(position=data, entry=data, table=data, chunks=data),  # type: ignore[arg-type]
+            Where.specs(data),
             tuple(by_head for _ in given.queries),
             tuple(map(operand, new)),
             data,
@@ -179,18 +159,18 @@ def _attend(
             else PartitionSpec("data", *[None] * (given.bias.ndim - 2), heads or None),
         ),
         (out, page_specs),
-    )(pages, jnp.asarray(layer), token, given.queries, new, given.global_layer, given.bias)
+    )(pages, jnp.asarray(row), where, given.queries, new, given.global_layer, given.bias)
     return mixed.reshape(mixed.shape[0], 1, 1, *mixed.shape[1:]), kept
 
 
 def _written(
-    pages: Pages, layer: Index, token: Token, new: tuple[Value, ...], *, size: int, first: Index
+    pages: Pages, row: Index, where: Where, new: tuple[Value, ...], *, size: int, first: Index
 ) -> Pages:
     """Pages with the keys and values of tokens, of which a device writes those that it has."""
-    held, number, place = pages[0].shape[2], token.entry // size, token.entry % size - first
-    here = (place >= 0) & (place < held)
-    number = jnp.where(here, number, pages[0].shape[1])
-    at = layer, number, jnp.where(here, place, 0)
+    held, number, place = pages[0].shape[2], where.entry // size, where.entry % size - first
+    here = (place >= 0) & (place < held) & (number < where.pages)
+    number = jnp.where(here, where.first + number, pages[0].shape[1])
+    at = row, number, jnp.where(here, place, 0)
     return tuple(write_rows(page, at, one) for page, one in zip(pages, new, strict=True))
 
 

@@ -4,7 +4,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from shardlib.errors import ModelError, ShardlibError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.serving.adapted import leaves_for
+from shardlib.lowering.serving.cache_groups import CacheGroup, Layers, Token
 from shardlib.lowering.serving.calls import CachedCall, beside_calls, cached_calls
 from shardlib.lowering.serving.ends import ends
 from shardlib.lowering.serving.evaluate import Cached, evaluate, looks
 from shardlib.lowering.serving.grid import Grid
 from shardlib.lowering.serving.held.uses import ROW, summed_dims
 from shardlib.lowering.serving.latent import Latent
-from shardlib.lowering.serving.pages import TOKEN_DIMS, Pages, Token
+from shardlib.lowering.serving.pages import TOKEN_DIMS, Pages
 from shardlib.lowering.serving.positions import Positions, positions
 from shardlib.lowering.serving.stored import stored_page
 from shardlib.tracing.program import Equation, Program, called, flatten
@@ -62,12 +63,9 @@ class TracedForward:
         return tuple(call.key_heads for call in self.calls)
 
     @property
-    def window(self) -> int:
-        """Tokens that every layer looks back, the token itself included; 0 where one looks at
-        all.
-        """
-        windows = [0 if call.form.chosen else call.form.window for call in self.calls]
-        return max(windows) if all(windows) else 0
+    def windows(self) -> frozenset[int]:
+        """Tokens that layers keep, the token itself included; 0 where one keeps all."""
+        return frozenset(window for call in self.calls for window in call.windows)
 
     @property
     def scanned(self) -> frozenset[int]:
@@ -104,16 +102,19 @@ class TracedForward:
             and any(path.startswith(f"{equation.path}/") for path in self._paths)
         ]
 
-    def new_pages(self, count: int, size: int, cache: str = "model") -> Mapping[str, Tree]:
-        """So many pages, for each call.
+    def new_pages(
+        self, groups: Sequence[CacheGroup], size: int, cache: str = "model", devices: int = 1
+    ) -> Mapping[str, Tree]:
+        """Pages, for each call.
 
         Args:
-            count: of pages.
+            groups: cache groups of the layers.
             size: tokens of a page.
             cache: how they are stored: "model", as it makes keys and values, "int8" or "fp8".
+            devices: groups of devices, each with so many pages.
         """
         return {
-            call.path: tuple(stored_page(one, cache) for one in call.pages(count, size))
+            call.path: tuple(stored_page(one, cache) for one in call.pages(groups, size, devices))
             for call in self.calls
         }
 
@@ -125,6 +126,7 @@ class TracedForward:
         tokens: jax.Array,
         where: Token,
         rows: jax.Array,
+        groups: Sequence[CacheGroup],
         grid: Grid | None = None,
     ) -> tuple[jax.Array, Mapping[str, Pages]]:
         """Logits [D R, vocab] of some of the tokens, and the pages with all of them.
@@ -137,9 +139,11 @@ class TracedForward:
             where: they stand.
             rows: which of the tokens of each group of devices give logits, int32 [D R], groups one
                 after another.
+            groups: cache groups of the layers, as the pages are.
             grid: the devices; None for one.
         """
         grid = grid or Grid()
+        layers = {call.path: Layers.of(call.windows, groups) for call in self.calls}
         dims = replace(TOKEN_DIMS, adapter=None if where.adapter is None else 0)
         latents = self._latents
         cut = ends(self.program, self._paths, self._varies)
@@ -149,7 +153,12 @@ class TracedForward:
         ) -> tuple[list[jax.Array], Mapping[str, Pages]]:
             leaves, where = leaves_for(params, state, where.adapter), replace(where, adapter=None)
             cached = Cached(
-                positions=self.positions, token=where, pages=pages, latents=latents, grid=grid
+                positions=self.positions,
+                token=where,
+                pages=pages,
+                layers=layers,
+                latents=latents,
+                grid=grid,
             )
             results, kept = evaluate(cut.every, [*leaves, token[None, None]], cached)
             return results, dict(kept)
@@ -165,7 +174,9 @@ class TracedForward:
         )
         given = live, tokens, where.position, where.adapter
         live, tokens, position, adapter = taken(given, rows, grid)
-        where = replace(where, position=position, entry=position, adapter=adapter)
+        where = replace(
+            where, position=position, entry=(position,) * len(where.entry), adapter=adapter
+        )
         return jax.vmap(last, in_axes=(0, 0, dims))(live, tokens, where), pages
 
     @property

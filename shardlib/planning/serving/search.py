@@ -16,7 +16,8 @@ import numpy as np
 
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.serving.estimate import ServingPoint
-from shardlib.planning.serving.space import Asked, Numbers, Priced, all_priced
+from shardlib.planning.serving.priced import Priced, all_priced
+from shardlib.planning.serving.space import Asked, Numbers
 from shardlib.planning.units.quantity import bytes_text, count_text, seconds_text
 
 #: Columns of the table of choices.

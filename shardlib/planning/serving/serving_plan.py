@@ -179,7 +179,7 @@ def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
             replicas=point.replicas,
             batch=point.batch,
             page=replica.page,
-            pages=point.batch * replica.pages_each,
+            pages=replica.pages(point.batch, point.chunk)[0],
             chunk=point.chunk,
         ),
         estimate=estimate,
@@ -222,7 +222,7 @@ def _estimate(asked: Asked, point: ServingPoint) -> ServingEstimate:
         chunk_share=point.running * load.prompt / (load.output * point.chunk),
         device_bytes=ServingBytes(
             weights=split.weights,
-            cache=point.batch * replica.request_bytes,
+            cache=replica.cache_bytes(point.batch, point.chunk),
             temporaries=temporaries(split, tokens=point.batch + point.chunk, rows=point.batch),
             limit=limit(asked.topology.chip),
         ),

@@ -1,24 +1,15 @@
-"""What can be chosen, and what each choice is predicted to do.
+"""What can be chosen.
 
-    tensor     every number of devices that divides those of the machine
-    chunk      64 to 8,192 tokens: powers of two, and one and a half times as much
-    batch      every whole number of requests whose pages fit, up to `MOST_REQUESTS`
-
-For each tensor and chunk all batches are priced side by side. Requests are taken to be as long as
-the average, and to come evenly. In a step every request of the batch gets a token, and a share of
-the steps computes a chunk of prompts beside:
-
-    share = batch x prompt / (output x chunk),
-
-since a request needs its prompt once in as many steps as its answer has tokens. It stays below
-`BUSY`. A prompt waits behind others as in a queue of fixed service times (M/D/1),
-takes a step for each of its chunks, and half a step to begin with.
+tensor     every number of devices that divides those of the machine
+chunk      64 to 8,192 tokens: powers of two, and one and a half times as much
+batch      every whole number of requests whose pages fit, up to `MOST_REQUESTS`
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,10 +19,11 @@ from numpy.typing import NDArray
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.collectives import FREE, LinearCost, collective_cost
 from shardlib.cost.serving.constants import learned
+from shardlib.cost.serving.kept_pages import group_of, needed, ordered, pages_each
 from shardlib.cost.serving.memory import limit, temporaries
 from shardlib.cost.serving.served_model import ServedModel
 from shardlib.cost.serving.split import split
-from shardlib.cost.serving.step_price import Load, Pricing
+from shardlib.cost.serving.step_price import Pricing
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
@@ -44,8 +36,6 @@ Numbers = NDArray[np.float64]
 MOST_REQUESTS = 4096
 #: Tokens of a page, unless they are pinned.
 PAGE = 16
-#: Share of the steps that compute a chunk at most: above it, prompts wait for ever longer.
-BUSY = 0.95
 #: The smallest and the largest chunk, tokens.
 CHUNKS = (64, 8192)
 #: The sizes that are priced: powers of two, and what lies between them.
@@ -182,10 +172,36 @@ class Replica:
         """Pages of a request at its end."""
         return -(-self.asked.workload.tokens // self.page)
 
-    @property
-    def request_bytes(self) -> float:
-        """Bytes of the pages of a request, on a device."""
-        return self.pages_each * self.page * self.pricing.split.kept
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens that layers keep, the most first; 0 for all."""
+        kept = (one.window for one in self.pricing.split.cached)
+        return ordered(kept, longest=self.asked.workload.tokens)
+
+    def pages(self, batch: int, chunk: int) -> tuple[int, ...]:
+        """Pages of each cache group, as `shardlib.serving.Capacity` has them.
+
+        Args:
+            batch: requests at a time.
+            chunk: tokens of prompts in a step.
+        """
+        sizes, most = {"budget": batch + chunk, "size": self.page}, self.pages_each
+        if self.windows[0]:
+            most = min(most, needed(window=self.windows[0], **sizes))
+        return pages_each(self.windows, first=batch * most, slots=batch, **sizes)
+
+    def cache_bytes(self, batch: int, chunk: int) -> float:
+        """Bytes of all pages, on a device.
+
+        Args:
+            batch: requests at a time.
+            chunk: tokens of prompts in a step.
+        """
+        pages = self.pages(batch, chunk)
+        return self.page * sum(
+            one.bytes * pages[group_of(one.window, self.windows)]
+            for one in self.pricing.split.cached
+        )
 
     def short(self, batch: int, chunk: int) -> float:
         """Bytes that a device lacks; none where it is not above 0.
@@ -195,8 +211,8 @@ class Replica:
             chunk: tokens of prompts in a step.
         """
         split_ = self.pricing.split
-        needed = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
-        return needed + batch * self.request_bytes - limit(self.asked.topology.chip)
+        held = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
+        return held + self.cache_bytes(batch, chunk) - limit(self.asked.topology.chip)
 
     def most(self, chunk: int) -> int:
         """Requests that fit at a time.
@@ -204,85 +220,6 @@ class Replica:
         Args:
             chunk: tokens of prompts in a step.
         """
-        if self.short(1, chunk) > 0:
-            return 0
-        each = self.short(2, chunk) - self.short(1, chunk)
-        return min(MOST_REQUESTS, 1 + math.floor(-self.short(1, chunk) / each))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Priced:
-    """Batches of one replica under one chunk, side by side.
-
-    Attributes:
-        replica: the devices.
-        chunk: tokens of prompts in a step.
-        batch: requests at a time.
-        tpot: seconds from token to token.
-        ttft: seconds from a request's begin to its first token.
-        requests: that a replica serves a second.
-        share: of the steps that compute a chunk of prompts.
-    """
-
-    replica: Replica
-    chunk: int
-    batch: Numbers
-    tpot: Numbers
-    ttft: Numbers
-    requests: Numbers
-    share: Numbers
-
-
-def priced(replica: Replica, chunk: int) -> Priced:
-    """All batches that fit.
-
-    Args:
-        replica: the devices.
-        chunk: tokens of prompts in a step.
-    """
-    load, pinned = replica.asked.workload, replica.asked.pins.batch
-    most = replica.most(chunk)
-    batch = np.arange(1, most + 1, dtype=float)
-    if pinned is not None:
-        batch = batch[batch == pinned]
-    share = batch * load.prompt / (load.output * chunk)
-    keep = share <= BUSY
-    batch, share = batch[keep], share[keep]
-    pricing, chunks = replica.pricing, math.ceil(load.prompt / chunk)
-    alone = pricing.seconds(Load(rows=batch, context=load.context))
-    beside = pricing.seconds(
-        Load(
-            rows=batch,
-            context=load.context,
-            prompt=float(chunk),
-            before=load.prompt / 2,
-            ended=chunk / load.prompt,
+        return bisect.bisect_right(
+            range(1, MOST_REQUESTS + 1), 0.0, key=lambda batch: self.short(batch, chunk)
         )
-    )
-    tpot = (1 - share) * alone + share * beside
-    service = chunks * beside
-    waiting = share / (2 * (1 - share)) * service
-    return Priced(
-        replica=replica,
-        chunk=chunk,
-        batch=batch,
-        tpot=tpot,
-        ttft=tpot / 2 + waiting + service,
-        requests=batch / (load.output * tpot),
-        share=share,
-    )
-
-
-def all_priced(asked: Asked) -> Iterator[Priced]:
-    """Every choice, by tensor and chunk.
-
-    Args:
-        asked: what is planned.
-    """
-    for tensor in asked.tensors():
-        replica = asked.replica(tensor)
-        if replica is not None:
-            for chunk in asked.chunks():
-                found = priced(replica, chunk)
-                if len(found.batch):
-                    yield found

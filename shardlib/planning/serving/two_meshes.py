@@ -91,7 +91,7 @@ def two_meshes(asked: Asked) -> TwoMeshes | None:
     load, devices = asked.workload, asked.topology.devices
     replicas = [one for ways in asked.tensors() if (one := asked.replica(ways)) is not None]
     sizes = [one for one in replicas if one.most(CHUNKS[0]) > 0]
-    moved = load.prompt * asked.model.kept_bytes(load.cache)
+    moved = asked.model.kept_bytes(load.cache, load.prompt)
     best: TwoMeshes | None = None
     for first in sizes:
         alone = prefill_seconds(first)

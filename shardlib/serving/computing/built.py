@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,12 +85,14 @@ def built(
     grid: tuple[int, int],
     devices: Sequence[jax.Device],
     check: bool,
+    windows: Iterable[int] | None = None,
 ) -> Built:
     """Makes what computes the steps of an engine.
 
     Args:
         init, forward, weights, capacity, devices, check: see `Engine`.
         grid: groups of devices, and devices of a group.
+        windows: of cache groups that there are already, beside another model; None for its own.
 
     Raises:
         ArgumentError, ModelError: see `Engine`.
@@ -102,7 +104,7 @@ def built(
     if own is not None:
         return _slotted(own, weights, capacity, grid, devices[0])
     traced = traced_forward(model, forward, longest=capacity.longest)
-    capacity = capacity.within(traced.window)
+    capacity = capacity.within(traced.windows if windows is None else windows)
     found = arranged(model, forward, traced, tensor=tensor, data=data)
     mesh = device_mesh(found.mesh, devices[: tensor * data])[0]
     cpu = traced if devices[0].platform == "cpu" else None
@@ -111,7 +113,7 @@ def built(
     def place(given: Tree | int) -> tuple[Tree, Tree]:
         return where.weights(*_weights(model, given))
 
-    held, pages = place(weights), where.pages(traced, capacity.all_pages, capacity.page)
+    held, pages = place(weights), where.pages(traced, capacity.groups, capacity.page)
     if check:
         compare(model, forward, traced, held, page=capacity.page)
     return Built(

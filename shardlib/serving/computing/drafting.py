@@ -46,6 +46,7 @@ def draft_model(
         grid=(1, 1),
         devices=sorted(devices, key=lambda one: one.id)[:1],
         check=False,
+        windows=sizes.windows,
     )
     assert isinstance(beside, Step) and isinstance(made.compute, Step), "drafts need pages"
     mine, other = made.forward.vocab, beside.forward.vocab

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from shardlib.cost.serving.kept_pages import needed, ordered, pages_each
 from shardlib.errors import ArgumentError, raise_all
+from shardlib.lowering.serving.cache_groups import CacheGroup
 from shardlib.planning.serving.serving_data import ServingData
-from shardlib.serving.scheduling.windows import needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,9 @@ class Capacity:
         longest: tokens of a request at most, prompt and answer together.
         slots: requests that are served at a time.
         page: tokens of a page of the cache.
-        pages: of the cache; None for those of as many requests of half the length as there are
-            slots, and at least of one of the full length.
+        pages: of the cache, of the layers that keep the most tokens; None for those of as many
+            requests of half the length as there are slots, and at least of one of the full length.
+            Layers with a shorter window have as many as all slots need at most.
         budget: tokens that a step computes at most; None for 64, or as many as slots and drafts.
         chunk: tokens of a prompt that look at its pages together; None for a quarter of the budget,
             at most 64.
@@ -80,8 +82,8 @@ class Capacity:
         adapters: of the model at most, see `Engine.adapt`.
         tenants: shares of tenants in what is computed, by the salt of their requests; 1 of all
             others.
-        window: tokens that every layer looks back, the token itself included; 0 where some look at
-            all. An engine sees to it (`within`).
+        windows: tokens that layers keep, the most first, 0 for all. An engine sees to it
+            (`within`).
         storage: of weights and the cache.
 
     Raises:
@@ -98,13 +100,12 @@ class Capacity:
     drafts: int = 0
     adapters: int = 0
     tenants: Mapping[str, float] = field(default_factory=dict[str, float])
-    window: int = 0
+    windows: tuple[int, ...] = (0,)
     storage: Storage = Storage()
 
     def __post_init__(self) -> None:
         least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "chunk": 1} | {
             "drafts": 0,
-            "window": 0,
         }
         failures = [
             f"{name} is {value!r}; it is a whole number from {start} on"
@@ -150,25 +151,44 @@ class Capacity:
         """Pages of the longest request."""
         return -(-self.longest // self.page)
 
-    def within(self, window: int) -> Self:
-        """The same for a model whose layers look back so far.
+    def within(self, windows: Iterable[int]) -> Self:
+        """The same for a model whose layers keep so many tokens.
 
         Args:
-            window: see there.
+            windows: of layers, in any order; 0 for all.
         """
-        return replace(self, window=window)
+        return replace(self, windows=ordered(windows, longest=self.longest))
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Layers that keep the same tokens, and their pages."""
+        pages = pages_each(
+            self.windows,
+            first=self.all_pages,
+            slots=self.slots,
+            budget=self.most_tokens,
+            size=self.page,
+            drafts=self.drafts,
+        )
+        return tuple(
+            CacheGroup(window=window, pages=count, table=self._most_pages(window))
+            for window, count in zip(self.windows, pages, strict=True)
+        )
 
     @property
     def most_pages(self) -> int:
-        """Pages that a request has at a time at most."""
-        if not self.window:
+        """Pages that a request has at a time at most, of the layers that keep the most tokens."""
+        return self._most_pages(self.windows[0])
+
+    def _most_pages(self, window: int) -> int:
+        if not window:
             return self.table
-        few = needed(window=self.window, budget=self.most_tokens, size=self.page)
+        few = needed(window=window, budget=self.most_tokens, size=self.page)
         return min(self.table, few)
 
     @property
     def all_pages(self) -> int:
-        """Pages of the cache."""
+        """Pages of the cache, of the layers that keep the most tokens."""
         if self.pages is not None:
             return self.pages
         half = max(self.table, self.slots * self.table // 2)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.pool import Pool
+from shardlib.serving.scheduling.grouped import GroupedPool
 from shardlib.serving.scheduling.requests import Request
 from shardlib.serving.scheduling.schedule import Schedule, Share
 
@@ -21,7 +21,7 @@ class Pools:
         pools: one a group.
     """
 
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, pools: Sequence[GroupedPool]) -> None:
         self._pools = pools
 
     @property
@@ -55,9 +55,7 @@ class Groups:
     """
 
     def __init__(self, count: int, capacity: Capacity, chunk: int | None = None) -> None:
-        self.each = [
-            Schedule(Pool(capacity.all_pages), capacity, chunk=chunk) for _ in range(count)
-        ]
+        self.each = [Schedule(capacity, chunk=chunk) for _ in range(count)]
         self.pool = Pools([one.pool for one in self.each])
         self._group: dict[int, Schedule] = {}
 
@@ -152,7 +150,7 @@ def scheduled(groups: int, capacity: Capacity, chunk: int | None = None) -> Sche
         chunk: see `Schedule`.
     """
     if groups == 1:
-        return Schedule(Pool(capacity.all_pages), capacity, chunk=chunk)
+        return Schedule(capacity, chunk=chunk)
     return Groups(groups, capacity, chunk)
 
 

@@ -107,6 +107,14 @@ class Pool:
             found.append(self._page[digest])
         return found
 
+    def has(self, digests: Sequence[bytes]) -> list[bool]:
+        """Whether there is a page for each of some digests.
+
+        Args:
+            digests: of pages.
+        """
+        return [digest in self._page for digest in digests]
+
     def takes(self, pages: Sequence[int], more: int) -> bool:
         """Whether so many more pages are there beside some that are shared.
 

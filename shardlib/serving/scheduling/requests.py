@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shardlib.serving.scheduling.forms import Form
 from shardlib.serving.scheduling.settings import MOST_LISTED, Sampling, number, whole
+from shardlib.serving.scheduling.windows import Held
 
 #: Why a request has ended.
 LENGTH, STOP, CANCELLED, LATE = "length", "stop", "cancelled", "late"
@@ -115,7 +116,7 @@ class Request:
         answer: tokens so far.
         told: of each of them.
         scores: of the tokens of the prompt but the first, where they are asked for.
-        pages: that hold its keys and values.
+        held: pages that hold its keys and values, by cache group; none while it waits.
         computed: tokens whose keys and values they hold.
         digests: of the full ones.
         reused: tokens of the prompt that another request had computed.
@@ -128,7 +129,7 @@ class Request:
     answer: list[int] = field(default_factory=list[int])
     told: list[Told] = field(default_factory=list[Told])
     scores: list[Told] = field(default_factory=list[Told])
-    pages: list[int] = field(default_factory=list[int])
+    held: tuple[Held, ...] = ()
     computed: int = 0
     digests: list[bytes] = field(default_factory=list[bytes])
     reused: int = 0

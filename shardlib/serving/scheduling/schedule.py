@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.fairness import Counters
-from shardlib.serving.scheduling.pool import Pool
+from shardlib.serving.scheduling.grouped import GroupedPool
 from shardlib.serving.scheduling.prefixes import digests
 from shardlib.serving.scheduling.requests import CANCELLED, Request
-from shardlib.serving.scheduling.windows import GONE, behind, held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +57,20 @@ class Schedule:
     """Requests that wait, and those that have a slot.
 
     Args:
-        pool: pages of the cache.
         capacity: how many requests and tokens are served.
         chunk: tokens of one request that a step computes at most; None for all of a step.
 
     Attributes:
+        pool: pages of the cache.
         closed: whether those that have no token of their answer yet wait for a slot, whatever is
             free.
     """
 
-    def __init__(self, pool: Pool, capacity: Capacity, chunk: int | None = None) -> None:
-        self.pool, self.size = pool, capacity.page
+    def __init__(self, capacity: Capacity, chunk: int | None = None) -> None:
+        self.size = capacity.page
+        self.pool = GroupedPool(capacity.groups, self.size)
         self.budget, self.prefixes = capacity.most_tokens, capacity.prefixes
         self.chunk = self.budget if chunk is None else chunk
-        self.window, self.most = capacity.window, capacity.most_pages
         self.part, self.parts, self.drafts = capacity.chunk_size, capacity.chunks, capacity.drafts
         self.rows, self.tenants = capacity.rows, Counters(capacity.tenants)
         self.slots: list[Request | None] = [None] * capacity.slots
@@ -174,23 +173,14 @@ class Schedule:
             request.digests = digests(
                 tokens, size=self.size, salt=request.apart, before=request.digests
             )
-            for page in range(known, len(request.digests)):
-                self.pool.keep(request.pages[page], request.digests[page])
+            self.pool.keep(request.held, known, request.digests)
         for share in shares:
-            self._leave(share.request)
-
-    def _leave(self, request: Request) -> None:
-        """Pages that no token to come sees are given back."""
-        for at in range(behind(window=self.window, computed=request.computed, size=self.size)):
-            if request.pages[at] != GONE:
-                self.pool.drop(request.pages[at])
-                request.pages[at] = GONE
+            self.pool.leave(share.request.held, share.request.computed)
 
     def release(self, request: Request) -> None:
         """A request has ended: its slot and pages are free."""
-        for page in held(request.pages):
-            self.pool.drop(page)
-        request.pages, request.computed, request.digests = [], 0, []
+        self.pool.release(request.held)
+        request.held, request.computed, request.digests = (), 0, []
         self._known.pop(request.number, None)
         if request.ended is not None:
             self.tenants.ended(request.number)
@@ -219,27 +209,20 @@ class Schedule:
                 return
             request = min(ready, key=self._order)
             ready.remove(request)
-            tokens, known = request.tokens, self._digests(request)
-            found = self.pool.held(known) if not request.unscored else []
-            if not request.unscored and self._coming(known[len(found) : len(found) + 1]):
+            known = [] if request.unscored else self._digests(request)
+            found = self.pool.known(known)
+            if self._coming(known[found : found + 1]):
                 continue  # another one computes its next page: it waits, and shares that
             if None not in self.slots:
                 richer = self.tenants.yields(request, self.running, self.waiting)
                 if richer is None:
                     continue
                 self._preempt(richer)
-                found = self.pool.held(known) if not request.unscored else []
-            request.computed = len(found) * self.size
-            gone = behind(window=self.window, computed=request.computed, size=self.size)
-            more = min(-(-len(tokens) // self.size), gone + self.most) - len(found)
-            if not self.pool.takes(found[gone:], more := max(more, 0)):
-                request.computed = 0
+                found = self.pool.known(known)
+            if not self.pool.admits(known[:found], request.count):
                 return
-            for page in found[gone:]:
-                self.pool.share(page)
-            request.digests = known[: len(found)]
-            found = [GONE] * gone + found[gone:]
-            request.pages = [*found, *(self.pool.take() for _ in range(more))]
+            request.held = self.pool.admit(known[:found], request.count)
+            request.digests, request.computed = known[:found], found * self.size
             request.reused = max(request.reused, min(request.computed, len(request.asked.prompt)))
             self.slots[self.slots.index(None)] = request
             self.waiting.remove(request)
@@ -269,18 +252,12 @@ class Schedule:
     def _spare(self, request: Request, wanted: int) -> int:
         """How many of the tokens a request may compute without taking pages from another."""
         wanted = min(wanted, max(request.asked.most - len(request.answer), 1))
-        while (room := len(request.pages) * self.size - request.computed) < wanted:
-            if not self.pool.available:
-                break
-            request.pages.append(self.pool.take())
-        return min(room, wanted)
+        self.pool.grow(request.held, request.computed + wanted)
+        return min(self.pool.room(request.held) - request.computed, wanted)
 
     def _room(self, request: Request, tokens: int, shares: dict[int, Share]) -> bool:
         """Takes pages for so many tokens; whether the request still has its slot then."""
-        while len(request.pages) * self.size < tokens:
-            if self.pool.available:
-                request.pages.append(self.pool.take())
-                continue
+        while not self.pool.grow(request.held, tokens):
             last = max(self.running, key=lambda one: one.rank)
             shares.pop(last.number, None)
             self._preempt(last)

@@ -1,26 +1,15 @@
-"""Which pages does a request need where every layer looks back a few tokens alone?
+"""Which pages does a request need in layers that look back a few tokens alone?
 
->>> needed(window=8, budget=4, size=4), behind(window=8, computed=17, size=4)
-(4, 2)
+>>> behind(window=8, computed=17, size=4), longest(8, 4, [True, True, False, True, True, True])
+(2, 6)
+>>> longest(8, 4, [True, True, False, True])
+2
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-#: In place of a page that a request has given back.
-GONE = -1
-
-
-def needed(*, window: int, budget: int, size: int) -> int:
-    """Pages of a request at a time at most.
-
-    Args:
-        window: tokens that a token sees, itself included.
-        budget: tokens of a step.
-        size: tokens of a page.
-    """
-    return max(window + budget - 3, 0) // size + 2
+from dataclasses import dataclass, field
 
 
 def behind(*, window: int, computed: int, size: int) -> int:
@@ -34,10 +23,45 @@ def behind(*, window: int, computed: int, size: int) -> int:
     return max(computed - window + 1, 0) // size if window else 0
 
 
-def held(pages: Sequence[int]) -> list[int]:
-    """The pages that a request has.
+def longest(window: int, size: int, there: Sequence[bool]) -> int:
+    """The most pages that a request may begin with, where some are there and some are not: those
+    that its next token sees have to be.
 
     Args:
-        pages: of it, with `GONE` for those that it has given back.
+        window: see `behind`; not 0.
+        size: tokens of a page.
+        there: whether each page is.
     """
-    return [page for page in pages if page != GONE]
+    found = run = 0
+    for count, one in enumerate(there, 1):
+        run = run + 1 if one else 0
+        if run >= count - behind(window=window, computed=count * size, size=size):
+            found = count
+    return found
+
+
+@dataclass(kw_only=True, eq=False)
+class Held:
+    """Pages that a request has in a cache group.
+
+    Attributes:
+        gone: how many it has given back, or never had: those before its window.
+        pages: the others, in order.
+    """
+
+    gone: int = 0
+    pages: list[int] = field(default_factory=list[int])
+
+    @property
+    def end(self) -> int:
+        """Pages from the first token to the last that there is room for."""
+        return self.gone + len(self.pages)
+
+    def at(self, number: int) -> int:
+        """The page that holds some tokens.
+
+        Args:
+            number: of the page in the request, not below `gone`.
+        """
+        assert number >= self.gone, f"page {number} was given back"
+        return self.pages[number - self.gone]

@@ -10,11 +10,11 @@ import pytest
 
 from shardlib.cost.serving.step_price import Load
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
+from shardlib.planning.serving.priced import BUSY
 from shardlib.planning.serving.search import every, search
 from shardlib.planning.serving.serving_plan import ServingPlan, plan_served
-from shardlib.planning.serving.space import BUSY, Asked
+from shardlib.planning.serving.space import Asked
 from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.pool import Pool
 from shardlib.serving.scheduling.requests import Request
 from shardlib.serving.scheduling.schedule import Schedule
 from tests.planning.serving.small import asked
@@ -100,7 +100,7 @@ def simulated(plan: ServingPlan, *, rate: float | None, count: int) -> dict[str,
         budget=choice.batch + choice.chunk,
         prefixes=False,
     )
-    draw, schedule = np.random.default_rng(1), Schedule(Pool(choice.pages), sizes)
+    draw, schedule = np.random.default_rng(1), Schedule(sizes)
     gaps = draw.exponential(1 / rate, count) if rate else np.zeros(count)
     arrivals = np.cumsum(gaps)
     tokens = tuple([1] * load.prompt)

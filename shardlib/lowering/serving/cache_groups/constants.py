@@ -1,0 +1,128 @@
+"""What of a program is known before it runs: what follows from constants alone.
+
+A stack of layers of which some have a window tells each by a boolean that a loop over the layers
+hands in. Where that is known, a layer with a window keeps its window and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Value
+from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program
+from shardlib.tracing.rewriting.binding import bind
+
+#: Equations with programs inside, which are not run here.
+_WITHIN = frozenset({"scan", "while", "cond", *REMAT, *CUSTOM})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The constant values of a program, or of one iteration of a loop.
+
+    Attributes:
+        program: whose they are.
+        given: of its inputs, by number: what computes one; None where it is not known.
+    """
+
+    program: Program
+    given: Mapping[int, Callable[[], Value | None]] = field(
+        default_factory=dict[int, Callable[[], "Value | None"]]
+    )
+    _made: dict[int, Value | None] = field(default_factory=dict[int, "Value | None"])
+
+    def of(self, number: int) -> Value | None:
+        """A value; None where it is not known, or follows from the position of the token.
+
+        Args:
+            number: of the value.
+        """
+        if number in self.program.constants:
+            return self.program.constants[number]
+        if number not in self._made:
+            self._made[number] = None  # of what `given` does not know
+            if number in self.given:
+                self._made[number] = self.given[number]()
+            elif (equation := self._equation(number)) is not None:
+                self._run(equation)
+        return self._made[number]
+
+    def _equation(self, number: int) -> Equation | None:
+        for equation in self.program.equations:
+            if number in equation.outputs:
+                return equation
+        return None
+
+    def _run(self, equation: Equation) -> None:
+        counts_tokens = equation.name == "iota" and equation.params["shape"] == (1,)
+        if equation.name in _WITHIN or counts_tokens:
+            return
+        operands = [self.of(number) for number in equation.inputs]
+        values = [one for one in operands if one is not None]
+        if len(values) < len(operands):
+            return
+        with jax.ensure_compile_time_eval():
+            results = bind(equation, values)
+        self._made.update(zip(equation.outputs, results, strict=True))
+
+    def iterations(self, loop: Equation, body: Program) -> Iterator[Constants]:
+        """The constants of each iteration of a loop, in the order in which they run.
+
+        Args:
+            loop: an equation of the program, a scan.
+            body: what it runs.
+        """
+        fixed, carried = scan_counts(loop.params)
+        length, before = loop.params["length"], None
+        for turn in range(length):
+            row = length - 1 - turn if loop.params["reverse"] else turn
+            given: dict[int, Callable[[], Value | None]] = {}
+            for at, number in enumerate(body.inputs):
+                outer = loop.inputs[at]
+                if fixed <= at < fixed + carried and before is not None:
+                    given[number] = _asked(before, body.outputs[at - fixed])
+                elif at < fixed + carried:
+                    given[number] = _asked(self, outer)
+                else:
+                    given[number] = _row(self, outer, row)
+            before = Constants(program=body, given=given)
+            yield before
+
+    def inside(self, equation: Equation, body: Program) -> Constants:
+        """The constants of a program that an equation runs once.
+
+        Args:
+            equation: of the program, such as remat.
+            body: what it runs.
+        """
+        pairs = zip(body.inputs, equation.inputs, strict=True)
+        return Constants(
+            program=body, given={number: _asked(self, outer) for number, outer in pairs}
+        )
+
+
+def _asked(constants: Constants, number: int) -> Callable[[], Value | None]:
+    return lambda: constants.of(number)
+
+
+def _row(constants: Constants, number: int, row: int) -> Callable[[], Value | None]:
+    def one() -> Value | None:
+        found = constants.of(number)
+        return None if found is None else np.asarray(found)[row]
+
+    return one
+
+
+def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, ...]:
+    """Tokens that each layer of a call keeps; 0 for all.
+
+    Args:
+        window: of the call.
+        everywhere: whether a layer sees all tokens; None where that is not known.
+    """
+    return tuple(window if one is not None and not bool(one) else 0 for one in everywhere)
