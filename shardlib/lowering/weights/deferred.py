@@ -17,11 +17,14 @@ from jax.sharding import PartitionSpec
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.use import Use
-from shardlib.lowering.weights.contraction import contraction_of
+from shardlib.lowering.weights.contraction import Contraction, contraction_of
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.large_cotangents import after, mark
-from shardlib.lowering.weights.lookup import lookup_of
+from shardlib.lowering.weights.lookup import Lookup, lookup_of
 from shardlib.planning.decisions.plan_data import ParameterLayout
+
+#: (activation, weight, sums) -> result.
+Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,29 @@ def deferred(
     if found is None:
         return None
     rank, ways = len(use.shape), machine.ways(found.partial)
-    marks = found.marks(machine)
     cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
+
+    def in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Any], Any]:
+        return lambda operands, sums: function(
+            use.kept(operands[1 - use.operand]), operands[use.operand], sums
+        )
+
+    gathered = in_use(use, parameter, machine)
+    return Deferred(
+        use=use,
+        run=in_order(_run(use, found, machine, cuts)),
+        finish=in_order(_finish(use, found, machine, cuts)),
+        gathers=parameter.rest != parameter.compute,
+        gather=lambda operand: gathered(use.moved(operand)),
+        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.dtype),
+        cuts=cuts,
+        reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept),
+    )
+
+
+def _run(use: Use, found: Contraction | Lookup, machine: Machine, cuts: PartitionSpec) -> Operation:
+    """(activation, weight, sums) -> result, whose partial sums are the gradient of `sums`."""
+    marks = found.marks(machine)
 
     @jax.custom_vjp
     def run(activation: Any, weight: Any, sums: Any) -> Any:
@@ -95,13 +119,22 @@ def deferred(
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         read = use.found_again(activation)
-        return found.op(read, weight), (read, weight, sums)
+        # of what holds the sums, the backward pass wants the dtype alone
+        return found.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
 
-    # Of what holds the sums, the backward pass wants the dtype alone.
-    run.defvjp(
-        lambda activation, weight, sums: forward(activation, weight, jnp.zeros((), sums.dtype)),
-        backward,
-    )
+    run.defvjp(forward, backward)
+    return run
+
+
+def _finish(
+    use: Use, found: Contraction | Lookup, machine: Machine, cuts: PartitionSpec
+) -> Operation:
+    """(activation, weight, sums) -> result, whose gradient of the weight is that of all runs."""
+    marks = found.marks(machine)
+
+    def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+        read = use.found_again(activation)
+        return found.op(read, weight), (read, weight, sums)
 
     @jax.custom_vjp
     def finish(activation: Any, weight: Any, sums: Any) -> Any:
@@ -131,20 +164,4 @@ def deferred(
         )
 
     finish.defvjp(forward, backward_of_all)
-
-    def in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Any], Any]:
-        return lambda operands, sums: function(
-            use.kept(operands[1 - use.operand]), operands[use.operand], sums
-        )
-
-    gathered = in_use(use, parameter, machine)
-    return Deferred(
-        use=use,
-        run=in_order(run),
-        finish=in_order(finish),
-        gathers=parameter.rest != parameter.compute,
-        gather=lambda operand: gathered(use.moved(operand)),
-        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.dtype),
-        cuts=cuts,
-        reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept),
-    )
+    return finish
