@@ -223,7 +223,8 @@ def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
             AnnotationError,
             f"initialiser {name!r} made arrays that cannot be trained",
             fixed,
-            hint="keep constants out of the params, or say what is trained with wrt",
+            hint="keep constants out of the params (functions may close over them), or say what is"
+            " trained with wrt",
         )
 
 

@@ -14,7 +14,9 @@ import pytest
 
 from shardlib import serving
 from shardlib.lowering.serving.stored import all_plain
+from shardlib.serving.hosting.answer import written
 from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http.replies.shapes import COMPLETION
 
 PROMPT = "value_1 = 7 + 1\n"
 BYTES = list(PROMPT.encode())
@@ -311,6 +313,14 @@ def test_a_prompt_alone_is_scored(
     for top, row in zip(listed.top_logprobs[1:], rows, strict=True):
         likeliest = np.argsort(-row)[:20]
         assert top == pytest.approx({_name(one): float(row[one]) for one in likeliest}, abs=1e-4)
+
+
+def test_tokens_that_are_written_alike_are_told_apart(folder: Deployment):
+    likeliest = tuple((token, -1.0 - token) for token in (0, 1, 40))  # two special ones, and "F"
+    told = serving.Told(token=40, logprob=-41.0, likeliest=likeliest)
+    one = written(folder.served.text, told, 0)
+    top: Any = COMPLETION.listed([one])["top_logprobs"]
+    assert top == [{"": -1.0, "token_id:1": -2.0, one.listed.text: -41.0}]
 
 
 def _name(byte: int) -> str:

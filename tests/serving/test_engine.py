@@ -13,7 +13,7 @@ import pytest
 
 import shardlib
 from shardlib.annotation.read import read
-from shardlib.errors import ArgumentError, ModelError
+from shardlib.errors import AnnotationError, ArgumentError, ModelError
 from shardlib.serving.engine import Engine
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Asked
@@ -399,3 +399,33 @@ def test_weights_of_another_model_are_refused():
     with pytest.raises(ModelError, match="no numbers"):
         broken = jax.tree.map(lambda leaf: leaf * jnp.nan, right)
         Engine(shardlib.tree(wide, AXES), reset_at(0), weights=broken)
+
+
+def _with_sink(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    """Every token looks at one row more, that of the first token of the vocabulary."""
+    x = params["embed"][tokens]
+    first = jnp.broadcast_to(params["embed"][:1], (len(tokens), 1, 16))
+    rows = jnp.concatenate([first, x], 1)[:, :, None]
+    return (x + shardlib.attention(x[:, :, None], rows, rows)[:, :, 0]) @ params["out"]
+
+
+def test_attention_sinks_and_constants_among_the_params_are_refused():
+    sizes = Capacity(longest=16, slots=1)
+    with pytest.raises(ModelError, match="looks at other tokens"):
+        Engine(shardlib.tree(own_weights, AXES), _with_sink, capacity=sizes)
+    even = jnp.arange(16) % 2 == 0
+    run = own(POSITIONS["counted"])
+
+    def masked(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        shown = params.get("even", even)
+        return run({**params, "embed": jnp.where(shown, params["embed"], 0)}, tokens)
+
+    def with_mask(key: jax.Array) -> dict[str, jax.Array]:
+        return {**own_weights(key), "even": even}
+
+    with pytest.raises(AnnotationError, match="even has dtype bool\nTry: keep constants out of"):
+        Engine(shardlib.tree(with_mask), masked, capacity=sizes)
+    params, _ = read(shardlib.tree(own_weights)).init(0)
+    found = Engine(shardlib.tree(own_weights, AXES), masked, capacity=sizes).generate([[5, 2]], 1)
+    logits = masked(params, jnp.asarray([[5, 2]]))
+    assert found == [[int(jnp.argmax(logits[0, -1]))]]

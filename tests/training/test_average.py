@@ -140,6 +140,7 @@ def test_a_decay_that_warms_up_and_one_that_is_none():
         with_average(optax.sgd(1.0), 1.0)
 
 
+@pytest.mark.long
 def test_an_average_is_served(tmp_path: Path):
     """What is asked of an engine is answered by the average, and not by the parameters."""
     init, language_loss = models.build(TINY)
