@@ -49,6 +49,7 @@ from typing import Any, cast
 from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.chip import LARGEST, Chip
+from shardlib.hardware.pictures.links import links_svg
 from shardlib.hardware.plain_data import faults_of
 from shardlib.hardware.spelling import EXAMPLES, spelled
 from shardlib.hardware.tier import Tier
@@ -212,6 +213,9 @@ class Topology:
         memory = f"{self.chip.hbm_bytes / 2**30:,.1f} GiB each"
         title = f"{escape(self.name)}: {self.devices:,} devices {escape(self.chip.name)}, {memory}"
         return f"<table><caption>{title}</caption>{rows}</table>"
+
+    def _repr_svg_(self) -> str:
+        return links_svg(f"{self.name}: {self.devices:,} x {self.chip.name}", self.tiers)
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier.name} {'x'.join(map(str, tier.shape))}" for tier in self.tiers)
