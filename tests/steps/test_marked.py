@@ -39,9 +39,21 @@ DEEP: dict[str, dict[str, Any]] = {
     "stage2-parts4": {"mesh": {"data": 2, "stage": 2}, "microbatches": 4},
     "stage2-fsdp4-zero2": {"mesh": {"fsdp": 4, "stage": 2}, "microbatches": 2, "zero": 2},
 }
+#: Meshes of those that call `shardlib.attention` and `shardlib.visit`.
+CALLS: dict[str, dict[str, Any]] = {
+    "attending ring": {"mesh": {"data": 2, "context": 2}, "microbatches": 2, "context": "ring"},
+    "attending ulysses": {"mesh": {"fsdp": 2, "context": 2}, "zero": 3, "context": "ulysses"},
+    "experts dropless": {
+        "mesh": {"data": 2, "expert": 2},
+        "microbatches": 2,
+        "experts": "dropless",
+    },
+    "experts zero3": {"mesh": {"fsdp": 2, "expert": 4}, "zero": 3, "experts": "dropless"},
+}
 CASES = [
     *((name, mesh) for name in MARKED for mesh in MESHES),
     *((name, mesh) for name in ("language_model", "dpo") for mesh in DEEP),
+    *((mesh.split()[0], mesh) for mesh in CALLS),
 ]
 
 
@@ -66,7 +78,7 @@ def require_near(mine: Any, wanted: list[np.ndarray]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_marked_step_gives_the_numbers_of_one_device(name: str, mesh: str):
-    example, pin = MARKED[name](), {**MESHES, **DEEP}[mesh]
+    example, pin = MARKED[name](), {**MESHES, **DEEP, **CALLS}[mesh]
     program = shardlib.compile_step(
         example.init, example.step, example.batch, topology="cpu:8", pin=pin
     )
