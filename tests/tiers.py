@@ -96,6 +96,7 @@ TESTS = {
     "test_house.py": "unit",
     "test_notebooks.py": "processes",
     "test_parity.py": "compile",
+    "test_peers.py": "unit",
     "test_partial_training_docs.py": "compile",
     "test_published_plans.py": "unit",
     "test_published_runs.py": "unit",

@@ -51,11 +51,11 @@ PRICED = "4*h100:8"
 #: Peers that are not run, and exactly why.
 NOT_RUN = {
     "maxtext": "0.2.5 installs (`maxtext[tpu]`), and trains models of its own configuration, not a"
-    " user's module; its plans are priced below",
+    " user's module; its plans are priced above",
     "levanter": "marin-levanter installs (with jax<0.12), and trains its own models under its own"
-    " Trainer; its plans are priced below",
-    "deepspeed": "needs GPUs to run; its plans are priced below",
-    "torchtitan": "needs GPUs to run; its plans are priced below",
+    " Trainer; its plans are priced above",
+    "deepspeed": "needs GPUs to run; its plans are priced above",
+    "torchtitan": "needs GPUs to run; its plans are priced above",
     "alpa": "0.2.3 needs jax 0.3.22 and a jaxlib of its own that no registry has",
 }
 

@@ -53,10 +53,10 @@ def _step(graph: Any) -> Callable[..., Any]:
     return step
 
 
-def _by_hand(sharded: bool) -> Callable[[Any, Mesh], Specs]:
+def _by_hand(sharded: bool) -> Callable[[Any, Mesh, Job], Specs]:
     """FSDP as users of Flax write it: the largest dim that divides; or nothing sharded."""
 
-    def specs(params: Any, mesh: Mesh) -> Specs:
+    def specs(params: Any, mesh: Mesh, _: Job) -> Specs:
         ways = mesh.shape["fsdp"]
 
         def spec(leaf: Any) -> P:
@@ -71,13 +71,13 @@ def _by_hand(sharded: bool) -> Callable[[Any, Mesh], Specs]:
     return specs
 
 
-def _by_parallax(strategy: str, data: str, model: str) -> Callable[[Any, Mesh], Specs]:
+def _by_parallax(strategy: str, data: str, model: str) -> Callable[[Any, Mesh, Job], Specs]:
     """What google-parallax chooses, read off the model that it makes on simulated devices."""
 
-    def specs(params: Any, mesh: Mesh) -> Specs:
+    def specs(params: Any, mesh: Mesh, job: Job) -> Specs:
         import parallax
 
-        job, sample = JOBS["cpu"], jnp.zeros((8, 128), jnp.int32)
+        sample = jnp.zeros((8, job.seq), jnp.int32)
         with jax.set_mesh(mesh):
             made = parallax.create_sharded_model(
                 lambda: Decoder(job, nnx.Rngs(0)),
@@ -93,7 +93,9 @@ def _by_parallax(strategy: str, data: str, model: str) -> Callable[[Any, Mesh], 
 
 
 #: Peer -> names and sizes of the mesh, axis of the batch, shardings of parameters.
-PEERS: dict[str, tuple[dict[str, int], str | tuple[str, ...], Callable[[Any, Mesh], Specs]]] = {
+PEERS: dict[
+    str, tuple[dict[str, int], str | tuple[str, ...], Callable[[Any, Mesh, Job], Specs]]
+] = {
     "flax-dp": ({"fsdp": 8}, "fsdp", _by_hand(False)),
     "flax-fsdp": ({"fsdp": 8}, "fsdp", _by_hand(True)),
     "parallax-fsdp": ({"fsdp": 8}, "fsdp", _by_parallax("fsdp", "fsdp", "fsdp")),
@@ -113,7 +115,7 @@ def compiled_step(peer: str, job: Job, devices: Any = None) -> tuple[Any, Any, A
     axes = (AxisType.Auto,) * len(shape)
     here = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axes)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(job, nnx.Rngs(0))), nnx.Param)
-    specs = choose(params, here)
+    specs = choose(params, here, job)
     where = (
         here
         if devices is None

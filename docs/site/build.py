@@ -31,6 +31,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 EXPLANATION = (
     "concepts",
     "cost_model",
+    "peers",
     "verification",
     "collective_matmul",
     "islands",
