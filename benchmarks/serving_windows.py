@@ -16,6 +16,7 @@ import argparse
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardlib import models
 from shardlib.annotation.read import read
 from shardlib.lowering.serving.program import TracedForward, traced_forward
 from shardlib.models import huggingface
+from shardlib.models.config import TransformerConfig
 from shardlib.serving import Capacity
 from shardlib.serving.verified import verify_serving
 
@@ -46,7 +48,6 @@ GEMMA = {
     "sliding_window": 1024,
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
-    "dtype": "bfloat16",
 }
 LONGEST, SLOTS, CHUNK = 32768, 16, 2048
 SIZES = Capacity(
@@ -79,6 +80,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     config = huggingface.read(GEMMA, "gemma-3-27b")
+    assert isinstance(config, TransformerConfig)
+    config = replace(config, param_dtype="bfloat16")
     init = models.build(config)[0]
     traced = traced_forward(read(init), forward, longest=LONGEST)
     sizes = SIZES.within(traced.windows)

@@ -173,7 +173,7 @@ def engine() -> Engine:
         (Asked(prompt=(VOCAB,)), "the prompt has 61; tokens are whole numbers from 0 to 60"),
         (Asked(prompt=(1,), stop=frozenset({-1})), "stop has -1"),
         (Asked(prompt=(1,) * 20, most=5), "20 tokens of the prompt and 5 of the answer are more"),
-        (Asked(prompt=(1,), most=0), "most is 0"),
+        (Asked(prompt=(1,), most=-1), "most is -1"),
     ],
     ids=["empty", "unknown token", "unknown stop", "too long", "no answer"],
 )
