@@ -30,11 +30,11 @@ MESHES: dict[str, dict[str, Any]] = {
         for zero in (1, 2, 3)
     },
     "fsdp4-zero3-parts4": {"mesh": {"fsdp": 4}, "zero": 3, "microbatches": 4},
-    "remat": {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 2, "remat": "full"},
     "planned": {},
 }
-#: Meshes of language models alone, in one loss that gets all weights.
+#: Plans of repeated layers, in one loss that gets all weights.
 DEEP: dict[str, dict[str, Any]] = {
+    "remat": {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 2, "remat": "full"},
     "context2-parts2": {"mesh": {"data": 2, "context": 2}, "microbatches": 2},
     "stage2-parts4": {"mesh": {"data": 2, "stage": 2}, "microbatches": 4},
     "stage2-fsdp4-zero2": {"mesh": {"fsdp": 4, "stage": 2}, "microbatches": 2, "zero": 2},
