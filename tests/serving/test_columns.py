@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardlib
 from shardlib import models
 from shardlib.annotation.read import read
 from shardlib.annotation.trees.paths import path_text
@@ -107,3 +108,38 @@ def test_devices_that_share_weights_hold_arrays():
         served.compute.weights[0], is_leaf=lambda one: isinstance(one, Columns)
     )
     assert not any(isinstance(one, Columns) for one in leaves)
+
+
+@pytest.mark.parametrize("cast", [("up",), ("up", "down")])
+def test_stacks_that_are_cast_before_a_loop_are_served(cast: tuple[str, ...]):
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        keys = jax.random.split(key, 3)
+        return {
+            "embed": jax.random.normal(keys[0], (31, 16)),
+            "up": jax.random.normal(keys[1], (2, 16, 48)) / 4,
+            "down": jax.random.normal(keys[2], (2, 16, 16)) / 4,
+        }
+
+    def forward(params: Any, tokens: Any) -> Any:
+        stack = {
+            name: params[name].astype(jnp.bfloat16).astype(jnp.float32)
+            if name in cast
+            else params[name]
+            for name in ("up", "down")
+        }
+
+        def layer(x: Any, row: Any) -> Any:
+            heads = (x @ row["up"]).reshape(*x.shape[:2], 6, 8)
+            mixed = shardlib.attention(*jnp.split(heads, 3, axis=2))
+            return x + mixed.reshape(x.shape) @ row["down"], None
+
+        x, _ = jax.lax.scan(layer, params["embed"][tokens], stack)
+        return x @ params["embed"].T
+
+    model = shardlib.tree(init, {})
+    served = Engine(model, forward, weights=3, capacity=Capacity(longest=16, slots=2))
+    prompt, right = [5, 2, 7], [5, 2, 7]
+    params = read(model).init(3)[0]
+    for _ in range(5):
+        right.append(int(forward(params, jnp.asarray([right]))[0, -1].argmax()))
+    assert served.generate([prompt], 5) == [right[3:]]

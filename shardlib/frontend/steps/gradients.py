@@ -35,7 +35,7 @@ def value_and_grad(
     it, with the numbers of one device. Anywhere else it is `jax.value_and_grad`.
 
     Args:
-        loss: (params, batch, *rest) -> float scalar (or a `shardlib.WeightedMean`), or with
+        loss: `(params, batch, *rest)` -> float scalar (or a `shardlib.WeightedMean`), or with
             `has_aux` -> (scalar, any pytree of arrays). Rows are dims of `batch` alone; `rest` is
             the same for all rows: reference params, a random key, a temperature. In a step that is
             planned it gets everything that the step computes as an argument. Auxiliary results
@@ -47,7 +47,7 @@ def value_and_grad(
             "mean", with which you say that it and all auxiliary results are means over them.
 
     Returns:
-        Function (params, batch, *rest) -> (value, gradients), or ((value, auxiliary results),
+        Function `(params, batch, *rest)` -> (value, gradients), or ((value, auxiliary results),
         gradients). Gradients are like the params; with `wrt` like the part of them that it
         chooses: dicts and NNX states without the rest, and None for that in other containers.
 

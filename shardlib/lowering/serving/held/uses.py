@@ -60,7 +60,8 @@ def _of(
     if equation.call is not None:
         return other
     if equation.name == "convert_element_type":
-        return [found.get(equation.outputs[0], set[Use]())]
+        uses = found.get(equation.outputs[0], set[Use]())
+        return [{use if use and use[0] != ROW else None for use in uses}]
     if equation.name == "dot_general":
         summed, batch = equation.params["dimension_numbers"]
         return other if batch[0] else [{tuple(sorted(dims))} for dims in summed]
