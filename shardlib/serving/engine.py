@@ -194,7 +194,9 @@ class Engine(Answers):
         """
         fresh = self._placed(weights)
         if shapes(fresh) != shapes(self._base):
-            raise ArgumentError("the weights are those of another model: their shapes differ")
+            raise ArgumentError(
+                "the weights are those of another model: their shapes or dtypes differ"
+            )
         self._fresh, self.schedule.closed = fresh, True
 
     def add(self, asked: Asked) -> Request:

@@ -16,7 +16,7 @@ from shardlib.annotation.read import read
 from shardlib.errors import ArgumentError
 from shardlib.serving.engine import Engine
 from shardlib.serving.hosting.embedding import Embedder
-from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.serving.scheduling.capacity import Capacity, Storage
 from shardlib.serving.scheduling.requests import Asked, Request
 from shardlib.serving.scheduling.settings import Sampling
 
@@ -185,3 +185,9 @@ def test_texts_are_embedded_by_the_base():
     np.testing.assert_array_equal(embedder([3, 1, 4]), before)
     embedder.warm_up()
     np.testing.assert_array_equal(embedder([3, 1, 4]), before)
+
+
+def test_weights_in_eight_bits_have_no_adapters():
+    sizes = Capacity(longest=16, adapters=1, storage=Storage(weights="int8"))
+    with pytest.raises(ArgumentError, match=r"weights are int8, and those of adapters are not"):
+        Engine(Model, forward, capacity=sizes)

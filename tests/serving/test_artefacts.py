@@ -18,7 +18,7 @@ from flax import nnx
 
 from shardlib import models, serving
 from shardlib.cli import main
-from shardlib.errors import CheckpointError, ModelError
+from shardlib.errors import ArgumentError, CheckpointError, ModelError
 from shardlib.serving.artefacts.single import row_length, single_pass, user_pass
 from shardlib.serving.artefacts.written import write_artefact
 from tests.models.configs import tiny
@@ -118,6 +118,8 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     found = models.UserModel(name="a:b", init=Classifier, loss=forward, batch=shapes)
     with pytest.raises(ModelError, match="a:b gives no 'outputs'"):
         user_pass(found, "a:b")
+    with pytest.raises(ArgumentError, match="a:b brings its own batch; --seq cannot change it"):
+        user_pass(found, "a:b", seq=12)
     served = serving.named("demo")
     most = served.longest
     assert (row_length(served, None), row_length(served, most)) == (min(128, most), most)

@@ -171,8 +171,23 @@ def test_a_form_that_is_whole_ends_an_answer_at_its_last_token(engine: Engine):
         (lambda: Form.choice(["a", ""]), "a choice is a list of texts"),
         (lambda: Form(kind="xml", text="a"), "the form is 'xml'; it is one of json, regex"),
         (lambda: Form.schema({"enum": [float("nan")]}), "the schema is no JSON"),
+        (
+            lambda: Form.schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+            "usable",
+        ),
     ],
-    ids=["regex", "type", "keywords", "no json", "grammar", "empty", "empty text", "kind", "nan"],
+    ids=[
+        "regex",
+        "type",
+        "keywords",
+        "no json",
+        "grammar",
+        "empty",
+        "blank",
+        "kind",
+        "nan",
+        "loop",
+    ],
 )
 def test_forms_that_are_not_usable_are_refused(engine: Engine, form: Any, said: str):
     with pytest.raises(ArgumentError, match=said):

@@ -69,16 +69,22 @@ def single_pass(
     return SinglePass(name=name, model=model, weights=held, run=forward, inputs=flat)
 
 
-def user_pass(found: UserModel, word: str) -> SinglePass:
+def user_pass(found: UserModel, word: str, seq: int | None = None) -> SinglePass:
     """The pass that a user's function gives, see `shardlib.models.load`.
 
     Args:
         found: what it returned.
         word: what it is called.
+        seq: tokens of a row that are asked for; its batch says them.
 
     Raises:
+        ArgumentError: rows of another length are asked for.
         ModelError: it gives no "outputs", or a batch that is no mapping.
     """
+    if seq is not None:
+        raise ArgumentError(
+            f"{word} brings its own batch; --seq cannot change it\nTry: leave out --seq"
+        )
     if found.outputs is None or not isinstance(found.batch, Mapping):
         raise ModelError(
             f"{word} gives no 'outputs', (model, batch) -> arrays by name, over a batch that is a"
@@ -173,7 +179,7 @@ def named_pass(word: str, seq: int | None = None) -> SinglePass:
     if ":" in word:
         found = models.load(word)
         if isinstance(found, UserModel):
-            return user_pass(found, word)
+            return user_pass(found, word, seq)
     from shardlib.serving.words import named
 
     served = named(word)

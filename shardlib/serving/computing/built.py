@@ -103,6 +103,11 @@ def built(
     own = own_cache(model, forward, longest=capacity.longest)
     if own is not None:
         return _slotted(own, weights, capacity, grid, devices[0])
+    if capacity.adapters and capacity.storage.weights != "model":
+        raise ArgumentError(
+            f"weights are {capacity.storage.weights}, and those of adapters are not\nTry: no"
+            ' adapters, or Storage(weights="model")'
+        )
     traced = traced_forward(model, forward, longest=capacity.longest)
     capacity = capacity.within(traced.windows if windows is None else windows)
     found = arranged(model, forward, traced, tensor=tensor, data=data)

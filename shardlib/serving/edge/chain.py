@@ -187,6 +187,9 @@ def _to(workers: Workers, address: tuple[str, int]) -> socket.socket:
     try:
         keep_alive(stream)
         introduce(stream, workers.secret, 0, DRIVER)
+    except BROKEN as error:
+        stream.close()
+        raise ConnectionError(f"{error}; a stage with another secret does that, too") from error
     except BaseException:
         stream.close()
         raise

@@ -72,8 +72,9 @@ class Workers:
         for device in devices:
             mine = [k for k in left if not self.names or self.names[k] == device]
             if not mine:
+                there = f" among {', '.join(self.names)}" if self.names else ""
                 raise ArgumentError(
-                    f"the plan needs another {device}, and there is no process of one"
+                    f"the plan needs another {device}, and there is no process of one{there}"
                 )
             left.remove(mine[0])
             found.append(mine[0])

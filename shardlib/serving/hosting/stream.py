@@ -17,7 +17,7 @@ class StreamError(ShardlibError, RuntimeError):
 
     Attributes:
         dead: whether the engine has failed, and will answer nobody any more.
-        refused: whether the engine does not take the request.
+        refused: whether the request is at fault.
         message: why; `str(error)`.
     """
 

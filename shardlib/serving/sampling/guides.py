@@ -84,8 +84,12 @@ class Guides:
             made = LLMatcher(self._tokenizer, grammar, log_level=0)
         except ValueError as error:
             raise ArgumentError(f"the form of the answer is not usable: {error}") from error
-        if made.is_error():
-            raise ArgumentError(f"the form of the answer is not usable: {made.get_error()[:500]}")
+        first = made.deep_copy()
+        first.compute_bitmask()  # what no answer meets is found where the first token is looked for
+        for one in (made, first):
+            if one.is_error():
+                said = one.get_error()[:500] or "no answer has it"
+                raise ArgumentError(f"the form of the answer is not usable: {said}")
         return made
 
 

@@ -128,7 +128,7 @@ def _triton(model: str, into: Into, seq: int | None, batch: int | None) -> JsonO
     )
     found = models.load(model) if ":" in model else None
     if isinstance(found, UserModel):
-        names = [made.write_pass(user_pass(found, model))]
+        names = [made.write_pass(user_pass(found, model, seq))]
     else:
         served = named(model)
         if served.warning:

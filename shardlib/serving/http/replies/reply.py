@@ -76,7 +76,7 @@ class Reply:
                 if (answer := answers.get(heard.index)) is None:
                     continue  # it ended with a stop string, and the engine was ahead
                 if heard.ended in GIVEN_UP:
-                    raise StreamError(GIVEN_UP[heard.ended])
+                    raise StreamError(GIVEN_UP[heard.ended], refused=heard.ended == BROKEN)
                 self.version = heard.version
                 self.usage.cached[heard.index] = heard.reused
                 self.usage.answer += heard.token is not None
