@@ -58,7 +58,9 @@ def test_an_answer_calls_functions(folder_client: openai.OpenAI):
     events: Any = folder_client.chat.completions.create(
         **asked, **said(f"Well. {tag}"), stream=True
     )
-    deltas = [one.choices[0].delta.tool_calls for one in events if one.choices]
+    heard = [one.choices[0].delta for one in events if one.choices]
+    assert all(one.content or one.tool_calls for one in heard[1:-1])  # nothing of held back tokens
+    deltas = [one.tool_calls for one in heard]
     told = [delta[0] for delta in deltas if delta]
     assert told[0].function.name == "weather" and told[0].id and told[0].type == "function"
     assert len(told) > 5 and not any(one.id or one.function.name for one in told[1:])

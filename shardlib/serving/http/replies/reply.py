@@ -90,7 +90,8 @@ class Reply:
                 if part.ended is not None:
                     del answers[heard.index]
                     self.stream.end(heard.index)
-                if part.text or part.tokens or part.ended or part.calls:
+                shown = part.tokens and (self.listed or not readers)  # a call's have no text
+                if part.text or shown or part.ended or part.calls:
                     yield heard.index, part
         finally:
             self.stream.cancel()
