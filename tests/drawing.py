@@ -3,7 +3,7 @@ changes with the commit.
 
     of a matrix (`pytest.mark.matrix`)                      one case in 8, at least one
     of what takes long (`pytest.mark.long`), all together   one in 5
-    of other tests that compile or start processes          one case in 3, at least one
+    of other tests that compile or start processes          one case in 4, at least one
     of other unit tests                                     all
 
 `long` is a test of three seconds or more, or a unit test of one. What the command line names is
@@ -38,13 +38,13 @@ class Draw:
     >>> draw = Draw("a commit")
     >>> cases = [Case(f"tests/test_it.py::test_it[{n}]", "compile") for n in range(8)]
     >>> len(draw.kept(cases)), len(draw.kept(cases, named=["tests/test_it.py"]))
-    (3, 8)
+    (2, 8)
     """
 
     name: str
     matrix: int = 8
     long: int = 5
-    others: int = 3
+    others: int = 4
     units: int = 1
 
     def kept(self, cases: Sequence[Case], named: Iterable[str] = ()) -> set[str]:

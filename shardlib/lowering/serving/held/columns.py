@@ -5,9 +5,9 @@ Of a few rows x [T, K] and weights w [K, N], XLA's products on CPUs copy w into 
 multiply, and one product of so few rows keeps one thread busy. Held as w.T in parts [N / parts, K],
 each part is the first operand of a product of its own; the copy is then of the few rows.
 
->>> held = in_columns(jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), summed=(0,), parts=2)
+>>> held = in_columns(jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), summed=(0,), parts=1)
 >>> [part.tolist() for part in held.parts], whole(held).tolist()
-([[[1.0, 3.0, 5.0]], [[2.0, 4.0, 6.0]]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+([[[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 """
 
 from __future__ import annotations
