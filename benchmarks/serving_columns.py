@@ -1,0 +1,83 @@
+"""What does it save on a CPU that weights stand first in products of few rows?
+
+    python benchmarks/serving_columns.py [--rounds N]
+
+A Llama of three layers, 2,048 and 5,632 wide, float32, answers eight requests: once as engines on
+CPUs hold its weights (`shardlib.lowering.serving.held`), once as arrays. Both take turns in one
+process; a step is the median of those that compute eight next tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+
+from benchmarks.continuous_batching import LLAMA, forward
+from benchmarks.environment import RESULTS, write
+from shardlib import models, serving
+from shardlib.lowering.serving.program import TracedForward
+
+ROWS, PROMPT, MOST, STEPS = 8, 32, 24, 20
+WIDE = replace(LLAMA, layers=3, embed=2048, heads=16, kv_heads=8, head_dim=128, mlp=5632)
+
+
+def engine() -> serving.Engine:
+    """With its programs compiled."""
+    sizes = serving.Capacity(longest=96, slots=ROWS, budget=ROWS * PROMPT, pages=48)
+    made = serving.Engine(models.build(WIDE)[0], forward, capacity=sizes, check=False)
+    made.warm_up()
+    return made
+
+
+def step_ms(served: serving.Engine) -> float:
+    """Milliseconds of a step of eight next tokens."""
+    served.schedule.pool.forget()
+    for prompt in np.random.default_rng(0).integers(0, WIDE.vocab_size, (ROWS, PROMPT)).tolist():
+        served.add(serving.Asked(prompt=tuple(prompt), most=MOST))
+    times: list[float] = []
+    while served.schedule.running or served.schedule.waiting:
+        start = time.perf_counter()
+        served.step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[-STEPS:])
+
+
+def main() -> None:
+    """Measures both in turn."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    held = {"columns": engine()}
+    with mock.patch.object(TracedForward, "factors", property(lambda _: {})):
+        held["arrays"] = engine()
+    for one in held.values():
+        step_ms(one)
+    found: dict[str, list[float]] = {name: [] for name in held}
+    for _ in range(asked.rounds):
+        for name, one in held.items():
+            found[name].append(step_ms(one))
+    step = {name: statistics.median(times) for name, times in found.items()}
+    write(
+        asked.out or RESULTS / f"serving_columns_jax-{jax.__version__}.json",
+        {"step_ms": step, "rounds": found, "arrays_over_columns": step["arrays"] / step["columns"]},
+    )
+    print({name: round(one, 1) for name, one in step.items()})
+
+
+if __name__ == "__main__":
+    main()
