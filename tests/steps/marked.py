@@ -11,7 +11,7 @@ import optax
 
 import shardlib
 from tests.steps import examples
-from tests.steps.examples import Batch, Example, State, drawn, lm, mlp, nll
+from tests.steps.examples import WIDE, Batch, Example, State, drawn, lm, mlp, mlp_init, nll
 
 #: `shardlib.value_and_grad`, or JAX's.
 ValueAndGrad = Callable[..., Callable[..., Any]]
@@ -164,7 +164,7 @@ def ppo(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
 
 
 def trained(
-    value_and_grad: ValueAndGrad, init: Callable[[jax.Array], State], loss: Any, batch: Batch
+    value_and_grad: ValueAndGrad, init: Callable[[jax.Array], Any], loss: Any, batch: Batch
 ) -> Example:
     """One loss under AdamW."""
     optimizer = optax.adamw(1e-2, eps=1e-3)
@@ -180,6 +180,126 @@ def trained(
         return {"params": params, "opt": opt}, {"loss": value}
 
     return Example(start, step, batch)
+
+
+def unit(x: jax.Array) -> jax.Array:
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def contrastive(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
+    """Keys of a slow encoder outside of the loss, and a queue of earlier ones among the rest."""
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+
+    def loss(encoder: Any, batch: Batch, queue: jax.Array) -> jax.Array:
+        queries = unit(mlp(encoder, batch["one"]))
+        right = (queries * batch["keys"]).sum(-1, keepdims=True)
+        logits = jnp.concatenate([right, queries @ queue.T], -1) / 0.1
+        return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        keys = unit(mlp(state["slow"], batch["two"]))
+        given = {"one": batch["one"], "keys": keys}
+        value, gradients = value_and_grad(loss)(state["encoder"], given, state["queue"])
+        updates, opt = optimizer.update(gradients, state["opt"])
+        encoder = optax.apply_updates(state["encoder"], updates)
+        slow = optax.incremental_update(encoder, state["slow"], 0.05)
+        queue = jnp.concatenate([keys, state["queue"][: -len(keys)]])
+        return {"encoder": encoder, "slow": slow, "opt": opt, "queue": queue}, {"loss": value}
+
+    plain = examples.contrastive()
+    return Example(plain.init, step, plain.batch)
+
+
+def two_towers(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
+    """Sampled items, which are the same for all rows, among the rest."""
+    optimizer = optax.adagrad(0.1)
+
+    def loss(params: State, batch: Batch, sampled: jax.Array) -> jax.Array:
+        user = mlp(params["user"], params["users"][batch["user"]])
+        item = mlp(params["item"], params["items"][batch["item"]])
+        others = mlp(params["item"], params["items"][sampled])
+        right = (user * item).sum(-1, keepdims=True)
+        logits = jnp.concatenate([right, user @ others.T - jnp.log(24 / 96)], -1)
+        return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        rows = {name: batch[name] for name in ("user", "item")}
+        value, gradients = value_and_grad(loss)(state["params"], rows, batch["sampled"])
+        updates, opt = optimizer.update(gradients, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
+            "loss": value
+        }
+
+    plain = examples.two_towers()
+    return Example(plain.init, step, plain.batch, plain.batch_axes)
+
+
+def meta_learning(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
+    """Gradient steps for each task inside of the loss."""
+    optimizer = optax.adam(1e-2)
+
+    def fit(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return ((mlp(params, x)[:, 0] - y) ** 2).mean()
+
+    def task(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        for _ in range(2):
+            gradients = jax.grad(fit)(params, x[:4], y[:4])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return fit(params, x[4:], y[4:])
+
+    def loss(params: Any, batch: Batch) -> jax.Array:
+        return jax.vmap(task, (None, 0, 0))(params, batch["x"], batch["y"]).mean()
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        value, gradients = value_and_grad(loss)(state["params"], batch)
+        updates, opt = optimizer.update(gradients, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
+            "loss": value
+        }
+
+    plain = examples.meta_learning()
+    return Example(plain.init, step, plain.batch)
+
+
+def ema_teacher(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
+    """A teacher and random numbers outside of the loss, both of every row."""
+    optimizer = optax.chain(optax.scale_by_adam(), optax.scale(-1e-2))
+
+    def loss(student: State, batch: Batch) -> jax.Array:
+        found = lm(student, jnp.where(batch["hidden"], 0, batch["ids"]))
+        far = (found - batch["wanted"]) ** 2
+        return jnp.where(batch["hidden"][..., None], far, 0).mean()
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        key, draw = jax.random.split(state["key"])
+        hidden = jax.random.bernoulli(draw, 0.3, batch["ids"].shape)
+        given = {**batch, "hidden": hidden, "wanted": lm(state["teacher"], batch["ids"])}
+        value, gradients = value_and_grad(loss)(state["student"], given)
+        updates, opt = optimizer.update(gradients, state["opt"])
+        student = optax.apply_updates(state["student"], updates)
+        teacher = optax.incremental_update(student, state["teacher"], 0.02)
+        return {"student": student, "teacher": teacher, "opt": opt, "key": key}, {"loss": value}
+
+    plain = examples.ema_teacher()
+    return Example(plain.init, step, plain.batch)
+
+
+def in_batch(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
+    """Two views of every row, of which each meets all other rows of the batch."""
+
+    def loss(encoder: Any, batch: Batch) -> jax.Array:
+        one, two = (unit(mlp(encoder, batch[name])) for name in ("one", "two"))
+        near = one @ two.T / 0.5
+        right = jnp.diagonal(near)
+        found = [jax.nn.logsumexp(near, at) - right for at in (0, 1)]
+        return (found[0].mean() + found[1].mean()) / 2
+
+    return trained(
+        value_and_grad,
+        lambda key: mlp_init(key, 16, WIDE, 8),
+        loss,
+        examples.contrastive().batch,
+    )
 
 
 def normals(key: jax.Array, **shapes: tuple[int, ...]) -> State:
@@ -231,5 +351,18 @@ def experts(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
 
 
 MARKED: dict[str, Callable[..., Example]] = {
-    one.__name__: one for one in (language_model, gan, distillation, dpo, ppo, attending, experts)
+    one.__name__: one
+    for one in (
+        language_model,
+        gan,
+        distillation,
+        dpo,
+        ppo,
+        contrastive,
+        two_towers,
+        meta_learning,
+        ema_teacher,
+        attending,
+        experts,
+    )
 }

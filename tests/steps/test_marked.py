@@ -68,6 +68,17 @@ def reference(name: str) -> list[list[np.ndarray]]:
     return found
 
 
+def compiled(example: Example, pin: dict[str, Any]) -> Any:
+    return shardlib.compile_step(
+        example.init,
+        example.step,
+        example.batch,
+        topology="cpu:8",
+        pin=pin,
+        batch_axes=example.batch_axes,
+    )
+
+
 def require_near(mine: Any, wanted: list[np.ndarray]) -> None:
     for found, theirs in zip(plain(mine), wanted, strict=True):
         limit = 1e-5 * max(1.0, np.abs(theirs).max(initial=0))
@@ -79,9 +90,7 @@ def require_near(mine: Any, wanted: list[np.ndarray]) -> None:
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_marked_step_gives_the_numbers_of_one_device(name: str, mesh: str):
     example, pin = MARKED[name](), {**MESHES, **DEEP, **CALLS}[mesh]
-    program = shardlib.compile_step(
-        example.init, example.step, example.batch, topology="cpu:8", pin=pin
-    )
+    program = compiled(example, pin)
     assert program.plan.microbatches == pin.get("microbatches", program.plan.microbatches)
     state = program.init(seed=3)
     for wanted in reference(name):
@@ -117,12 +126,6 @@ def small(loss: Any, *rest: Any, grad: Any = shardlib.value_and_grad, **options:
         return {**state, **changed}, {"value": value}
 
     return Example(init, step, {"x": drawn(1, ROWS, 16), "y": drawn(2, ROWS, 8)})
-
-
-def compiled(example: Example, pin: dict[str, Any]) -> Any:
-    return shardlib.compile_step(
-        example.init, example.step, example.batch, topology="cpu:8", pin=pin
-    )
 
 
 def test_ratios_counts_and_sums_are_those_of_the_whole_batch():
