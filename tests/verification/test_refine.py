@@ -28,12 +28,13 @@ from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.models.config import TransformerConfig
 from shardlib.planning import planner
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.explain import explain
 from shardlib.report import Finding
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.refining.findings import COMPILATIONS
+from shardlib.verification.refining.order import one_of_each_policy
 from shardlib.verification.refining.refine import refine
 from shardlib.verification.report import Verification
 from tests.planning import worlds
@@ -271,6 +272,10 @@ def refined(compiler: MadeUp, wanted: int, where: Topology = POD) -> Plan:
     )
 
 
+def entries():
+    return planner.ranked(workload().problem, POD, load=workload())
+
+
 def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
     first = [
         entry.make()
@@ -300,6 +305,22 @@ def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
     assert chosen.search.gap == pytest.approx(
         1 - first[0].estimate.step_seconds / first[2].estimate.step_seconds
     )
+
+
+def test_the_fastest_of_each_remat_policy_has_its_turn_first():
+    policies = ["dots", "full", "dots", "none", "full"]
+    decisions = replace(next(iter(entries())).candidate.decisions, remat="dots")
+
+    def ranked(at: int, remat: str, seconds: float) -> Ranked:
+        one = next(iter(entries()))
+        chosen = replace(one.candidate, decisions=replace(decisions, remat=remat))
+        return replace(one, candidate=chosen, seconds=seconds, peak_bytes=float(at))
+
+    near = [ranked(at, remat, 1 + at / 20) for at, remat in enumerate(policies)]
+    assert [one.peak_bytes for one in one_of_each_policy(near)] == [0, 1, 3, 2, 4]
+    far = [ranked(at, remat, 1 + at / 10) for at, remat in enumerate(policies)]
+    assert [one.peak_bytes for one in one_of_each_policy(far)] == [0, 1, 2, 3, 4]
+    assert list(one_of_each_policy([])) == []
 
 
 def test_a_tie_goes_to_the_prediction():

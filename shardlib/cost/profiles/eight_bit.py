@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.step.layers import gradient_like, weights_of
-from shardlib.graph import FactorRule, Op
+from shardlib.graph import FactorRule, Graph, Op
 from shardlib.graph.check import check
 from shardlib.graph.factors import elementwise
 from shardlib.graph.problem import StepGraph
@@ -54,70 +54,93 @@ def quantised(
         The step with new values behind the old ones, and the colours of all.
     """
     graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
-    values, all_names, ops = list(graph.values), list(names), list[Op]()
-    casts: dict[tuple[int, int, int], int] = {}
-    scaled, inputs = (
-        dtype not in _UNSCALED,
-        (_WIDE if dtype not in _UNSCALED else _UNSCALED - {dtype}),
-    )
-
-    def new(shape: tuple[int, ...], kind: str, colours: LogicalAxes) -> int:
-        values.append(replace(graph.values[0], shape=shape, dtype=kind, path="", role="internal"))
-        all_names.append(colours)
-        return len(values) - 1
-
-    def cast(value: int, op: Op, index: int) -> int:
-        key = value, op.region, index if rows else 0
-        if key not in casts:
-            shape = graph.values[value].shape
-            operands = (value,)
-            if scaled and not delayed:
-                largest = new((), "float32", ())
-                dims = tuple((factor,) for factor in range(len(shape)))
-                ops.append(
-                    Op(
-                        kind="reduce_max",
-                        operands=(value,),
-                        results=(largest,),
-                        category="reduction",
-                        flops=float(math.prod(shape)),
-                        region=op.region,
-                        path=op.path,
-                        scope=op.scope,
-                        rule=FactorRule(sizes=shape, operands=(dims,), results=((),)),
-                    )
-                )
-                operands = (value, largest)
-            casts[key] = new(shape, dtype, names[value])
-            ops.append(
-                Op(
-                    kind="convert_element_type",
-                    operands=operands,
-                    results=(casts[key],),
-                    category="elementwise",
-                    flops=float(math.prod(shape)),
-                    region=op.region,
-                    path=op.path,
-                    scope=op.scope,
-                    rule=elementwise(
-                        [graph.values[value].shape, *([()] if scaled and not delayed else [])],
-                        shape,
-                    ),
-                )
-            )
-        return casts[key]
-
+    scaled = dtype not in _UNSCALED
+    inputs = _WIDE if scaled else _UNSCALED - {dtype}
+    casts = _Casts(graph=graph, names=names, dtype=dtype, searched=scaled and not delayed)
     for index, op in enumerate(graph.ops):
         wide = all(graph.values[value].dtype in inputs for value in op.operands[:2])
         trained = any(value in weights for value in op.operands[:2]) or any(
             value in gradients for value in op.results
         )
         if op.kind in _PRODUCTS and wide and trained and graph.trips(op.region) > 1:
-            op = replace(
-                op,
-                operands=(*(cast(value, op, index) for value in op.operands[:2]), *op.operands[2:]),
-            )
-        ops.append(op)
-    changed = replace(graph, values=tuple(values), ops=tuple(ops))
+            factors = (casts.of(value, op, index if rows else 0) for value in op.operands[:2])
+            op = replace(op, operands=(*factors, *op.operands[2:]))
+        casts.ops.append(op)
+    changed = replace(graph, values=tuple(casts.values), ops=tuple(casts.ops))
     check(changed)
-    return replace(step, graph=changed), tuple(all_names)
+    return replace(step, graph=changed), tuple(casts.names)
+
+
+class _Casts:
+    """Ops of a step, among them casts of operands, each made once in its region.
+
+    Args:
+        graph: of the step.
+        names: colour per dim of its values.
+        dtype: that operands are cast to.
+        searched: whether the largest element of an operand is looked for before its cast.
+    """
+
+    def __init__(
+        self, *, graph: Graph, names: tuple[LogicalAxes, ...], dtype: str, searched: bool
+    ) -> None:
+        self.values, self.names, self.ops = list(graph.values), list(names), list[Op]()
+        self._graph, self._dtype, self._searched = graph, dtype, searched
+        self._made: dict[tuple[int, int, int], int] = {}
+
+    def of(self, value: int, op: Op, which: int) -> int:
+        """The value that is a cast of another, for the op that takes it.
+
+        Args:
+            value: what is cast.
+            op: what takes it.
+            which: casts of one number are shared by the ops of a region.
+        """
+        key = value, op.region, which
+        if key not in self._made:
+            self._made[key] = self._cast(value, op)
+        return self._made[key]
+
+    def _cast(self, value: int, op: Op) -> int:
+        shape = self._graph.values[value].shape
+        operands, shapes = (value,), [shape]
+        if self._searched:
+            largest = self._new((), "float32", ())
+            dims = tuple((factor,) for factor in range(len(shape)))
+            rule = FactorRule(sizes=shape, operands=(dims,), results=((),))
+            self._add(op, "reduce_max", "reduction", operands, largest, rule)
+            operands, shapes = (value, largest), [shape, ()]
+        found = self._new(shape, self._dtype, self.names[value])
+        rule = elementwise(shapes, shape)
+        self._add(op, "convert_element_type", "elementwise", operands, found, rule)
+        return found
+
+    def _new(self, shape: tuple[int, ...], dtype: str, colours: LogicalAxes) -> int:
+        like = self._graph.values[0]
+        self.values.append(replace(like, shape=shape, dtype=dtype, path="", role="internal"))
+        self.names.append(colours)
+        return len(self.values) - 1
+
+    def _add(
+        self,
+        op: Op,
+        kind: str,
+        category: str,
+        operands: tuple[int, ...],
+        result: int,
+        rule: FactorRule,
+    ) -> None:
+        """Adds an op that reads a value once, where another op stands."""
+        self.ops.append(
+            Op(
+                kind=kind,
+                operands=operands,
+                results=(result,),
+                category=category,
+                flops=float(math.prod(self._graph.values[operands[0]].shape)),
+                region=op.region,
+                path=op.path,
+                scope=op.scope,
+                rule=rule,
+            )
+        )

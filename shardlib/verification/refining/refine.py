@@ -1,10 +1,10 @@
 """Refinement: the first plans of a ranking compiled, and ranked again by the compiler's figures.
 
 A cost model ranks plans by predictions; the compiler knows better what it makes of each. `refine`
-takes plans in the order of their predicted time, has each compiled, drops those that the compiler
-refutes (out of memory, no program), and goes on until as many as wanted survive. Those are ranked
-again, with the compiler's memory and collectives and, on a TPU, its estimate of the kernels
-(`shardlib.cost.pricing.from_compiled` has the formula).
+takes plans in the order of their predicted time, one of each remat policy first, has each compiled,
+drops those that the compiler refutes (out of memory, no program), and goes on until as many as
+wanted survive. Those are ranked again, with the compiler's memory and collectives and, on a TPU,
+its estimate of the kernels (`shardlib.cost.pricing.from_compiled` has the formula).
 
 A plan that is out of memory says something about others with the same remat policy. Those
 are passed over that are predicted to need at least as much, or that would not fit if their
@@ -38,6 +38,7 @@ from shardlib.verification.refining.findings import (
     search_counts,
     trial_name,
 )
+from shardlib.verification.refining.order import one_of_each_policy
 from shardlib.verification.report import Verification
 
 #: Has a plan compiled for its machine.
@@ -63,7 +64,7 @@ def refine(ranking: Iterable[Ranked], wanted: int, topology: Topology, verify: V
         MissingPackageError: the compiler is not installed.
     """
     bench = _Bench(wanted=wanted, topology=topology, verify=verify)
-    for entry in ranking:
+    for entry in one_of_each_policy(ranking):
         if bench.full:
             break
         bench.take(entry)

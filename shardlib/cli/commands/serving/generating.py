@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,11 @@ from shardlib.cli.app import AsJson
 from shardlib.cli.commands.serving.beside import Guesses, beside
 from shardlib.cli.groups import spread
 from shardlib.cli.output import echo, quiet_stdout
+
+if TYPE_CHECKING:
+    from shardlib.serving.engine import Engine
+    from shardlib.serving.scheduling.requests import Request
+    from shardlib.serving.text import Text
 
 #: What the adapter is called.
 ADAPTER = "adapter"
@@ -77,7 +82,6 @@ def generate_command(
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
     with quiet_stdout(as_json):
         from shardlib.serving.scheduling.capacity import Capacity
-        from shardlib.serving.text import Pieces
         from shardlib.serving.words import named
 
         found = named(model)
@@ -99,9 +103,6 @@ def generate_command(
             engine.warm_up()  # compilation is no part of them
     if found.sampling is not None:
         asked = replace(found.sampling, **given)
-    pieces = Pieces(found.text)
-    if not as_json:
-        echo(prompt, nl=False)
     request = engine.add(
         Asked(
             prompt=tokens,
@@ -112,24 +113,26 @@ def generate_command(
             adapter=ADAPTER if adapter else "",
         )
     )
+    if not as_json:
+        _show(engine, request, prompt, found.text)
+        return
+    while request.ended is None:
+        engine.step()
+    said = {"model": found.name, "version": found.version, "prompt": prompt}
+    echo(json.dumps({**said, "text": found.text.decode(request.answer), "tokens": request.answer}))
+
+
+def _show(engine: Engine, request: Request, prompt: str, text: Text) -> None:
+    """Prints a prompt, and the answer as it is written."""
+    from shardlib.serving.text import Pieces
+
+    pieces = Pieces(text)
+    echo(prompt, nl=False)
     while request.ended is None:
         for event in engine.step():
-            if event.token is not None and not as_json:
+            if event.token is not None:
                 echo(pieces.add(event.token), nl=False)
-    if not as_json:
-        echo(pieces.end())
-        return
-    echo(
-        json.dumps(
-            {
-                "model": found.name,
-                "version": found.version,
-                "prompt": prompt,
-                "text": found.text.decode(request.answer),
-                "tokens": request.answer,
-            }
-        )
-    )
+    echo(pieces.end())
 
 
 def _room(tokens: int, longest: int) -> int:

@@ -85,29 +85,10 @@ def pipeline(
         PlanError: the loss has no layers that stages could share, or too few, or there are too few
             microbatches.
     """
+    written, states = traced, len(jax.tree.leaves(state))
+    traced, layouts, findings = _with_loop(plan, traced, states, params, layouts)
     placements, around = layouts.layers, layouts.around
-    written = traced
-    looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
-    if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
-        raise PlanError(
-            "attention and experts on their devices need layers under a scan, and those of the loss"
-            " are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh"
-            " without stages"
-        )
-    if looped is not traced:
-        traced, placements, around = (
-            looped,
-            followed(
-                plan,
-                looped,
-                parameter_order(plan, params.compute),
-                len(jax.tree.leaves(state)),
-                layouts.handed,
-            ),
-            {},
-        )
     program = traced.program
-    states = len(jax.tree.leaves(state))
     own = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
     frozen = {i for i, one in enumerate(own) if not one.trained}
     whole = cut(
@@ -153,6 +134,36 @@ def pipeline(
         *not_gathered(stages, plan),
         *gathered_at_use(whole, plan),
     )
+
+
+def _with_loop(
+    plan: Plan,
+    traced: LossJaxpr,
+    states: int,
+    params: ParameterShardings,
+    layouts: StagedLayouts,
+) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
+    """The loss with a loop over its layers, and the layouts of its activations.
+
+    Args:
+        plan, traced, params, layouts: as those of `pipeline`.
+        states: arrays of the model state.
+
+    Raises:
+        PlanError: the layers are written out, and what the plan does needs a loop.
+    """
+    looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
+    if looped is traced:
+        return traced, layouts, findings
+    if plan.context in ("ring", "ulysses") or plan.experts != "none":
+        raise PlanError(
+            "attention and experts on their devices need layers under a scan, and those of the loss"
+            " are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh"
+            " without stages"
+        )
+    order = parameter_order(plan, params.compute)
+    layers = followed(plan, looped, order, states, layouts.handed)
+    return looped, replace(layouts, layers=layers, around={}), findings
 
 
 def _timetable(plan: Plan, whole: Cut) -> Timetable:
