@@ -2,8 +2,8 @@
 
 Its gradient is the sum of the cotangent over the batch. Left to automatic partitioning, TPUs make a
 reduce-scatter of that where the batch is sharded over one dim of the torus, and an all-reduce where
-over several. So every device adds up its own examples, and the sums are reduced as `reduction.py`
-says.
+over several. So every device sums over its own examples, and the partial sums are reduced as
+`reduction.py` says.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class AroundLayers:
         positions = [k for k in self.stages.leaving if k in self.stages.moving]
         if not edges.opening:
             return carry, [
-                jnp.zeros(self.stages.travelling[k].shape, self.stages.travelling[k].dtype)
+                jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
                 for k in positions
             ]
 
@@ -134,7 +134,7 @@ class AroundLayers:
         if not edges.opening:
             return [
                 jnp.zeros(leaf.shape, leaf.dtype)
-                for leaf in self.stages.travelling[: self.stages.entering]
+                for leaf in self.stages.activations[: self.stages.entering]
             ]
         micro, chunk, works = self.table.forward(tick, 0)
         return self._only(

@@ -219,7 +219,7 @@ def _stages(
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
         known=gathered(placing, whole, inside(mesh, axis)),
     )
-    travelling, entering, carried = (
+    activations, entering, carried = (
         stage_activations(whole, chunks * each),
         len(whole.entering),
         len(whole.carry),
@@ -228,22 +228,22 @@ def _stages(
     def of_carry(known: Placements) -> tuple[Layout | None, ...]:
         return tuple(
             known.get((f"{whole.loop.path}/carry/{k}", 0)) if k < carried else None
-            for k in range(len(travelling))
+            for k in range(len(activations))
         )
 
     layouts, wanted = of_carry(placements), of_carry(around)
     spread = tuple(
         sharded_dim(leaf, layout, outside, table.stages, plan)
-        for leaf, layout, outside in zip(travelling, layouts, wanted, strict=True)
+        for leaf, layout, outside in zip(activations, layouts, wanted, strict=True)
     )
     return Stages(
         table=table,
         chunk=chunk,
         mesh=mesh,
         axis=axis,
-        travelling=travelling,
+        activations=activations,
         entering=entering,
-        leaving=(*range(carried), *range(entering, len(travelling))),
+        leaving=(*range(carried), *range(entering, len(activations))),
         spread=spread,
         layouts=layouts,
         outside=tuple(

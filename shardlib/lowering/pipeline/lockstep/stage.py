@@ -102,12 +102,12 @@ class Stages(StageWeights):
         run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
         return run(self._numbers(), tick, held, ring, sums, passed)
 
-    def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of what is remembered of one unit, [stages, ...]."""
+    def stashed(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what is stashed of one unit, [stages, ...]."""
         return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], held)
 
     def in_host_memory(self, held: Held) -> list[bool]:
-        """Of what is remembered whether it waits in host memory."""
+        """Of what is stashed whether it waits in host memory."""
         found: list[bool] = []
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
@@ -153,7 +153,7 @@ class Stages(StageWeights):
         first = (stage == 0) & (chunk == 0)
         fresh = [
             *entering,
-            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering :]),
+            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
         arrived, waiting = self._arrived(tick, hop, stage == 0)
         arriving = [

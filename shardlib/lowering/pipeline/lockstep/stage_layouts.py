@@ -41,7 +41,7 @@ class StageLayouts:
         table: the schedule.
         mesh: the mesh of the program.
         axis: names of the stage axis in it.
-        travelling: shape and dtype of all that hops from stage to stage: the carry, what travels
+        activations: shape and dtype of all that hops from stage to stage: the carry, what travels
             with it, and buffers of the layers' own results.
         entering: how many of these come from before the layers; the buffers start as zeros.
         leaving: positions of those that go to what comes after the layers.
@@ -56,7 +56,7 @@ class StageLayouts:
     table: Timetable
     mesh: Mesh | AbstractMesh
     axis: tuple[str, ...]
-    travelling: tuple[jax.ShapeDtypeStruct, ...]
+    activations: tuple[jax.ShapeDtypeStruct, ...]
     entering: int
     leaving: tuple[int, ...]
     spread: tuple[int | None, ...]
@@ -66,7 +66,7 @@ class StageLayouts:
     @property
     def moving(self) -> tuple[int, ...]:
         """Positions of what gradients flow through."""
-        return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
+        return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
 
     def over_stages(self, array: Value) -> Value:
         """An array of every stage, [stages, ...], each at its stage."""
@@ -130,8 +130,8 @@ class StageLayouts:
         )
 
     def _cuts(self, position: int, rank: int) -> list[Any]:
-        """What the plan cuts an array of `travelling` over, by dim; nothing is said where it has no
-        layout for it.
+        """What the plan shards an array of `activations` over, by dim; nothing is said where it has
+        no layout for it.
         """
         layout = self.layouts[position]
         return [
@@ -162,7 +162,7 @@ class StageLayouts:
 
     def _like(self) -> Arrays:
         """Arrays like those that hop."""
-        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
     def _hop(self, arrays: Arrays, direction: int) -> Arrays:
         """Sends arrays to the next stage (1), or the one before (-1)."""

@@ -67,7 +67,7 @@ class Ticks(AroundLayers):
             return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
 
         start = {
-            "hop": self._travelling(range(len(self.stages.travelling))),
+            "hop": self._activations(range(len(self.stages.activations))),
             "totals": totals,
             "ready": self._unready(),
         }
@@ -172,10 +172,10 @@ class Ticks(AroundLayers):
             for leaf in shapes
         ]
 
-    def _travelling(self, positions: Sequence[int]) -> Hop:
+    def _activations(self, positions: Sequence[int]) -> Hop:
         """Zeros for what is on its way, of some of what travels."""
         leaves, ways, lag = (
-            [self.stages.travelling[k] for k in positions],
+            [self.stages.activations[k] for k in positions],
             self.table.stages,
             self.table.lag,
         )
@@ -204,10 +204,10 @@ class Ticks(AroundLayers):
 
         ring = [
             to_host_memory(room(self.table.slots, leaf)) if away else room(self.table.slots, leaf)
-            for leaf, away in zip(stages.remembered(like), stages.in_host_memory(like), strict=True)
+            for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
         ]
         passed = [room(ways, leaf) for leaf in stages.passed_on(like)]
-        leaves = [stages.travelling[k] for k in stages.leaving]
+        leaves = [stages.activations[k] for k in stages.leaving]
         if self.table.forward_first:
             leaving = [
                 jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves
@@ -218,8 +218,8 @@ class Ticks(AroundLayers):
                 for leaf in leaves
             ]
         return {
-            "hop": self._travelling(range(len(stages.travelling))),
-            "back": self._travelling(stages.moving),
+            "hop": self._activations(range(len(stages.activations))),
+            "back": self._activations(stages.moving),
             "ring": ring,
             "passed": passed,
             "left": leaving,

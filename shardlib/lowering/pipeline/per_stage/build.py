@@ -151,7 +151,7 @@ def _work(number: int, opening: Opening, alone: Plan) -> Work:
         chunk=chunk,
         first=dealing.first(number),
         last=number == dealing.chunks - 1,
-        travelling=pipeline.stages.travelling,
+        activations=pipeline.stages.activations,
         entering=pipeline.stages.entering,
         loss=pipeline.loss_position,
         in_parts=opening.in_parts,

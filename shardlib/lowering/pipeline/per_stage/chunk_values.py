@@ -62,7 +62,7 @@ class ChunkValues:
         chunk: its layers.
         first: number of its first layer; 0 for the first chunk.
         last: whether it is the last chunk.
-        travelling: shape and dtype of all that hops.
+        activations: shape and dtype of all that hops.
         entering: how many of these come from before the layers.
         loss: position of the loss among the results.
         in_parts: for every array of the batch, whether it has a part for every microbatch.
@@ -74,7 +74,7 @@ class ChunkValues:
     chunk: Chunk
     first: int
     last: bool
-    travelling: tuple[jax.ShapeDtypeStruct, ...]
+    activations: tuple[jax.ShapeDtypeStruct, ...]
     entering: int
     loss: int
     in_parts: tuple[bool, ...]
@@ -83,7 +83,7 @@ class ChunkValues:
     @property
     def moving(self) -> tuple[int, ...]:
         """Positions of what gradients flow through."""
-        return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
+        return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class ChunkValues:
             return entering
         return [
             *self._before(held, held.kept, micro),
-            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering :]),
+            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
 
     def _before(self, held: Held, kept: Values, micro: Index) -> Arrays:
@@ -227,4 +227,4 @@ class ChunkValues:
 
     def _like(self) -> Arrays:
         """Arrays like those that hop."""
-        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]

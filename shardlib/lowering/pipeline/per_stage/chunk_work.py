@@ -77,7 +77,7 @@ class Work(ChunkValues):
         held: Held,
         micro: Index,
         left: Arrays,
-        remembered: Arrays,
+        stashed: Arrays,
         back: Arrays,
         early: Early,
         late: Late,
@@ -88,7 +88,7 @@ class Work(ChunkValues):
             held: see `Held`.
             micro: number of the microbatch.
             left: what left the last chunk; empty for others.
-            remembered: what `forward` gave.
+            stashed: what `forward` gave.
             back: cotangents of what left, in the order of `moving`; empty for the last chunk.
             early, late: sums so far.
 
@@ -98,7 +98,7 @@ class Work(ChunkValues):
         """
         early, back = self._after_layers(held, micro, left, back, early)
         found, entered = self.chunk.backward(
-            self._operands(held, micro), self._like(), remembered, back
+            self._operands(held, micro), self._like(), stashed, back
         )
         return (
             self._before_layers(held, micro, early, entered),
@@ -107,26 +107,24 @@ class Work(ChunkValues):
         )
 
     def backward_inputs(
-        self, held: Held, micro: Index, left: Arrays, remembered: Arrays, back: Arrays, early: Early
+        self, held: Held, micro: Index, left: Arrays, stashed: Arrays, back: Arrays, early: Early
     ) -> tuple[Early, Arrays, Arrays]:
         """The part of it that the stage before waits for; gives what `backward_weights` has to be
         given in addition.
         """
         early, back = self._after_layers(held, micro, left, back, early)
         entered, passed = self.chunk.backward_inputs(
-            self._operands(held, micro), self._like(), remembered, back
+            self._operands(held, micro), self._like(), stashed, back
         )
         return self._before_layers(held, micro, early, entered), self._sent(entered), passed
 
     def backward_weights(
-        self, held: Held, micro: Index, remembered: Arrays, passed: Arrays, late: Late
+        self, held: Held, micro: Index, stashed: Arrays, passed: Arrays, late: Late
     ) -> Late:
         """The part that nothing waits for."""
         return self._summed(
             late,
-            self.chunk.backward_weights(
-                self._operands(held, micro), self._like(), remembered, passed
-            ),
+            self.chunk.backward_weights(self._operands(held, micro), self._like(), stashed, passed),
         )
 
     def gather(self, held: Held) -> Arrays:

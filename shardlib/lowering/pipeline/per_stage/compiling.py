@@ -31,17 +31,17 @@ class ChunkPrograms:
             where nothing is.
         reduce: held, late sums -> the gradients in them, after the last microbatch; None where they
             are that already.
-        forward: held, microbatch, what enters -> what leaves, what is remembered; None where `both`
+        forward: held, microbatch, what enters -> what leaves, what is stashed; None where `both`
             does it.
-        backward: held, microbatch, what left (last chunk), what is remembered, cotangents (other
+        backward: held, microbatch, what left (last chunk), what is stashed, cotangents (other
             chunks), sums -> sums, cotangents of what entered, what is passed on; None where `both`
             does it.
         both: held, microbatch, what enters, sums -> sums, cotangents of what entered, what is
-            remembered for `weights`, what is passed on.
-        weights: held, microbatch, what is remembered, what is passed on, sums -> sums; None where
+            stashed for `weights`, what is passed on.
+        weights: held, microbatch, what is stashed, what is passed on, sums -> sums; None where
             gradients of weights are not made apart.
         left: what leaves the chunk, with shardings.
-        remembered: positions of what is remembered that `weights` reads.
+        stashed: positions of what is stashed that `weights` reads.
         entered: how many cotangents are sent back.
     """
 
@@ -52,7 +52,7 @@ class ChunkPrograms:
     both: Executable | None = None
     weights: Executable | None = None
     left: Abstracts = ()
-    remembered: tuple[int, ...] = ()
+    stashed: tuple[int, ...] = ()
     entered: int = 0
 
     @property
@@ -108,32 +108,32 @@ def chunk_programs(
     around, given = _around(work, given, mesh, name)
     start = (given.held, given.micro, list(given.entering))
     forward = Draft.of(flat(work.forward, start), jax.tree.leaves(start), mesh)
-    hops = len(work.travelling)
+    hops = len(work.activations)
     saved = [
         _on_host(leaf, mesh) if away else leaf
         for leaf, away in zip(forward.results[hops:], forward.on_host[hops:], strict=True)
     ]
-    late, remembered = _late(work, given, saved, mesh) if apart else (None, ())
+    late, stashed = _late(work, given, saved, mesh) if apart else (None, ())
     sent = [leaf.sharding for leaf in given.entering if is_floating(leaf)]
     if at_once:
-        run, arguments, sums = _both(work, given, remembered, apart)
+        run, arguments, sums = _both(work, given, stashed, apart)
         draft = Draft.of(flat(run, arguments), jax.tree.leaves(arguments), mesh)
         both = _with_sums(draft, sums, sent, mesh, f"{name}_both")
         found = both.results[len(sums) + len(sent) :]
-        saved, passed = found[: len(remembered)], found[len(remembered) :]
-        made = replace(around, both=both, remembered=remembered, entered=len(sent))
+        saved, passed = found[: len(stashed)], found[len(stashed) :]
+        made = replace(around, both=both, stashed=stashed, entered=len(sent))
     else:
         ahead = forward.compiled(f"{name}_forward", mesh)
         left, saved = ahead.results[:hops], ahead.results[hops:]
         draft, sums = _backward(work, given, left, saved, mesh, apart)
         back = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
-        saved, passed = [saved[k] for k in remembered], back.results[len(sums) + len(sent) :]
+        saved, passed = [saved[k] for k in stashed], back.results[len(sums) + len(sent) :]
         made = replace(
             around,
             forward=ahead,
             backward=back,
             left=tuple(left),
-            remembered=remembered,
+            stashed=stashed,
             entered=len(sent),
         )
     if late is None:
@@ -202,14 +202,14 @@ def _with_sums(
 def _late(
     work: Work, given: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[Draft, tuple[int, ...]]:
-    """Gradients of weights apart, and the positions of what they read of what is remembered; there
+    """Gradients of weights apart, and the positions of what they read of what is stashed; there
     are no shardings yet for that, nor for what is passed on.
     """
 
-    def passed(held: Held, micro: Any, left: Any, remembered: Any, back: Any, early: Early) -> Any:
-        return work.backward_inputs(held, micro, left, remembered, back, early)[2]
+    def passed(held: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
+        return work.backward_inputs(held, micro, left, stashed, back, early)[2]
 
-    left, back = _ends(work, work.travelling)
+    left, back = _ends(work, work.activations)
     shapes = jax.eval_shape(passed, given.held, given.micro, left, list(saved), back, given.early)
     arguments = (given.held, given.micro, list(saved), shapes, given.late)
     draft, first = (
@@ -257,7 +257,7 @@ def _backward(
 
 
 def _both(
-    work: Work, given: Inputs, remembered: Sequence[int], apart: bool
+    work: Work, given: Inputs, stashed: Sequence[int], apart: bool
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
@@ -268,7 +268,7 @@ def _both(
     def inputs(held: Held, micro: Any, entering: Any, early: Early) -> Any:
         left, saved = work.forward(held, micro, entering)
         early, entered, passed = work.backward_inputs(held, micro, left, saved, [], early)
-        return early, entered, [saved[k] for k in remembered], passed
+        return early, entered, [saved[k] for k in stashed], passed
 
     sums = (given.early,) if apart else (given.early, given.late)
     return (

@@ -260,7 +260,7 @@ class Step:
             self.saved[at] = made[count + program.entered :]
         else:
             self.saved[at] = [
-                *(saved[k] for k in program.remembered),
+                *(saved[k] for k in program.stashed),
                 *made[count + program.entered :],
             ]
 

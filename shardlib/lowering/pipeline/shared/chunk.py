@@ -3,7 +3,7 @@
 A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward
 pass wants of the forward one is told apart: arrays that can be had again from the weights alone
 (the weights themselves, casts of them, masks that depend on nothing) are made again in the backward
-tick; the others, which depend on the microbatch, are remembered. What there is to remember follows
+tick; the others, which depend on the microbatch, are stashed. What there is to stash follows
 the remat policy, as in a program without stages.
 """
 
@@ -102,13 +102,13 @@ class Chunk:
             if self.known is None or position not in self.known.complete
         )
 
-    def run(self, operands: Operands, travelling: Arrays, sums: Arrays | None = None) -> Arrays:
+    def run(self, operands: Operands, activations: Arrays, sums: Arrays | None = None) -> Arrays:
         """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers
         of the layers' own results, [all layers, ...].
 
         Args:
             operands: what it works with.
-            travelling: what enters it.
+            activations: what enters it.
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
                 [layers, ...]; by default those are lost.
         """
@@ -124,7 +124,7 @@ class Chunk:
                 (*operands.shared, *operands.constant),
                 strict=True,
             )
-        ) | dict(zip(roles.travelling, travelling[carried:], strict=False))
+        ) | dict(zip(roles.activations, activations[carried:], strict=False))
 
         def placed(kind: str, values: Sequence[Any]) -> Arrays:
             return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
@@ -159,17 +159,17 @@ class Chunk:
         numbers = operands.first + jnp.arange(self.layers)
         scanned = (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums)
         final, exits = (written_out if self.unrolled else as_loop)(
-            body, self.saved, self.layers, tuple(travelling[:carried]), scanned
+            body, self.saved, self.layers, tuple(activations[:carried]), scanned
         )
         buffers = [
             jax.lax.dynamic_update_slice_in_dim(
                 buffer, part.astype(buffer.dtype), operands.first, 0
             )
             for buffer, part in zip(
-                travelling[carried + len(roles.travelling) :], exits, strict=True
+                activations[carried + len(roles.activations) :], exits, strict=True
             )
         ]
-        return [*final, *travelling[carried : carried + len(roles.travelling)], *buffers]
+        return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
 
     def _wanted(self, operands: Operands) -> Gradients:
         """What gradients are taken of."""
@@ -189,26 +189,26 @@ class Chunk:
             else self.known.zeros((self.layers,))
         )
 
-    def forward(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(self, operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember)."""
-        line = self._linearised(operands, travelling)
-        return line.left, line.remembered
+        line = self._linearised(operands, activations)
+        return line.left, line.stashed
 
     def backward(
-        self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays
+        self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Gradients, Arrays]:
         """Gradients, and those of the floating-point part of what entered.
 
         Args:
             operands: as for the forward pass.
-            travelling: arrays like those that entered, of any value.
-            remembered: what `forward` gave.
+            activations: arrays like those that entered, of any value.
+            stashed: what `forward` gave.
             cotangents: of the floating-point part of what left the chunk.
         """
-        return self._linearised(operands, travelling).pull(remembered)(cotangents)
+        return self._linearised(operands, activations).pull(stashed)(cotangents)
 
     def backward_inputs(
-        self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays
+        self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The part of `backward` that the stage before waits for.
 
@@ -216,28 +216,28 @@ class Chunk:
             Gradients of the floating-point part of what entered, and what `backward_weights` has to
             be given.
         """
-        return self._linearised(operands, travelling).early(remembered, cotangents)
+        return self._linearised(operands, activations).early(stashed, cotangents)
 
     def backward_weights(
-        self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays
+        self, operands: Operands, activations: Arrays, stashed: Arrays, passed: Arrays
     ) -> Gradients:
         """The part of `backward` that nothing waits for."""
         return jax.tree.unflatten(
             jax.tree.structure(self._wanted(operands)),
-            self._linearised(operands, travelling).late(remembered, passed),
+            self._linearised(operands, activations).late(stashed, passed),
         )
 
-    def _linearised(self, operands: Operands, travelling: Arrays) -> Linearised:
+    def _linearised(self, operands: Operands, activations: Arrays) -> Linearised:
         """The chunk around one microbatch."""
-        floating = [is_floating(leaf) for leaf in travelling]
+        floating = [is_floating(leaf) for leaf in activations]
         shape: dict[str, Any] = {}
 
-        def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
+        def all_of(operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
             def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
                 rest = iter(moving)
                 entering = [
                     next(rest) if float_ else leaf
-                    for leaf, float_ in zip(travelling, floating, strict=True)
+                    for leaf, float_ in zip(activations, floating, strict=True)
                 ]
                 weights = list(operands.weights)
                 for k, leaf in zip(self.own, wanted.weights, strict=True):
@@ -247,16 +247,16 @@ class Chunk:
                 )
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
-            moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
+            moving = [leaf for leaf, float_ in zip(activations, floating, strict=True) if float_]
             _, pull, left = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves
 
-        traced = jax.make_jaxpr(all_of)(operands, travelling)
-        count, own = len(travelling), len(jax.tree.leaves(operands))
+        traced = jax.make_jaxpr(all_of)(operands, activations)
+        count, own = len(activations), len(jax.tree.leaves(operands))
         program = flatten(traced)
         labels = dependence(program, [frozenset()] * own + [frozenset({"microbatch"})] * count)
-        values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *travelling)
+        values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *activations)
         saved = tuple(program.outputs[count:])
         return Linearised(
             left=values[:count],

@@ -10,7 +10,7 @@ frozen ones, model state, batch), and every operand of the loop gets a role:
     drawn        made from model state, or from keys of the batch, one slice a layer: random keys;
                  another value in every microbatch
     shared       made from trained parameters, the same for all layers
-    travelling   the loop's carry, and what is made from the batch (masks, positions, encoder
+    activations  the loop's carry, and what is made from the batch (masks, positions, encoder
                  outputs): hops from stage to stage
 """
 
@@ -33,7 +33,7 @@ class Roles:
 
     Attributes:
         weights, tables, drawn: positions among the scanned operands.
-        shared, constant, travelling: positions among the constant operands; `constant` are made
+        shared, constant, activations: positions among the constant operands; `constant` are made
             from frozen parameters or from nothing.
     """
 
@@ -42,7 +42,7 @@ class Roles:
     drawn: tuple[int, ...]
     shared: tuple[int, ...]
     constant: tuple[int, ...]
-    travelling: tuple[int, ...]
+    activations: tuple[int, ...]
 
 
 def loop_over_layers(program: Program) -> Equation:
@@ -108,7 +108,7 @@ def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int
         drawn=with_role(scanned, "drawn"),
         shared=with_role(fixed, "shared"),
         constant=with_role(fixed, "constant"),
-        travelling=tuple(k for k in range(constants) if k not in fixed),
+        activations=tuple(k for k in range(constants) if k not in fixed),
     )
 
 

@@ -37,41 +37,41 @@ class Linearised:
     entered: int
 
     @property
-    def remembered(self) -> Arrays:
+    def stashed(self) -> Arrays:
         """What depends on the microbatch."""
         return [self.saved[number] for number in self.kept]
 
-    def pull(self, remembered: Arrays) -> Callable[[Arrays], Tree]:
-        """The backward pass, with what was remembered in place of what depends on the microbatch
+    def pull(self, stashed: Arrays) -> Callable[[Arrays], Tree]:
+        """The backward pass, with what was stashed in place of what depends on the microbatch
         here.
         """
-        return jax.tree.unflatten(self.tree, self._wants(remembered))
+        return jax.tree.unflatten(self.tree, self._wants(stashed))
 
-    def early(self, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+    def early(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         """Of the backward pass in two parts: (gradients of what entered, what the late part has to
         be given).
 
         Args:
-            remembered: activation stash of the chunk.
+            stashed: activation stash of the chunk.
             cotangents: of what left the chunk.
         """
-        return self._halves(cotangents).run_first([*self._wants(remembered), *cotangents])
+        return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
 
-    def late(self, remembered: Arrays, passed: Arrays) -> Arrays:
+    def late(self, stashed: Arrays, passed: Arrays) -> Arrays:
         """The other gradients.
 
         Args:
-            remembered: activation stash of the chunk.
+            stashed: activation stash of the chunk.
             passed: what `early` gave for it.
         """
         cotangents = [
             leaf for leaf in self.left if is_floating(leaf)
         ]  # of any value: the late part does not read them
-        return self._halves(cotangents).run_second([*self._wants(remembered), *cotangents], passed)
+        return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], passed)
 
-    def _wants(self, remembered: Arrays) -> Arrays:
+    def _wants(self, stashed: Arrays) -> Arrays:
         """What the backward pass wants."""
-        known = {**self.saved, **dict(zip(self.kept, remembered, strict=True))}
+        known = {**self.saved, **dict(zip(self.kept, stashed, strict=True))}
         return [known[number] for number in self.order]
 
     def _halves(self, cotangents: Arrays) -> Split:

@@ -92,7 +92,7 @@ class Cut:
     @property
     def entering(self) -> tuple[int, ...]:
         """Values that enter the first stage: the carry, then what travels with it."""
-        return (*self.carry, *(self.constants[k] for k in self.roles.travelling))
+        return (*self.carry, *(self.constants[k] for k in self.roles.activations))
 
     @property
     def final(self) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def cut(
     roles = roles_of(loop, labels, alone)
     entering = [
         *loop.inputs[constants : constants + carried],
-        *(loop.inputs[k] for k in roles.travelling),
+        *(loop.inputs[k] for k in roles.activations),
     ]
     before, reads_before = needed(mixed, entering)
     after, reads_after = needed(mixed, outputs)
