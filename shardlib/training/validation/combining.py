@@ -122,10 +122,13 @@ class Combination:
         found: dict[str, Any] = {}
         failures: list[str] = []
         for name in names:
-            one = self._merged(name)
-            one = self._added(name, known.get(name)) if one is None else one
+            if is_metric(self._batches[0][1][name]):
+                one, why = self._merged(name)
+            else:
+                how = known.get(name)
+                one, why = self._added(name, how), how or "nothing is known of its rows"
             if one is None:
-                failures.append(f"{name}: {known.get(name, 'nothing is known of its rows')}")
+                failures.append(f"{name}: {why}")
             found[name] = one
         if failures:
             raise_all(
@@ -139,15 +142,16 @@ class Combination:
             )
         return found
 
-    def _merged(self, name: str) -> Any:
-        """A metric that knows how it is put together; None for others."""
+    def _merged(self, name: str) -> tuple[Any, str]:
+        """A metric that knows how it is put together, or None and why it does not."""
         merged: Any = None
         for _, metrics in self._batches:
             one = metrics[name]
-            if not is_metric(one):
-                return None
-            merged = one if merged is None else merged.merge(one)
-        return merged
+            try:
+                merged = one if merged is None else merged.merge(one)
+            except NotImplementedError:
+                return None, f"{type(one).__name__}.merge is not implemented"
+        return merged, ""
 
     def _added(self, name: str, how: Dependence | None) -> float | None:
         """A scalar of all rows; None where batches do not say it."""
