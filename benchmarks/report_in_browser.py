@@ -26,14 +26,18 @@ PINS = {
     "data=4 x fsdp=256 x tensor=16": {"mesh": {"data": 4, "fsdp": 256, "tensor": 16}},
     "best": {},
 }
+SIDEWAYS = "document.documentElement.scrollWidth > innerWidth"
 LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 
 
 def looked_at(file: Path, times: int) -> dict[str, Any]:
-    """Milliseconds to the load event, what the console says, and what axe finds."""
+    """Milliseconds to the load event, what the console says, whether the page is wider than its
+    window, and what axe finds.
+    """
     opened: list[float] = []
     said: list[str] = []
     faults: set[str] = set()
+    sideways = False
     with sync_playwright() as running:
         browser = running.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
@@ -49,6 +53,7 @@ def looked_at(file: Path, times: int) -> dict[str, Any]:
                 page.on("pageerror", lambda error: said.append(str(error)))
                 page.goto(file.as_uri())
                 opened.append(page.evaluate(LOADED))
+                sideways |= page.evaluate(SIDEWAYS)
                 faults |= {one["id"] for one in Axe().run(page).response["violations"]}
                 context.close()
         browser.close()
@@ -56,6 +61,7 @@ def looked_at(file: Path, times: int) -> dict[str, Any]:
         "kilobytes": round(file.stat().st_size / 1000),
         "load_ms": {"median": round(statistics.median(opened)), "most": round(max(opened))},
         "console": said,
+        "scrolls_sideways": sideways,
         "axe": sorted(faults),
     }
 

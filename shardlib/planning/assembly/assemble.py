@@ -13,6 +13,7 @@ from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import Placement
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import findings, layouts
+from shardlib.planning.assembly.activations.listing import activation_layouts
 from shardlib.planning.assembly.candidate_price import OnMachine
 from shardlib.planning.assembly.replicated import of_replicated
 from shardlib.planning.assembly.staged_programs import faster_as_programs
@@ -83,6 +84,13 @@ def assemble(
         placement=_placement(one.placed, topology),
         parameters=layouts.parameter_layouts(
             problem, colouring.parameters, load.frozen, how.mesh, compute, how.zero, stored
+        ),
+        activations=activation_layouts(
+            programs[0][0].facts,
+            candidate.choice,
+            how.mesh,
+            how.context if how.mesh["context"] > 1 else "none",
+            load.class_names,
         ),
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
         estimate=replace(with_corrections(cost, topology), stage=stage_seconds(one)),

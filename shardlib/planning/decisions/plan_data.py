@@ -17,6 +17,7 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
 from shardlib.decisions.plain_data import identity, plain
 from shardlib.layout import Layout
+from shardlib.planning.decisions.activation_layout import ActivationLayout
 from shardlib.planning.decisions.compiled_trials import Refined
 from shardlib.planning.decisions.landscape import Priced
 from shardlib.planning.decisions.purpose import Purpose
@@ -131,6 +132,7 @@ class PlanData(Purpose):
             `shardlib.hardware.placement`.
         parameters: layout of every parameter, in the order of the model's tree.
         batch_layouts: (path, layout) of every array of the batch.
+        activations: layout of the main activations of a step, in the order of the program.
         estimate: predicted cost.
         search: how it was found.
         refined: what the compiler said, where it was asked (`shardlib.plan(..., refine=K)`); the
@@ -143,6 +145,7 @@ class PlanData(Purpose):
     placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
     parameters: tuple[ParameterLayout, ...] = ()
     batch_layouts: tuple[tuple[str, Layout], ...] = ()
+    activations: tuple[ActivationLayout, ...] = ()
     estimate: Estimate
     search: Search = Search()
     refined: Refined | None = None
@@ -256,6 +259,7 @@ def _content(plan: PlanData) -> JsonObject:
             for p in plan.parameters
         ],
         "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
+        "activations": [one.to_json() for one in plan.activations],
         "findings": [finding.to_json() for finding in plan.findings],
         "origin": dict(plan.origin),
         **({"framework": plan.framework.to_json()} if plan.framework else {}),

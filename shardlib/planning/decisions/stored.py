@@ -23,6 +23,7 @@ from shardlib.errors import PlanError, raise_all
 from shardlib.exchanges.reading import read_exchange
 from shardlib.exchanges.values import Exchange
 from shardlib.layout import Layout
+from shardlib.planning.decisions.activation_layout import ActivationLayout
 from shardlib.planning.decisions.compiled_trials import MESH
 from shardlib.planning.decisions.plan_data import FORMAT, ParameterLayout, PlanData, checksum
 from shardlib.report import Finding
@@ -173,6 +174,22 @@ def _faults(plan: PlanData) -> list[str]:
         if axis not in plan.mesh
     ]
     found += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
+    found += [fault for one in plan.activations for fault in _held_wrong(one)]
+    return found
+
+
+def _held_wrong(one: ActivationLayout) -> list[str]:
+    """Layouts of an activation that have other dims than it."""
+    dims = len(one.shape)
+    layouts = [("held", one.held), *(("a move", move.layout) for move in one.moves)]
+    found = [
+        f"{what} of {shown(one.name)} is {layout}, which has {len(layout)} dims, and the activation"
+        f" has {dims}"
+        for what, layout in layouts
+        if len(layout) != dims
+    ]
+    if len(one.colours) != dims:
+        found.append(f"{shown(one.name)} has {len(one.colours)} colours for {dims} dims")
     return found
 
 

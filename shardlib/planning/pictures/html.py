@@ -24,7 +24,6 @@ from shardlib.planning.pictures.report.evidence import (
     evidence_rows,
     said_of,
 )
-from shardlib.planning.pictures.report.links import causes
 from shardlib.planning.pictures.report.machine import machine_picture
 from shardlib.planning.pictures.report.memory import (
     NOTE,
@@ -36,6 +35,11 @@ from shardlib.planning.pictures.report.panels import array_panel, landscape_pane
 from shardlib.planning.pictures.report.pipeline import pipeline_picture
 from shardlib.planning.pictures.report.step import lane_rows, step_picture
 from shardlib.planning.pictures.report.svg import figure
+from shardlib.planning.pictures.report.tables import (
+    activation_table,
+    collective_table,
+    parameter_table,
+)
 from shardlib.planning.pictures.style_sheets import style
 from shardlib.planning.text.decision_lines import decision_lines
 from shardlib.planning.text.explain import TRIAL_HEAD, trial_rows
@@ -127,14 +131,15 @@ def _sections(
     yield "decisions", "Decisions", table([[label, text] for label, text in decision_lines(plan)])
     yield "why", "Why", _listed(reasons(plan, usable))
     yield "machine", "Machine", _machine(plan, machine)
-    yield "arrays", "Arrays", array_panel(bool(plan.parameters))
+    yield "arrays", "Arrays", array_panel(bool(plan.parameters or plan.activations))
     yield "time", "Time of a step", _time(plan)
     yield "memory", "Memory of a device", _memory(plan, usable)
     yield from answered(answers, kernels_only=True)
     yield "landscape", "Landscape of plans", landscape_panel(plan)
     yield "compared", "Predicted, compiled, measured", _evidence(plan, evidence)
-    yield "collectives", "Collectives", _collectives(plan, rows)
-    yield "parameters", "Parameters", _parameters(plan, rows)
+    yield "collectives", "Collectives", collective_table(plan, rows)
+    yield "parameters", "Parameters", parameter_table(plan, rows)
+    yield "activations", "Activations", activation_table(plan, len(rows))
     yield from answered(answers)
     yield (
         "findings",
@@ -192,78 +197,6 @@ def _evidence(plan: PlanData, evidence: Sequence[Evidence]) -> str:
     if len(found) < 2:
         return trials
     return table(evidence_rows(found), evidence_head(found)) + trials
-
-
-def _collectives(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
-    found = causes(plan, rows)
-    if not found:
-        return ""
-    head = ("over", "kind", "count", "bytes", "time", "mostly for", "parameters")
-    lines = [_heads(head, {2, 3, 4})]
-    for number, (row, parameters) in enumerate(found):
-        cells = [
-            "·".join(row.axes),
-            row.kind,
-            f"{row.count:,}",
-            bytes_text(row.bytes),
-            seconds_text(row.seconds),
-            row.cause,
-        ]
-        links = ", ".join(
-            f'<a href="#parameter-{p}">{escape(rows[p].pattern)}</a>' for p in parameters
-        )
-        lines.append(
-            f'<tr id="collective-{number}">{_cells(cells, {2, 3, 4})}<td class="long">{links}</td>'
-            "</tr>"
-        )
-    note = (
-        '<p class="soft">Gathers name their parameter; reductions of gradients belong to the'
-        " parameters whose gradient has as many bytes.</p>"
-    )
-    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>" + note
-
-
-def _parameters(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
-    if not rows:
-        return ""
-    found = causes(plan, rows)
-    head = ("parameter", "how many", "bytes", "stored", "in compute", "collectives", "")
-    lines = [_heads(head, {1, 2})]
-    for number, row in enumerate(rows):
-        cells = [
-            row.pattern + ("" if row.example.trained else f" ({row.example.role})"),
-            f"{row.count:,}",
-            bytes_text(row.bytes),
-            row.rest,
-            row.compute,
-        ]
-        links = ", ".join(
-            f'<a href="#collective-{c}">{escape(one.kind)} over {escape("·".join(one.axes))}</a>'
-            for c, (one, parameters) in enumerate(found)
-            if number in parameters
-        )
-        lines.append(
-            f'<tr id="parameter-{number}">{_cells(cells, {1, 2})}<td class="long">{links}</td>'
-            f'<td><button type="button" data-array="{number}">show'
-            f'<span class="skip"> {escape(row.pattern)} as a grid</span></button></td></tr>'
-        )
-    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
-
-
-def _heads(heads: Sequence[str], right: set[int]) -> str:
-    cells = "".join(
-        f'<th scope="col"{_right(i, right)}>{escape(text)}</th>' if text else "<td></td>"
-        for i, text in enumerate(heads)
-    )
-    return f"<tr>{cells}</tr>"
-
-
-def _cells(cells: Sequence[str], right: set[int]) -> str:
-    return "".join(f"<td{_right(i, right)}>{escape(cell)}</td>" for i, cell in enumerate(cells))
-
-
-def _right(index: int, right: set[int]) -> str:
-    return ' class="right"' if index in right else ""
 
 
 def _rejected(plan: PlanData) -> str:

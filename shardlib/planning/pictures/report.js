@@ -54,7 +54,7 @@
       const b = Math.exp(x0 + ((x1 - x0) * k) / 5), s = Math.exp(y0 + ((y1 - y0) * k) / 5);
       grid.append(svg("line", { class: "grid", x1: X(b), x2: X(b), y1: TOP, y2: HEIGHT - BOTTOM }));
       grid.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: Y(s), y2: Y(s) }));
-      grid.append(svg("text", { class: "soft", x: X(b), y: HEIGHT - BOTTOM + 16, "text-anchor": "middle" }, bytes(b)));
+      grid.append(svg("text", { class: "soft", x: X(b), y: HEIGHT - BOTTOM + 16, "text-anchor": k < 5 ? "middle" : "end" }, bytes(b)));
       grid.append(svg("text", { class: "soft", x: LEFT - 6, y: Y(s) + 4, "text-anchor": "end" }, seconds(s)));
     }
     grid.append(svg("text", { class: "soft", x: (LEFT + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory of a device (logarithmic)"));
@@ -141,7 +141,11 @@
     const device = Object.fromEntries(data.axes.map((axis) => [axis.name, 0]));
     const size = Object.fromEntries(data.axes.map((axis) => [axis.name, axis.size]));
     let form = 0;
-    data.arrays.forEach((one, i) => choose.append(make("option", { value: i }, one.name)));
+    for (const group of ["parameters", "activations", "batch"]) {
+      const some = make("optgroup", { label: group });
+      data.arrays.forEach((one, i) => { if (one.group === group) some.append(make("option", { value: i }, one.name)); });
+      if (some.children.length) choose.append(some);
+    }
     for (const axis of data.axes) {
       const label = make("label"), slider = make("input", { type: "range", min: 0, max: axis.size - 1, value: 0, id: `device-${axis.name}` });
       const shown = make("output", {}, "0");
@@ -170,15 +174,21 @@
         if (d.n === undefined) return `part ${at + 1} of ${w} of dim ${d.name}`;
         return w === 1 ? `all ${count(d.n)} of ${d.name}` : `${count((d.n / w) * at)} to ${count((d.n / w) * (at + 1) - 1)} of ${count(d.n)} of ${d.name} (sharded over ${d.axes.join("·")})`;
       });
-      const copies = data.axes.filter((axis) => !dims.some((d) => d.axes.includes(axis.name))).map((axis) => axis.name);
+      const sums = one.forms[form].sums || [], own = one.group === "activations";
+      const copies = data.axes.map((axis) => axis.name)
+        .filter((name) => !dims.some((d) => d.axes.includes(name)) && !sums.includes(name) && !(own && name === "stage"));
       panel.textContent = `${one.forms[form].text}. The device at ${where} holds ${held.join("; ") || "all of it"}` +
-        (whole ? `: ${bytes(whole / ways)} of ${bytes(whole)}` : "") + "." + (copies.length ? ` All devices along ${copies.join(" and ")} hold the same.` : " No two devices hold the same part.");
+        (whole ? `: ${bytes(whole / ways)} of ${bytes(whole)}` : "") + "." +
+        (copies.length ? ` All devices along ${copies.join(" and ")} hold the same.` : sums.length ? "" : " No two devices hold the same part.") +
+        (sums.length ? ` Devices along ${sums.join(" and ")} have different partial sums of it.` : "") +
+        (own && size.stage > 1 ? " Every stage has those of its own layers." : "") +
+        (own && data.microbatches > 1 ? ` That is of the whole batch; it comes in ${data.microbatches} microbatches, one after another.` : "");
       room.replaceChildren(grid(dims));
     };
     const grid = (dims) => {
       const sorted = dims.map((d, i) => ({ ...d, i })).sort((a, b) => b.part[1] - a.part[1] || (b.n || 0) - (a.n || 0)).slice(0, 2).sort((a, b) => a.i - b.i);
       const [rows, columns] = sorted.length > 1 ? sorted : [{ part: [0, 1], name: "", n: 1, axes: [] }, sorted[0] || { part: [0, 1], name: "", n: 1, axes: [] }];
-      const LEFT = 130, TOP = 26, W = 680, H = 230;
+      const LEFT = 170, TOP = 26, W = 680, H = 230;
       const picture = svg("svg", { class: "picture", viewBox: `0 0 860 ${TOP + H + 12}`, role: "img", "aria-label": `An array as a grid of ${rows.part[1]} by ${columns.part[1]} shards with the shard of one device` });
       const lines = (d) => Math.min(d.part[1], 64);
       const colour = (axes) => (axes.length ? data.axes.find((axis) => axis.name === axes[axes.length - 1]) || {} : {}).colour || "var(--soft)";
@@ -187,12 +197,12 @@
       for (let k = 1; k < lines(columns); k += 1) picture.append(svg("line", { y1: TOP, y2: TOP + H, x1: LEFT + (W * k) / lines(columns), x2: LEFT + (W * k) / lines(columns), style: `stroke: ${colour(columns.axes)}; stroke-width: ${lines(columns) > 32 ? 0.5 : 1.5}` }));
       const width = Math.max(W / columns.part[1], 3), height = Math.max(H / rows.part[1], 3);
       picture.append(svg("rect", { class: "held", x: LEFT + Math.min((W * columns.part[0]) / columns.part[1], W - width), y: TOP + Math.min((H * rows.part[0]) / rows.part[1], H - height), width, height }));
-      const label = (d) => `${d.name}${d.axes.length ? ` over ${d.axes.join("·")}: ${count(d.part[1])} parts` : ": whole"}`;
-      picture.append(svg("text", { x: LEFT + W / 2, y: 16, "text-anchor": "middle" }, label(columns)));
-      if (rows.name) {
-        const text = label(rows).split(" over ");
-        text.forEach((t, k) => picture.append(svg("text", { x: LEFT - 8, y: TOP + H / 2 + 16 * k, "text-anchor": "end" }, k ? `over ${t}` : t)));
-      }
+      const many = (d) => `${count(d.part[1])} parts${d.part[1] > lines(d) ? `, ${lines(d)} drawn` : ""}`;
+      const over = (d) => (d.axes.length ? `over ${d.axes.join("·")}` : "whole");
+      picture.append(svg("text", { x: LEFT + W / 2, y: 16, "text-anchor": "middle" }, [columns.name, over(columns), ...(columns.axes.length ? [`(${many(columns)})`] : [])].join(" ")));
+      if (rows.name)
+        [rows.name, over(rows), ...(rows.axes.length ? [many(rows)] : [])].forEach((text, k) =>
+          picture.append(svg("text", { x: LEFT - 8, y: TOP + H / 2 - 8 + 16 * k, "text-anchor": "end" }, text)));
       return picture;
     };
     choose.addEventListener("change", () => { form = 0; draw(); });

@@ -23,13 +23,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
     pytest.skip("no browser on this machine", allow_module_level=True)
 
+PIN = {"mesh.tensor": 2, "sequence_parallel": True}
 #: Milliseconds in which a page opens, of a machine that does nothing else; tests run beside others.
 SOON = 5000
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planner.search(worlds.layers(), topology("2*h100:4"), {"mesh.tensor": 2})
+    return planner.search(worlds.layers(), topology("2*h100:4"), PIN)
 
 
 @pytest.fixture(scope="module")
@@ -115,5 +116,47 @@ def test_an_array_shows_the_shard_of_each_device(browser, page_file, plan):
     page.locator("#device-tensor").focus()
     page.keyboard.press("ArrowRight")
     assert f"{half:,} to {sharded.shape[dim] - 1:,} of" in panel.text_content()
+    assert said == []
+    page.context.close()
+
+
+def test_an_activation_before_and_after_its_gather(browser, page_file, plan):
+    page, said = opened(browser, page_file)
+    number, one = next(
+        (i, one)
+        for i, one in enumerate(plan.activations)
+        for move in one.moves
+        if move.kind == "all-gather"
+    )
+    page.select_option("#array-choose", label=one.name)
+    panel, dim = page.locator("#array-panel"), one.held.index(("tensor",))
+    size, half = one.shape[dim], one.shape[dim] // 2
+    assert f"0 to {half - 1:,} of {size:,}" in panel.text_content()
+    page.get_by_role("button", name="after its all-gather over tensor").click()
+    assert f"all {size:,} of {one.colours[dim]}" in panel.text_content()
+    assert "along tensor hold the same" in panel.text_content()
+    row = page.locator(f"#activation-{number}")
+    row.locator("a", has_text="all-gather over tensor").click()  # to the collective and back
+    back = page.locator(f"tr:target a[href='#activation-{number}']")
+    assert back.text_content() == one.name
+    back.click()
+    assert page.locator("tr:target").get_attribute("id") == f"activation-{number}"
+    assert said == []
+    page.context.close()
+
+
+def test_partial_sums_are_said_to_be_different(browser, page_file, plan):
+    page, said = opened(browser, page_file)
+    name, move = next(
+        (one.name, move)
+        for one in plan.activations
+        for move in one.moves
+        if move.before and move.kind in ("reduce-scatter", "all-reduce")
+    )
+    page.select_option("#array-choose", label=name)
+    page.get_by_role("button", name=f"before its {move.kind} over tensor").first.click()
+    told = page.locator("#array-panel").text_content()
+    assert "along tensor have different partial sums" in told
+    assert "along tensor hold the same" not in told
     assert said == []
     page.context.close()

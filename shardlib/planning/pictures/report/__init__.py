@@ -8,7 +8,8 @@ memory.py         what is live when, from the start of a step to its end
 roofline.py       kernels under the roofline of the chip
 answered.py       answers to questions that were asked
 panels.py         what the script of the page fills
-links.py          which parameters cause a collective, and which collectives a parameter has
+links.py          which parameters and activations cause a collective
+tables.py         collectives, parameters and activations, linked to each other
 data.py           what the scripts of the page draw: the landscape of plans, arrays as grids
 evidence.py       predicted beside compiled beside measured
 """

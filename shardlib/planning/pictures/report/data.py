@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from shardlib.decisions.table import TABLE
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.layout import Layout
+from shardlib.planning.decisions.activation_layout import ActivationLayout, Move, together
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.svg import AXIS_COLOURS
 from shardlib.planning.text.parameters import ParameterRow, notation
@@ -33,7 +34,12 @@ def page_data(
             {"name": axis, "size": plan.mesh[axis], "colour": AXIS_COLOURS[axis][0]}
             for axis in plan.mesh
         ],
-        "arrays": [*(_array(row) for row in rows), *(_batch(plan))],
+        "arrays": [
+            *(_array(row) for row in rows),
+            *(_activation(one) for one in plan.activations),
+            *_batch(plan),
+        ],
+        "microbatches": plan.microbatches,
         "landscape": landscape(plan),
         "usable": usable,
         "fitting": fitting,
@@ -106,6 +112,7 @@ def _array(row: ParameterRow) -> JsonObject:
         *([("optimizer state", one.state)] if one.trained else []),
     ]
     return {
+        "group": "parameters",
         "name": row.pattern,
         "shape": list(one.shape),
         "names": [name or "" for name in one.colours],
@@ -123,11 +130,50 @@ def _form(words: str, layout: Layout, row: ParameterRow) -> JsonObject:
     }
 
 
+def _activation(one: ActivationLayout) -> JsonObject:
+    return {
+        "group": "activations",
+        "name": one.name,
+        "shape": list(one.shape),
+        "names": [name or "" for name in one.colours],
+        "item": ITEMSIZE.get(one.dtype, 4),
+        "dtype": one.dtype,
+        "forms": [
+            *(_moved(one, move) for move in one.moves if move.before),
+            _side(one, "held between operations", one.held, ""),
+            *(_moved(one, move) for move in one.moves if not move.before),
+        ],
+    }
+
+
+def _moved(one: ActivationLayout, move: Move) -> JsonObject:
+    """An activation on the other side of a collective."""
+    over, of = "·".join(move.axes), together(move.of)
+    words = f"{'before' if move.before else 'after'} its {move.kind} over {over}"
+    sums = move.before and move.kind in ("reduce-scatter", "all-reduce")
+    if move.kind == "collective-permute":
+        note = f"as {of} hand it on, a shard at a time"
+    elif move.before:
+        note = f"partial sums over {over}, as {of} makes them" if sums else f"as {of} makes it"
+    else:
+        note = f"as {of} reads it"
+    return {**_side(one, words, move.layout, note), "sums": list(move.axes) if sums else []}
+
+
+def _side(one: ActivationLayout, words: str, layout: Layout, note: str) -> JsonObject:
+    return {
+        "words": words,
+        "dims": [list(axes) for axes in layout],
+        "text": notation(one.colours, one.shape, layout) + (f", {note}" if note else ""),
+    }
+
+
 def _batch(plan: PlanData) -> list[JsonObject]:
     """Arrays of the batch, whose shapes a plan does not know."""
     return [
         {
-            "name": f"batch: {path}",
+            "group": "batch",
+            "name": path,
             "shape": [],
             "names": [],
             "item": 0,

@@ -1,4 +1,4 @@
-"""Which parameters cause a collective, and which collectives a parameter has.
+"""Which parameters and activations cause a collective, and which collectives these have.
 
 A gather names the parameter that it is for. A reduction of gradients does not: it belongs to the
 parameters whose gradient on a device, of one layer or of all, has as many bytes as its result.
@@ -40,6 +40,20 @@ def causes(plan: PlanData, rows: Sequence[ParameterRow]) -> list[tuple[Collectiv
             ),
         )
         for row in collective_rows(collectives)
+    ]
+
+
+def moved(plan: PlanData, row: CollectiveRow) -> list[int]:
+    """The numbers of the activations that a kind of collective moves.
+
+    Args:
+        plan: the plan.
+        row: all collectives of one kind over the same axes.
+    """
+    return [
+        number
+        for number, one in enumerate(plan.activations)
+        if any((move.kind, move.axes) == (row.kind, row.axes) for move in one.moves)
     ]
 
 

@@ -41,8 +41,8 @@ def roofline_picture(found: Kernels) -> str:
     shapes += [_mark(one, found, total, at) for one in shown]
     for k, (phase, colour) in enumerate(_COLOURS.items()):
         x = _LEFT + 12 + 130 * k
-        shapes.append(f'<circle cx="{x}" cy="{_TOP + 10}" r="5" style="fill: {colour}"/>')
-        shapes.append(words(x + 10, _TOP + 14, phase))
+        shapes.append(f'<circle cx="{x}" cy="{_TOP - 10}" r="5" style="fill: {colour}"/>')
+        shapes.append(words(x + 10, _TOP - 6, phase))
     label = f"Roofline of one {found.chip}: " + ", ".join(
         f"{one.name} {one.phase} {percent_text(found.bound(one) / one.seconds)} of the roofline"
         for one in shown[:8]
@@ -70,7 +70,8 @@ def _grid(at: _Scale) -> Iterator[str]:
         x = at.x(10.0**power)
         yield line(x, _TOP, x, _TOP + _HEIGHT)
         text = count_text(10.0**power) if power >= 0 else f"{10.0**power:g}"
-        yield words(x, _TOP + _HEIGHT + 16, text, cls="soft", anchor="middle")
+        anchor = "middle" if x < WIDTH - 24 else "end"
+        yield words(x, _TOP + _HEIGHT + 16, text, cls="soft", anchor=anchor)
     for power in range(math.ceil(at.bottom), math.floor(at.top) + 1):
         y = at.y(10.0**power)
         yield line(_LEFT, y, WIDTH - 16, y)
@@ -79,13 +80,14 @@ def _grid(at: _Scale) -> Iterator[str]:
     yield words(
         (_LEFT + WIDTH) / 2, y, "FLOP a byte of memory traffic", cls="soft", anchor="middle"
     )
-    yield words(0, _TOP - 4, "FLOP/s", cls="soft")
+    yield words(0, _TOP - 6, "FLOP/s", cls="soft")
 
 
 def _roofs(found: Kernels, at: _Scale) -> Iterator[str]:
     by_peak: dict[float, list[str]] = {}
     for dtype, peak in found.peak_flops_per_s:
-        by_peak.setdefault(peak, []).append(dtype)
+        if "float" in dtype or dtype in ("int8", "uint8"):  # what matrix units multiply
+            by_peak.setdefault(peak, []).append(dtype)
     for peak, dtypes in by_peak.items():
         ridge = peak / found.bytes_per_s
         left = 10.0**at.low
@@ -93,7 +95,7 @@ def _roofs(found: Kernels, at: _Scale) -> Iterator[str]:
         path = " ".join(f"{at.x(x):.1f},{at.y(y):.1f}" for x, y in points)
         yield f'<polyline class="roof" points="{path}"/>'
         text = f"{', '.join(dtypes)} {count_text(peak)}FLOP/s"
-        yield words(WIDTH - 18, at.y(peak) - 5, text, anchor="end")
+        yield words(at.x(ridge) - 10, at.y(peak) + 4, text, cls="halo", anchor="end")
 
 
 def _mark(one: KernelTime, found: Kernels, total: float, at: _Scale) -> str:
