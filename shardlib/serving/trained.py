@@ -12,9 +12,13 @@ from shardlib.annotation.model import Tree
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.compiler import compile
 from shardlib.errors import RunError
+from shardlib.lowering.program.program import Program
 from shardlib.models.config import TransformerConfig
+from shardlib.training.byte_program import GUARDS
+from shardlib.training.config import TrainConfig, optimizer
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.run.manifest import read_manifest
+from shardlib.training.states.average import averaged
 from shardlib.untrusted import construct
 
 
@@ -33,14 +37,16 @@ class TrainedRun:
     step: int
 
 
-def trained_run(folder: Path) -> TrainedRun:
+def trained_run(folder: Path, *, average: bool = False) -> TrainedRun:
     """Reads a run, also while it trains; nothing in the folder is changed.
 
     Args:
         folder: of the run, as `shardlib train --run` makes it.
+        average: whether weights are the moving average of the parameters, for which the whole state
+            of the optimizer is read.
 
     Raises:
-        RunError: there is no run of `shardlib train`.
+        RunError: there is no run of `shardlib train`, or it keeps no average.
         CheckpointError: it has no checkpoint that is good.
     """
     run = RunFolder(folder)
@@ -62,15 +68,32 @@ def trained_run(folder: Path) -> TrainedRun:
         f"the model of {run.manifest}",
         RunError,
     )
+    if average and "average" not in about:
+        raise RunError(
+            f"{folder} keeps no average of its parameters\nTry: shardlib train --average 0.999, or"
+            " its parameters as they are, without --average"
+        )
+    program = _program(config, average=average)
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+        restored = checkpoints.restore(program, parameters_only=not average)
+    state = averaged(program, restored.state) if average else restored.state
+    return TrainedRun(model=config, weights=(state.params, state.model_state), step=restored.step)
+
+
+def _program(config: TransformerConfig, *, average: bool) -> Program:
+    """A program on one device whose states are those of a run; with its optimizer, where the
+    average of that counts.
+    """
     init, loss = models.build(config)
     batch = models.example_batch(config, 1, min(8, config.max_seq))
-    program = compile(init, loss, optax.sgd(1.0), batch, topology="cpu:1", name=config.name)
-    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        restored = checkpoints.restore(program, parameters_only=True)
-    return TrainedRun(
-        model=config,
-        weights=(restored.state.params, restored.state.model_state),
-        step=restored.step,
+    return compile(
+        init,
+        loss,
+        optimizer(TrainConfig(average=0.5)) if average else optax.sgd(1.0),
+        batch,
+        topology="cpu:1",
+        name=config.name,
+        guards=GUARDS if average else None,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardlib import models
 from shardlib.annotation.model import Tree
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, RunError
 from shardlib.models.config import TransformerConfig
 from shardlib.serving.folders.folder import is_folder, read_folder
 from shardlib.serving.served import Newer, Served
@@ -21,35 +21,41 @@ from shardlib.serving.trained import newer_step, trained_run
 from shardlib.training.run.folder import RunFolder
 
 
-def named(word: str) -> Served:
+def named(word: str, *, average: bool = False) -> Served:
     """Finds what a word names.
 
     Args:
         word: folder of a run of `shardlib train`, or of Hugging Face; or a preset, configuration
             file or model card, which is served with random weights.
+        average: whether the moving average of a run's parameters is served in their place.
 
     Raises:
         ModelError: nothing of that name, or a model that cannot be served.
-        RunError: a folder that is no run of `shardlib train`.
+        RunError: a folder that is no run of `shardlib train`, or, of an average, keeps none.
         CheckpointError: a run without a checkpoint that is good.
         MissingFileError: a file that is not there.
         MissingPackageError: a folder of Hugging Face, without the library `tokenizers`.
     """
     if Path(word).is_dir() and RunFolder(Path(word)).manifest.exists():
-        return _run(Path(word))
+        return _run(Path(word), average=average)
+    if average:
+        raise RunError(
+            f"{word} is no run, so that it has no average of its parameters\nTry: it without"
+            " --average"
+        )
     if Path(word).is_dir() and is_folder(Path(word)):
         return read_folder(word)
     return _random(word)
 
 
-def _run(folder: Path) -> Served:
+def _run(folder: Path, *, average: bool) -> Served:
     """A run, as it is, also while it trains; its tokens are bytes."""
-    found = trained_run(folder)
+    found = trained_run(folder, average=average)
 
     def newer(version: str) -> tuple[Tree, str] | None:
         if not newer_step(folder, int(version.removeprefix("step "))):
             return None
-        fresh = trained_run(folder)
+        fresh = trained_run(folder, average=average)
         now = f"step {fresh.step}"
         return None if now == version else (fresh.weights, now)
 

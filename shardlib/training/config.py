@@ -16,6 +16,7 @@ from shardlib.errors import (
 from shardlib.training.measures.judge import Policy
 from shardlib.training.run.differences import unknown_names
 from shardlib.training.settings import Settings
+from shardlib.training.states.average import with_average
 from shardlib.untrusted.arguments import SEEDS
 from shardlib.untrusted.json_types import JsonMapping, JsonObject
 
@@ -36,6 +37,8 @@ class TrainConfig:
         seq: bytes of a sequence.
         lr: peak learning rate; warms up over the first steps and falls to a twentieth along a
             cosine.
+        average: decay of a moving average of the parameters, which `shardlib serve --average`
+            serves; None keeps none.
         seed: of parameters, batches and the sample.
         topology: what to plan for; "cpu:8" simulates eight devices on this machine.
         pin: decisions fixed by hand.
@@ -64,6 +67,7 @@ class TrainConfig:
     batch: int = 16
     seq: int = 128
     lr: float = 4e-3
+    average: float | None = None
     seed: int = 0
     topology: str = "cpu:8"
     pin: JsonMapping | None = None
@@ -95,6 +99,8 @@ class TrainConfig:
         failures += (
             [f"seed is {self.seed!r}; it must be below {SEEDS}"] if self.seed >= SEEDS else []
         )
+        if self.average is not None and not 0 <= self.average < 1:
+            failures.append(f"average is {self.average!r}; it must be at least 0 and below 1")
         failures += self._of_the_run()
         if failures:
             raise_all(ModelError, "the training run is not usable", failures)
@@ -144,13 +150,17 @@ class TrainConfig:
             "seq": self.seq,
             "lr": self.lr,
             "seed": self.seed,
+            **({} if self.average is None else {"average": self.average}),
         }
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with a short warm-up and a cosine; gradients are clipped before (`GUARDS`)."""
+    """AdamW with a short warm-up and a cosine; gradients are clipped before (`GUARDS`). With an
+    average of the parameters where one is asked for.
+    """
     warm_up = min(max(config.steps // 10, 1), 50)
     rate = optax.warmup_cosine_decay_schedule(
         config.lr / 20, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 20
     )
-    return optax.adamw(rate, b2=0.95, weight_decay=0.05)
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=0.05)
+    return adamw if config.average is None else with_average(adamw, config.average)

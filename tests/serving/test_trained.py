@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 
+import shardlib
 from shardlib import models
 from shardlib.annotation.read import read
+from shardlib.checkpointing.store import Checkpoints
 from shardlib.cli import main
 from shardlib.errors import RunError
 from shardlib.serving.trained import trained_run
 from shardlib.serving.words import named
 from shardlib.training.config import TrainConfig
 from shardlib.training.loop import train
+from shardlib.training.run.folder import RunFolder
 from shardlib.untrusted import printable
 from tests.serving.cards import card
 
 CARD = card(vocab=256, layers=2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(home: Path, **more: Any) -> Path:
     """A run of six steps."""
-    home = tmp_path_factory.mktemp("served")
     (home / "tiny.toml").write_text(CARD)
     (home / "text.txt").write_text("".join(f"value_{n} = {n * 7} + {n}\n" for n in range(2000)))
     config = TrainConfig(
@@ -39,11 +42,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         topology="cpu:8",
         sample_bytes=0,
         run=home / "run",
-        save_every=3,
         quiet=True,
+        **{"save_every": 3, **more},
     )
     train(config, Console(quiet=True))
     return home / "run"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def averaging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that keeps an average, and the checkpoint of every step."""
+    home = tmp_path_factory.mktemp("averaging")
+    return made(home, average=0.7, save_every=1, keep=6, pin={"mesh": {"fsdp": 4}, "zero": 3})
 
 
 def run_command(*words: str) -> int:
@@ -113,6 +128,45 @@ def test_what_cannot_be_answered_is_said(
 ):
     assert run_command(str(folder), *words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_average_of_a_run_is_served(averaging: Path, capsys: pytest.CaptureFixture[str]):
+    """Against NumPy, from the parameters of every step."""
+    config = trained_run(averaging).model
+    init, loss = models.build(config)
+    batch = models.example_batch(config, 8, 32)
+    program = shardlib.compile(init, loss, optax.sgd(1.0), batch, topology="cpu:1")
+    wanted = [np.asarray(one, np.float64) for one in jax.tree.leaves(program.init(seed=0).params)]
+    with Checkpoints(RunFolder(averaging).checkpoints, read_only=True) as checkpoints:
+        for step in range(1, 7):
+            params = checkpoints.restore(program, step, parameters_only=True).state.params
+            wanted = [
+                0.7 * old + 0.3 * np.asarray(new, np.float64)
+                for old, new in zip(wanted, jax.tree.leaves(params), strict=True)
+            ]
+    found = named(str(averaging), average=True)
+    assert found.version == "step 6"
+    assert found.newer is not None
+    fresh = found.newer("step 5")
+    assert fresh is not None
+    for weights in (found.weights, fresh[0]):
+        assert isinstance(weights, tuple)
+        for one, like in zip(jax.tree.leaves(weights[0]), wanted, strict=True):
+            np.testing.assert_allclose(one, like, rtol=1e-5, atol=1e-6)
+    words = (str(averaging), "--prompt", "value_", "--most", "9", "--temperature", "0", "--json")
+    said: list[str] = []
+    for more in ((), ("--average",)):
+        assert run_command(*words, *more) == 0
+        said.append(json.loads(capsys.readouterr().out)["text"])
+    assert said[0] != said[1]
+
+
+def test_an_average_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert run_command(str(folder), "--prompt", "a", "--average") == 2
+    assert "keeps no average of its parameters" in capsys.readouterr().err
+    assert run_command("demo", "--prompt", "a", "--average") == 2
+    assert "demo is no run, so that it has no average" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_said(tmp_path: Path):

@@ -45,6 +45,14 @@ class Task:
     ] = None
     seq: Annotated[int | None, typer.Option("--seq", "-s", help="Bytes of a sequence.")] = None
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None
+    average: Annotated[
+        float | None,
+        typer.Option(
+            "--average",
+            metavar="DECAY",
+            help="Keep a moving average of the parameters, for `serve --average`; 0.999 is usual.",
+        ),
+    ] = None
     seed: Annotated[
         int | None, typer.Option("--seed", help="Of parameters, batches and the sample.")
     ] = None

@@ -66,6 +66,12 @@ def generate_command(
     adapter: Annotated[
         str | None, typer.Option("--adapter", help="Folder of PEFT with an adapter of the model.")
     ] = None,
+    average: Annotated[
+        bool,
+        typer.Option(
+            "--average", help="Of a run, the moving average that `train --average` keeps."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
@@ -84,7 +90,7 @@ def generate_command(
         from shardlib.serving.scheduling.capacity import Capacity
         from shardlib.serving.words import named
 
-        found = named(model)
+        found = named(model, average=average)
         if found.warning:
             echo(f"warning: {found.warning}", err=True)
         tokens = tuple(found.text.encode(prompt))

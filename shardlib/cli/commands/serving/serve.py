@@ -69,6 +69,12 @@ def serve_command(
     planned: Planned,
     guesses: Guesses,
     adapted: Adapted,
+    average: Annotated[
+        bool,
+        typer.Option(
+            "--average", help="Of a run, the moving average that `train --average` keeps."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest
@@ -97,7 +103,9 @@ def serve_command(
     # What is taken is said before anything is made.
     with server.listen(place.host, place.port) as at:
         with quiet_stdout(as_json):
-            deployed = _deployed(models or [], room, planned, (guesses, adapted), limits)
+            deployed = _deployed(
+                models or [], room, planned, (guesses, adapted), limits, average=average
+            )
         names = [one.name for one in deployed]
 
         def ready() -> None:
@@ -117,6 +125,8 @@ def _deployed(
     planned: Planned,
     extra: tuple[Guesses, Adapted],
     settings: Settings,
+    *,
+    average: bool,
 ) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
     devices = devices_of(room)
@@ -133,7 +143,7 @@ def _deployed(
     words = [_split(word) for word in models or [str(demonstration(say))]]
     deployed: list[Deployment] = []
     for name, word in words:
-        served = named(word)
+        served = named(word, average=average)
         if any(one.name == (name or served.name) for one in deployed):
             raise ArgumentError(
                 f"two models are called {name or served.name}\nTry: NAME={word}, for another name"
