@@ -77,6 +77,7 @@ TESTS = {
     "decisions/test_new_decision.py": "processes",
     "explanation/test_curves.py": "unit",
     "planning/pictures/test_browser.py": "processes",
+    "planning/pictures/test_perfetto.py": "processes",
     "hardware/test_local_machine.py": "processes",
     "launching/test_kubernetes.py": "unit",
     "launching/test_launching_docs.py": "unit",

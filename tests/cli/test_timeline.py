@@ -44,6 +44,23 @@ def test_timeline_draws_a_plan_with_stages(shell, tmp_path: Path, plan_file: Pat
     assert code == 2 and "no pipeline stages to draw" in err
 
 
+def test_a_trace_of_any_plan(shell, tmp_path: Path, plan_file: Path):
+    trace = tmp_path / "t.json"
+    code, out, _ = shell("timeline", str(plan_file), "--perfetto", str(trace))
+    seconds = json.loads(plan_file.read_text())["estimate"]["step_seconds"]
+    drawn = json.loads(trace.read_text())["traceEvents"]
+    assert code == 0 and out.startswith("predicted: ")
+    assert sum(e["dur"] for e in drawn if e["ph"] == "X" and e["tid"] == 1) == pytest.approx(
+        seconds * 1e6
+    )
+    words = ("timeline", str(plan_file), "--perfetto", str(trace), "--json")
+    assert json.loads(shell(*words)[1]) == {"steps": {"predicted": pytest.approx(seconds)}}
+    code, _, err = shell("timeline", str(plan_file), "--run", str(tmp_path))
+    assert code == 2 and "--run belongs to a trace" in err
+    code, _, err = shell(*words[:-1], "--run", str(tmp_path))
+    assert code == 2 and "has no profile (*.xplane.pb)" in err
+
+
 @pytest.mark.long
 def test_edge_spreads_a_model_over_devices_of_a_file(shell, card: Path, tmp_path: Path):
     devices = tmp_path / "devices.toml"

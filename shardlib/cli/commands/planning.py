@@ -17,6 +17,7 @@ from shardlib.cli.groups import spread
 from shardlib.cli.inputs import make_plan, read_plan, replanned, with_source
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.cli.pins import parse_allow, parse_pins, pin_text
+from shardlib.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,18 +214,32 @@ def timeline_command(
             "--perfetto", callback=writable, help="Write a trace for ui.perfetto.dev here."
         ),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="FOLDER", help="With --perfetto: a run whose steps were recorded."
+        ),
+    ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw the pipeline of a plan: which stage does what when, and how long stages wait."""
-    from shardlib.planning.pictures.timelines import perfetto, timeline_svg
+    from shardlib.cli.commands.reports.trace import timeline_of, told, write_trace
+    from shardlib.planning.pictures.timelines import timeline_svg
 
-    found = read_plan(file, changed=changed).timeline()
-    if svg is not None:
+    if run is not None and trace is None:
+        raise PlanError("--run belongs to a trace\nTry: --perfetto trace.json")
+    plan = read_plan(file, changed=changed)
+    found = timeline_of(plan, needed=trace is None or svg is not None)
+    if svg is not None and found is not None:
         write(svg, timeline_svg(found))
-    if trace is not None:
-        write(trace, perfetto(found))
-    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+    steps = {} if trace is None else write_trace(plan, found, trace, run)
+    if as_json:
+        data = {} if found is None else found.to_json()
+        echo(json.dumps({**data, "steps": steps} if steps else data))
+        return
+    text = [*([] if found is None else [str(found)]), *([told(steps, trace)] if trace else [])]
+    echo("\n".join(text), nl=False)
 
 
 def replan_command(

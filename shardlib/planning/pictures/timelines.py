@@ -49,6 +49,8 @@ _WORDS = {
     IDLE: "waits in lockstep",
     "beside": "beside the ticks",
 }
+#: Nanoseconds of a second.
+_NANO = 1e9
 #: Width of a digit in a slice, user units.
 _DIGIT = 7.0
 
@@ -176,20 +178,43 @@ def perfetto(*timelines: Timeline) -> str:
     """Returns a trace of timelines as JSON: a process for each, a thread for each stage and one for
     what lies beside the ticks.
     """
-    events = [
-        event for number, one in enumerate(timelines, start=1) for event in _events(one, number)
+    found = [
+        event
+        for number, one in enumerate(timelines, start=1)
+        for event in events(one, number, one.name)
     ]
     return json.dumps(
         {
-            "traceEvents": events,
+            "traceEvents": found,
             "displayTimeUnit": "ms",
             "otherData": {one.name: one.title for one in timelines},
-        }
+        },
+        ensure_ascii=False,  # Perfetto shows escapes as they are
     )
 
 
-def _events(one: Timeline, process: int) -> Iterator[JsonObject]:
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": one.name}}
+def span(start: float, seconds: float) -> JsonObject:
+    """When an event of a trace begins and how long it takes, in microseconds.
+
+    It ends two nanoseconds early: Perfetto rounds starts and ends of its own, and drops an event
+    that begins within another.
+
+    Args:
+        start, seconds: in seconds.
+    """
+    first, last = round(start * _NANO), round((start + seconds) * _NANO)
+    return {"ts": first / 1000, "dur": max(0, last - first - 2) / 1000}
+
+
+def events(one: Timeline, process: int, name: str) -> Iterator[JsonObject]:
+    """The events of a timeline, from second 0 on.
+
+    Args:
+        one: the timeline.
+        process: number of its process.
+        name: of its process.
+    """
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for stage in range(one.stages):
         yield {
@@ -214,8 +239,7 @@ def _events(one: Timeline, process: int) -> Iterator[JsonObject]:
             "cname": _TRACE_COLOURS[piece.kind],
             "pid": process,
             "tid": piece.stage + 1,
-            "ts": piece.start * 1e6,
-            "dur": piece.seconds * 1e6,
+            **span(piece.start, piece.seconds),
             "args": {"microbatch": piece.label},
         }
     if one.beside:
@@ -235,8 +259,7 @@ def _events(one: Timeline, process: int) -> Iterator[JsonObject]:
             "cname": _TRACE_COLOURS["beside"],
             "pid": process,
             "tid": one.stages + 1,
-            "ts": start * 1e6,
-            "dur": seconds * 1e6,
+            **span(start, seconds),
             "args": {},
         }
         start += seconds
