@@ -24,7 +24,6 @@ from shardlib.graph.check import check
 from shardlib.graph.graph import Graph
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
-from shardlib.graph.rows import Dependence, Rows
 from shardlib.jax_types import Leaf
 from shardlib.propagation.ties import Classes, tie_graph
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
@@ -239,7 +238,6 @@ def _problem(
         ),
         tokens=tokens_of(described),
         compute_dtype=_compute_dtype(step),
-        rows=Rows(loss=Dependence(kind="coupled"), asserted=True),
     )
 
 
