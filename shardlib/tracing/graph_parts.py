@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from shardlib.graph import Op, Region, Value
+from shardlib.graph import Graph, Op, Region, Value
 from shardlib.jax_types import Aval
 from shardlib.report import Finding
 from shardlib.tracing.program import Call, Equation
@@ -14,11 +15,29 @@ from shardlib.tracing.trip_counts import counted_trips, dtype_name
 PlacedCall = tuple[Call, tuple[int, ...]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Translated:
+    """A program as a graph.
+
+    Attributes:
+        graph: checked.
+        calls: the custom calls by path, those of loops and branches too, with the values that are
+            their operands.
+        values: number of a value of the program, outside of loops and branches -> value of the
+            graph.
+    """
+
+    graph: Graph
+    calls: Mapping[str, PlacedCall]
+    values: Mapping[int, int]
+
+
 class GraphParts:
     """Values, ops, regions and findings of one graph."""
 
     def __init__(self) -> None:
         self.calls: dict[str, PlacedCall] = {}
+        self.numbers: dict[int, int] = {}
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.regions: list[Region] = [Region(parent=-1, kind="root")]

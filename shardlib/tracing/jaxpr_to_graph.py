@@ -8,7 +8,7 @@ the "carry" that joins branches the branch index, so that both stay alive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend import core as jex
 
@@ -17,7 +17,7 @@ from shardlib.graph import FactorRule, Graph, Op, Region
 from shardlib.graph.check import check
 from shardlib.graph.factors import elementwise
 from shardlib.jax_types import Aval
-from shardlib.tracing.graph_parts import GraphParts, PlacedCall
+from shardlib.tracing.graph_parts import GraphParts, Translated
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rules.description import Call, Describe, Description, unknown
 from shardlib.tracing.rules.table import TABLE
@@ -47,14 +47,11 @@ def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> G
     Returns:
         The graph, checked; what could not be translated is among its findings.
     """
-    return graph_with_calls(program, inputs)[0]
+    return translated(program, inputs).graph
 
 
-def graph_with_calls(
-    program: Program, inputs: Sequence[tuple[str, str]]
-) -> tuple[Graph, Mapping[str, PlacedCall]]:
-    """The graph of a program, and its custom calls by path, those of loops and branches too, with
-    the values that are their operands; see `graph_from_program`.
+def translated(program: Program, inputs: Sequence[tuple[str, str]]) -> Translated:
+    """The graph of a program, with its custom calls; see `graph_from_program`.
 
     Args:
         program: what to translate.
@@ -65,7 +62,7 @@ def graph_with_calls(
         builder.value(program.avals[number], path=path, role=role)
         for number, (path, role) in zip(program.inputs, inputs, strict=True)
     ]
-    outputs = builder.run(program, arguments, 0)
+    outputs = builder.run(program, arguments, 0, builder.numbers)
     graph = Graph(
         values=tuple(builder.values),
         ops=tuple(builder.ops),
@@ -75,15 +72,22 @@ def graph_with_calls(
         findings=tuple(builder.findings.values()),
     )
     check(graph)
-    return graph, builder.calls
+    return Translated(graph=graph, calls=builder.calls, values=builder.numbers)
 
 
 class _Builder(GraphParts):
     """Collects the parts of one graph."""
 
-    def run(self, program: Program, arguments: Sequence[int], region: int) -> list[int]:
+    def run(
+        self,
+        program: Program,
+        arguments: Sequence[int],
+        region: int,
+        numbers: dict[int, int] | None = None,
+    ) -> list[int]:
         """Adds the ops of a program; returns its results."""
-        numbers = dict(zip(program.inputs, arguments, strict=True))
+        numbers = {} if numbers is None else numbers
+        numbers.update(zip(program.inputs, arguments, strict=True))
         for number in program.constants:
             numbers[number] = self.value(
                 program.avals[number], path=literal(program.constants[number]), role="constant"

@@ -8,6 +8,7 @@ import shardlib
 from tests.steps import examples
 from tests.steps.examples import Example
 from tests.steps.marked import MARKED
+from tests.steps.test_unmarked import JAX, MARK, adversaries, moved, planned
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,24 @@ def test_the_compiler_moves_what_was_planned(
     assert sum(compiled.values()) <= 1.02 * sum(planned.values())
     if machine == "h100:8":  # others gather once what is used twice, or add where they scatter
         assert planned == pytest.approx(compiled, rel=0.01)
+
+
+@pytest.mark.compiler("gpu")
+@pytest.mark.long
+def test_gradients_outside_of_marked_losses_move_what_they_do_without_marks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name, value in {"WIDE": 512, "ROWS": 64}.items():
+        monkeypatch.setattr(examples, name, value)
+    mixed, without = planned(adversaries(MARK, JAX), 2), planned(adversaries(JAX, JAX), 2)
+    made: list[dict[str, float]] = []
+    for program in (mixed, without):
+        found = program.verify()
+        assert found.ok and found.compiled is not None, str(found)
+        made.append(moved(found.compiled.collectives))
+    assert made[0] == pytest.approx(made[1], rel=0.01)
+    plan = moved(mixed.plan.estimate.collectives)
+    assert plan["all-gather"] == pytest.approx(made[0]["all-gather"], rel=0.01)
+    # XLA adds the gradients of both uses of a weight before it reduces them.
+    assert made[0]["reduce-scatter"] <= plan["reduce-scatter"]
+    assert made[0]["all-reduce"] <= 1.01 * plan["all-reduce"]

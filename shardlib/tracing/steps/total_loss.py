@@ -1,5 +1,8 @@
 """The sum of the marked losses of a step, as a function of its weights and of the batch.
 
+Gradients that the step takes otherwise, as with `jax.value_and_grad`, are computed as the step
+computes them, and become a part of the gradients of the sum.
+
 That is what is planned of a marked step. What the losses get is computed as the step computes it,
 and no gradient goes through it; weights that the step has updated are the weights. What no loss
 needs, as updates, is left out.
@@ -30,6 +33,7 @@ def total_loss(
     arguments: Sequence[Value | None],
     losses: Sequence[FoundLoss],
     weights: Mapping[int, Value],
+    unmarked: Mapping[int, int] | None = None,
 ) -> Value:
     """The sum of the marked losses: float32 scalar.
 
@@ -38,10 +42,15 @@ def total_loss(
         arguments: for its inputs, the state and the batch; None for what no loss needs.
         losses: those that it marks.
         weights: arrays of the state that are differentiated or frozen, by number.
+        unmarked: for weights by number, the values of the program that are gradients of them,
+            taken outside of the losses.
     """
     total = _Total(losses={one.call.path: one for one in losses}, weights=weights)
     env = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
-    return total.run(program, env)
+    value = total.run(program, env, frozenset((unmarked or {}).values()))
+    for at, number in (unmarked or {}).items():
+        value = value + _taken(weights[at], env[number])
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +58,13 @@ class _Total:
     losses: Mapping[str, FoundLoss]
     weights: Mapping[int, Value]
 
-    def run(self, program: Program, env: dict[int, Any]) -> Any:
-        """The sum of the losses of a program, whose inputs and constants are in `env`."""
-        needed = self._needed(program)
+    def run(
+        self, program: Program, env: dict[int, Any], wanted: frozenset[int] = frozenset()
+    ) -> Any:
+        """The sum of the losses of a program, whose inputs and constants are in `env`; computes
+        what is wanted beside it.
+        """
+        needed, inputs = self._needed(program, wanted), {*program.inputs}
         found: list[Any] = []
         done: set[str] = set()
         for at, equation in enumerate(program.equations):
@@ -63,6 +76,10 @@ class _Total:
             elif self._around(equation):
                 found.append(self._inside(equation, env))
             elif at in needed:
+                if wanted:  # no gradient is taken of a gradient
+                    env.update(
+                        (one, _stopped(env[one])) for one in sorted({*equation.inputs} & inputs)
+                    )
                 evaluate_equations([equation], env, Walk())
         return sum(found, start=jnp.zeros((), jnp.float32))
 
@@ -73,9 +90,9 @@ class _Total:
         """Whether a loss stands inside of a loop, a branch or the like."""
         return any(path.startswith(f"{equation.path}/") for path in self.losses)
 
-    def _needed(self, program: Program) -> set[int]:
-        """Positions of the equations that some loss needs."""
-        numbers: set[int] = set()
+    def _needed(self, program: Program, wanted: frozenset[int]) -> set[int]:
+        """Positions of the equations that some loss needs, or what is wanted."""
+        numbers: set[int] = {*wanted}
         found: set[int] = set()
         for at in reversed(range(len(program.equations))):
             equation = program.equations[at]
@@ -149,6 +166,23 @@ class _Total:
                 found, results = self._body(flatten(branch, path, equation.scope), arguments[1:])
                 value = value + found
         return value, results
+
+
+@jax.custom_vjp
+def _taken(weight: Any, gradient: Any) -> Any:
+    """Nothing, with a gradient that is known."""
+    return jnp.zeros((), jnp.float32)
+
+
+def _known(weight: Any, gradient: Any) -> tuple[Any, Any]:
+    return jnp.zeros((), jnp.float32), gradient.reshape(weight.shape).astype(weight.dtype)
+
+
+def _as_known(kept: Any, _: Any) -> tuple[Any, None]:
+    return kept, None
+
+
+_taken.defvjp(_known, _as_known)
 
 
 def _stopped(value: Any) -> Any:

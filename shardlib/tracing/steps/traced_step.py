@@ -9,7 +9,7 @@ which prices an update by its bytes. The program that runs is the whole step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,11 +27,12 @@ from shardlib.graph.prune import prune
 from shardlib.jax_types import Leaf
 from shardlib.propagation.ties import Classes, tie_graph
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
-from shardlib.tracing.jaxpr_to_graph import graph_with_calls
+from shardlib.tracing.jaxpr_to_graph import translated
 from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.steps.marked_losses import FoundLoss, found_losses
 from shardlib.tracing.steps.parts import tied_parts
 from shardlib.tracing.steps.state_roles import StateRoles, state_roles
+from shardlib.tracing.steps.unmarked import UnmarkedGradients, unmarked_gradients
 from shardlib.tracing.trip_counts import dtype_name
 
 #: (state, batch) -> (new state, metrics).
@@ -53,6 +54,7 @@ class TracedStep:
         batch: abstract arrays of the batch.
         metrics: abstract metrics.
         losses: those that the step marks, in order; none in a step that marks none.
+        unmarked: gradients that are taken outside of them, in a step that marks some.
         others: kinds of the custom calls that stand outside of them.
     """
 
@@ -66,7 +68,18 @@ class TracedStep:
     batch: Tree
     metrics: Tree
     losses: tuple[FoundLoss, ...] = ()
+    unmarked: UnmarkedGradients = field(default_factory=UnmarkedGradients)
     others: frozenset[str] = frozenset()
+
+    @property
+    def trained(self) -> frozenset[int]:
+        """Numbers of the arrays of the state that its marked losses train."""
+        return frozenset(
+            root
+            for one in self.losses
+            for root in (one.roots[at] for at in one.trained)
+            if root is not None
+        )
 
 
 def trace_step(
@@ -104,11 +117,13 @@ def trace_step(
     _require_same(shapes[0], new)
     program = flatten(closed)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
-    graph, calls = graph_with_calls(program, inputs)
+    found = translated(program, inputs)
+    graph, calls = found.graph, found.calls
     rows = _rows(graph, len(paths), described)
     graph = tied_parts(graph, rows)
     roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
     losses = found_losses(calls, graph, len(paths), roles.weights, name)
+    unmarked = unmarked_gradients(program, found.values, roles.gradients, losses, len(paths))
     return TracedStep(
         name=name,
         closed=closed,
@@ -120,6 +135,7 @@ def trace_step(
         batch=shapes[1],
         metrics=metrics,
         losses=losses,
+        unmarked=unmarked,
         others=frozenset(
             call.form.kind for call, _ in calls.values() if not isinstance(call.form, MarkedLoss)
         ),

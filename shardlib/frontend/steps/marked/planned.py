@@ -18,6 +18,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.propagation.colours import Colouring, colour
+from shardlib.report import Finding
 from shardlib.tracing.steps.traced_step import TracedStep
 
 
@@ -99,7 +100,26 @@ class MarkedStep:
             if not rows.splits:
                 step = replace(self, problem=replace(self.problem, rows=rows))
                 return step, search(step.problem, machine, pins)
-        return self, plan
+        return self, replace(plan, findings=(*plan.findings, *self._in_one_piece(plan)))
+
+    def _in_one_piece(self, plan: Plan) -> tuple[Finding, ...]:
+        """What the plan counts in microbatches, and the step does for the whole batch."""
+        taken = [self.traced.paths[at] for at in self.traced.unmarked.gradients]
+        if plan.microbatches == 1 or not taken:
+            return ()
+        return (
+            Finding(
+                code="unmarked-gradient",
+                severity="warning",
+                message=(
+                    "gradients are taken outside of the marked losses, of the whole batch at once;"
+                    f" the activations kept for them are counted as those of one of"
+                    f" {plan.microbatches} microbatches"
+                ),
+                where=", ".join(taken[:4]),
+                hint="shardlib.value_and_grad for their loss, too",
+            ),
+        )
 
 
 def _named(traced: TracedStep, problem: Problem) -> TracedStep:

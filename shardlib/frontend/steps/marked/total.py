@@ -14,6 +14,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import LogicalAxes
 from shardlib.graph.problem import Parameter, Problem
 from shardlib.jax_types import Value
+from shardlib.report import Finding
 from shardlib.tracing.steps.total_loss import total_loss
 from shardlib.tracing.steps.traced_step import TracedStep
 from shardlib.tracing.trace import trace
@@ -33,7 +34,7 @@ def total_problem(traced: TracedStep) -> Problem:
         for at, path in enumerate(traced.paths)
         if at in {*traced.roles.weights, *_roots(traced)}
     }
-    trained = {one.roots[at] for one in traced.losses for at in one.trained}
+    trained = {*traced.trained, *traced.roles.gradients}
     leaves = jax.tree.leaves(traced.state)
     described = traced.problem.batch
     batch = {
@@ -51,7 +52,9 @@ def total_problem(traced: TracedStep) -> Problem:
             for at, path in enumerate(traced.paths)
         ]
         rows = [given[_key(path)] for path, *_ in described]
-        return total_loss(traced.program, [*arguments, *rows], traced.losses, values)
+        return total_loss(
+            traced.program, [*arguments, *rows], traced.losses, values, traced.unmarked.gradients
+        )
 
     named: dict[str, LogicalAxes] = {one.path: one.axes for one in traced.problem.parameters}
     model = _model(
@@ -73,9 +76,29 @@ def total_problem(traced: TracedStep) -> Problem:
     kept = {one.path: one for one in traced.problem.parameters}
     return replace(
         found,
+        forward=replace(found.forward, findings=(*found.forward.findings, *_uncounted(traced))),
         parameters=tuple(_with_state(one, kept.get(one.path)) for one in found.parameters),
         state_bytes=traced.problem.state_bytes,
         tokens=traced.problem.tokens,
+    )
+
+
+def _uncounted(traced: TracedStep) -> tuple[Finding, ...]:
+    """What the problem leaves out."""
+    if not traced.unmarked.unknown:
+        return ()
+    return (
+        Finding(
+            code="unmarked-gradient",
+            severity="warning",
+            message=(
+                "gradients are taken outside of the marked losses, in a loop or a branch that has"
+                " a marked loss, too; the step computes them, and their time and bytes are not"
+                " counted"
+            ),
+            where=", ".join(traced.paths[at] for at in traced.unmarked.unknown[:4]),
+            hint="shardlib.value_and_grad for their loss, too",
+        ),
     )
 
 

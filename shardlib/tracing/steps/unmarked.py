@@ -1,0 +1,80 @@
+"""Gradients that a step takes outside of the losses that it marks, as with `jax.value_and_grad`.
+
+They are computed as they are written: on the whole batch, with what the user rematerialises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardlib.tracing.program import Equation, Program
+from shardlib.tracing.steps.marked_losses import FoundLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmarkedGradients:
+    """Gradients that a step takes outside of its marked losses.
+
+    Attributes:
+        gradients: number of a weight among the state -> the value of the program that is its
+            gradient.
+        unknown: weights that are trained outside of the losses, where no such value is found: in a
+            loop, or a branch, that has a marked loss, too.
+    """
+
+    gradients: Mapping[int, int] = field(default_factory=dict[int, int])
+    unknown: tuple[int, ...] = ()
+
+
+def unmarked_gradients(
+    program: Program,
+    values: Mapping[int, int],
+    gradients: Mapping[int, int],
+    losses: Sequence[FoundLoss],
+    state: int,
+) -> UnmarkedGradients:
+    """The gradients that a step takes outside of its marked losses; none where it marks none.
+
+    Args:
+        program: the step; its first inputs are the state, the others the batch.
+        values: number of a value of the program -> value of its graph.
+        gradients: weight -> the value of the graph that is its gradient.
+        losses: that the step marks.
+        state: how many arrays the state has.
+    """
+    if not losses:
+        return UnmarkedGradients()
+    marked = {root for one in losses for root in (one.roots[at] for at in one.trained)}
+    calls = {one.call.path for one in losses}
+    makers = {number: one for one in program.equations for number in one.outputs}
+    numbers = {value: number for number, value in values.items() if number in makers}
+    batch = {*program.inputs[state:]}
+    found: dict[int, int] = {}
+    for at, value in gradients.items():
+        number = numbers.get(value)
+        if number is None or _marked(makers[number], calls):
+            continue
+        if at not in marked or not batch.isdisjoint(_read(number, makers, calls)):
+            found[at] = number
+    unknown = tuple(at for at in gradients if at not in found and at not in marked)
+    return UnmarkedGradients(gradients=found, unknown=unknown)
+
+
+def _marked(equation: Equation, calls: set[str]) -> bool:
+    """Whether an equation is one of a marked loss, or has one inside."""
+    inside = equation.call is not None and equation.call.path in calls
+    return inside or any(path.startswith(f"{equation.path}/") for path in calls)
+
+
+def _read(number: int, makers: Mapping[int, Equation], calls: set[str]) -> set[int]:
+    """The values that one is made of, up to marked losses."""
+    seen, waiting = {number}, [number]
+    while waiting:
+        maker = makers.get(waiting.pop())
+        if maker is None or _marked(maker, calls):
+            continue
+        fresh = [one for one in maker.inputs if one not in seen]
+        seen.update(fresh)
+        waiting.extend(fresh)
+    return seen
