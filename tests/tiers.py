@@ -36,6 +36,7 @@ TESTS = {
     "launching": "processes",
     "islands": "compile",
     "lowering": "compile",
+    "lowering/test_sharding_tree.py": "processes",
     "models": "compile",
     "planning": "unit",
     "propagation": "unit",

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.runtime.sharding_tree import sharding_tree
 from shardlib.planning.units.cards import card
 from shardlib.planning.units.quantity import bytes_text
 
@@ -40,7 +41,8 @@ def state_card(title: str, parts: Mapping[str, Tree]) -> str:
     rows.sort(key=lambda one: -one[0])
     if len(rows) > _MOST:
         lines.append(f"the {_MOST} largest of {len(rows)} arrays:")
-    return card(title, lines, rows=[row for _, row in rows[:_MOST]], head=_HEAD)
+    tree = "which device has which part, as a tree", sharding_tree(parts)
+    return card(title, lines, rows=[row for _, row in rows[:_MOST]], head=_HEAD, drawn=tree)
 
 
 def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:

@@ -25,7 +25,7 @@ _STYLE = (
     ".shardlib-card td,.shardlib-card th{padding:1px 14px 1px 0;text-align:left;"
     "vertical-align:top;background:none}"
     ".shardlib-card .right{text-align:right}"
-    ".shardlib-card details{margin-top:8px}"
+    ".shardlib-card details{margin-top:8px;overflow-x:auto}"
     ".shardlib-card summary{cursor:pointer;font-size:12px}"
     ".shardlib-card pre{font-size:11px;line-height:1.35;overflow-x:auto;background:none}"
 )
@@ -39,6 +39,7 @@ def card(
     rows: Sequence[Sequence[str]] = (),
     head: Sequence[str] = (),
     text: str = "",
+    drawn: tuple[str, str] = ("", ""),
 ) -> str:
     """A card.
 
@@ -49,6 +50,7 @@ def card(
         rows: of a table.
         head: of the table.
         text: the whole value, shown on demand.
+        drawn: what a picture shows, and the picture, HTML; shown on demand.
     """
     body = [f"<h4>{escape(title)}</h4>", *(f"<p>{escape(line)}</p>" for line in lines)]
     for heading, parts in bars:
@@ -57,6 +59,9 @@ def card(
         body.append(table(rows, head))
     if text:
         body.append(f"<details><summary>all of it</summary><pre>{escape(text)}</pre></details>")
+    if drawn[1]:
+        summary = f"<summary>{escape(drawn[0])}</summary>"
+        body.append(f"<details>{summary}{drawn[1]}</details>")
     return f'<div class="shardlib-card"><style>{_STYLE}</style>\n' + "\n".join(body) + "\n</div>"
 
 

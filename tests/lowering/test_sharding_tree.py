@@ -1,0 +1,71 @@
+"""The tree of a state in a notebook: treescope's pictures, in a real browser where there is one."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.lowering.runtime.sharding_tree import sharding_tree
+from shardlib.lowering.runtime.state import TrainState
+
+#: Pixels of a colour that is a device's part of the array.
+AREA = 500
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def state() -> TrainState:
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    sharded = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    weight = jax.device_put(jnp.zeros((64, 32)), sharded)
+    key = jax.random.key(0)
+    return TrainState(
+        step=jnp.int32(0), params={"weight": weight}, model_state={"key": key}, opt_state={}
+    )
+
+
+def test_without_treescope_or_after_a_step_the_card_is_there_alone(state, monkeypatch):
+    tree = "as a tree"
+    assert tree in state._repr_html_()
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "treescope", None)
+        assert sharding_tree({"params": state.params}) == ""
+        assert tree not in state._repr_html_() and "64 x 32" in state._repr_html_()
+    state.params["weight"].delete()
+    assert tree not in state._repr_html_() and "64 x 32" in state._repr_html_()
+    assert sharding_tree({"params": {}}) == ""
+
+
+@pytest.mark.long
+def test_it_shows_the_parts_of_an_array_when_it_is_opened(state, tmp_path: Path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright")
+    Image = pytest.importorskip("PIL.Image", reason="no Pillow")
+    if CHROMIUM is None:
+        pytest.skip("no browser on this machine")
+    page_file = tmp_path / "card.html"
+    page_file.write_text(f"<!DOCTYPE html><meta charset=utf-8>{state._repr_html_()}")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_context(offline=True).new_page()
+        said: list[str] = []
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(page_file.as_uri())
+        page.locator("summary").click()
+        colours = 0
+        for _ in range(50):  # treescope draws what is in sight, a little later
+            shot = Image.open(io.BytesIO(page.locator("details").screenshot())).convert("RGB")
+            every = shot.getcolors(shot.width * shot.height) or []
+            colours = sum(count > AREA and len(set(rgb)) > 1 for count, rgb in every)
+            if colours >= 8:
+                break
+            page.wait_for_timeout(200)
+        browser.close()
+    assert said == []
+    assert colours == 8  # a colour for each device
