@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from docs.site import build
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def headings(page: Path) -> set[str]:
@@ -22,11 +24,20 @@ def headings(page: Path) -> set[str]:
     return {title.replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def prose(page: Path) -> str:
+    """A page without its code; of a notebook the cells of text."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(one["source"]) for one in cells if one["cell_type"] != "code")
+    return re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", text)
+
+
+@pytest.mark.parametrize("page", PAGES + NOTEBOOKS, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path):
-    text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", page.read_text())
     wrong: list[str] = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:href|src)=\"([^\"]+)\"", prose(page)):
+        link = "".join(link)
         where, _, anchor = link.partition("#")
         if re.match(r"\w+:", where):
             continue

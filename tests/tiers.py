@@ -105,6 +105,7 @@ TESTS = {
     "test_published_unseen.py": "unit",
     "test_readme.py": "compile",
     "test_site.py": "unit",
+    "test_snippets.py": "unit",
     "test_tiers.py": "unit",
     "test_wrong_kinds.py": "compile",
 }
