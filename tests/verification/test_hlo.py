@@ -81,12 +81,21 @@ def test_a_loop_without_a_known_trip_count_counts_from_its_start_to_its_bound():
     assert traffic.problems == ()
 
 
+def test_a_counter_may_step_by_more_than_one():
+    traffic = read_traffic(
+        KERNEL.replace("constant(1)", "constant(2)"), MeshShape(data=2, tensor=2)
+    )
+    assert [c.count for c in traffic.collectives] == [3]  # 2, 4 and 6
+    assert traffic.problems == ()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("constant(7)", "add(%i, %i)"),
         ("direction=LT", "direction=NE"),
-        ("constant(1)", "constant(2)"),
+        ("constant(1)", "constant(-1)"),
+        ("add(%i, %one)", "multiply(%i, %one)"),
         ("tuple(%zero, %x)", "custom-call(%zero, %x)"),
     ],
 )

@@ -83,7 +83,7 @@ ENTRY %main (given: f32[4]) -> (s32[], f32[4]) {
 """
 
 
-@pytest.mark.parametrize(("step", "trips"), [(1, 58), (2, None)])
+@pytest.mark.parametrize(("step", "trips"), [(1, 58), (2, 29), (3, 20), (0, None)])
 def test_a_counter_that_the_compiler_copies_is_read(step, trips):
     """As the TPU compiler writes a loop whose counter it prefetches."""
     module = parse(COPIED.replace("STEP", str(step)))

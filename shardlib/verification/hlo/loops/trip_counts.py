@@ -2,7 +2,7 @@
 
 The CPU and GPU compilers say so (`known_trip_count`). The TPU compiler does not: there the
 counter's bound is read off the condition (`counter < constant`), its start off the loop's operand,
-and a counter that does not step by one is left unknown.
+and its step off the body; a counter that is not stepped by a constant is left unknown.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def trip_count(loop: Instruction, around: Computation, module: Module) -> int | 
     if index is None:
         return None
     start = _start(loop, around, module, index)
-    if start is None or not _steps_by_one(
-        module.computations.get(loop.called.get("body", "")), index, module
-    ):
+    step = _step(module.computations.get(loop.called.get("body", "")), index, module)
+    if start is None or step is None:
         return None
-    return max(0, limit - start)
+    return max(0, -(-(limit - start) // step))
 
 
 def _bound(condition: Computation, module: Module) -> tuple[int, int | None] | None:
@@ -105,25 +104,26 @@ def _source(value: Instruction | None, around: Computation) -> Instruction | Non
     return value
 
 
-def _steps_by_one(body: Computation | None, index: int, module: Module) -> bool:
-    """Whether the body adds one to the counter."""
+def _step(body: Computation | None, index: int, module: Module) -> int | None:
+    """The positive constant that the body adds to the counter."""
     if (
         body is None
         or body.root is None
         or body.root.opcode != "tuple"
         or index >= len(body.root.operands)
     ):
-        return False
+        return None
     after = _source(body.by_name.get(body.root.operands[index]), body)
     if after is None:
-        return False
+        return None
     scope, operands = body, [body.by_name.get(name) for name in after.operands]
     if after.opcode == "fusion":
         inner = module.computations.get(after.called.get("calls", ""))
         if inner is None or inner.root is None:
-            return False
+            return None
         scope, after = inner, inner.root
         operands = [_outside(scope.by_name.get(name), operands) for name in after.operands]
-    return after.opcode == "add" and any(
-        _constant(_source(operand, scope)) == 1 for operand in operands
-    )
+    if after.opcode != "add":
+        return None
+    added = [_constant(_source(operand, scope)) for operand in operands]
+    return next((step for step in added if step is not None and step > 0), None)
