@@ -151,7 +151,7 @@ def gan() -> Example:
 
 def distillation() -> Example:
     """A frozen teacher."""
-    optimizer = optax.adamw(1e-2)
+    optimizer = optax.adamw(1e-2, eps=1e-3)
 
     def init(key: jax.Array) -> State:
         a, b = jax.random.split(key)
@@ -369,7 +369,7 @@ def meta_learning() -> Example:
 
 def ema_teacher() -> Example:
     """A teacher that follows its student slowly, and random numbers in the state."""
-    optimizer = optax.chain(optax.scale_by_adam(), optax.scale(-1e-2))
+    optimizer = optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1e-2))
 
     def init(key: jax.Array) -> State:
         a, b = jax.random.split(key)

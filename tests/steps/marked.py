@@ -36,7 +36,7 @@ def language_model(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Ex
 
 def distillation(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
     """A teacher outside of the loss, which gets what it says of every row."""
-    optimizer = optax.adamw(1e-2)
+    optimizer = optax.adamw(1e-2, eps=1e-3)
 
     def loss(student: State, batch: Batch) -> jax.Array:
         logits = lm(student, batch["ids"])
@@ -263,7 +263,7 @@ def meta_learning(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Exa
 
 def ema_teacher(value_and_grad: ValueAndGrad = shardlib.value_and_grad) -> Example:
     """A teacher and random numbers outside of the loss, both of every row."""
-    optimizer = optax.chain(optax.scale_by_adam(), optax.scale(-1e-2))
+    optimizer = optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1e-2))
 
     def loss(student: State, batch: Batch) -> jax.Array:
         found = lm(student, jnp.where(batch["hidden"], 0, batch["ids"]))

@@ -73,3 +73,20 @@ def test_gradients_outside_of_marked_losses_move_what_they_do_without_marks(
     # XLA adds the gradients of both uses of a weight before it reduces them.
     assert made[0]["reduce-scatter"] <= plan["reduce-scatter"]
     assert made[0]["all-reduce"] <= 1.01 * plan["all-reduce"]
+
+
+@pytest.mark.compiler("gpu")
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gan", "dpo"])
+def test_several_models_in_microbatches_move_what_was_planned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    for one, value in {"WIDE": 512, "ROWS": 64}.items():
+        monkeypatch.setattr(examples, one, value)
+    program = planned(MARKED[name](), zero=2, microbatches=2)
+    found = program.verify()
+    assert found.ok and found.compiled is not None, str(found)
+    plan, made = moved(program.plan.estimate.collectives), moved(found.compiled.collectives)
+    for kind in ("reduce-scatter", "all-gather"):
+        assert made.get(kind, 0) == pytest.approx(plan.get(kind, 0), rel=0.01)
+    assert made["all-reduce"] <= 1.01 * plan["all-reduce"]

@@ -64,10 +64,10 @@ def shared(aside: Any) -> Example:
     return Example(one.init, step, one.batch)
 
 
-def planned(example: Example, zero: int = 3) -> Any:
+def planned(example: Example, zero: int = 3, **pin: Any) -> Any:
     return shardlib.compile_step(
         example.init, example.step, example.batch, topology="h100:8",
-        pin={"mesh": {"fsdp": 8}, "zero": zero}, abstract=True,
+        pin={"mesh": {"fsdp": 8}, "zero": zero, **pin}, abstract=True,
     )  # fmt: skip
 
 
