@@ -124,20 +124,14 @@ def make_folder(folder, steps):
     print(f"made {folder}: counts by one with a loss of {losses[-1]:.3f}")
 
 
-def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Trains the adapters, and returns the loss before and after."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--topology", default="cpu:8")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--folder", help="with safetensors; by default a small one is made")
-    asked = parser.parse_args(arguments)
-    folder = asked.folder or tempfile.mkdtemp()
-    if asked.folder is None:
-        make_folder(folder, asked.steps)
+def teach(folder, topology, steps):
+    """Trains adapters of a folder's model, and writes them to `adapter` in it; returns the model
+    with them, and the losses before and after.
+    """
     optimizer, batch = optax.adam(1e-2), rows(0, 3)
 
     # the folder's tensors, where a plan of the plain model has them
-    plain = shardlib.compile(base, loss, optimizer, batch, topology=asked.topology)
+    plain = shardlib.compile(base, loss, optimizer, batch, topology=topology)
     given = {
         "layers.#.input_norm.scale": "model.layers.#.input_layernorm.weight",
         "layers.#.mlp_norm.scale": "model.layers.#.post_attention_layernorm.weight",
@@ -149,13 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
     # the same with adapters: another model, with a plan of its own, that trains these alone
     program = shardlib.compile(
-        adapted, loss, optimizer, batch, topology=asked.topology, wrt=nnx.LoRAParam
+        adapted, loss, optimizer, batch, topology=topology, wrt=nnx.LoRAParam
     )
     print(program.plan.explain().split("\n\n")[0])
     state = operate(program, state).state(seed=0)
-    state, losses = trained(program, state, asked.steps, by=3)
+    state, losses = trained(program, state, steps, by=3)
     after = float(program.evaluate(state, rows(10**6, 3))["loss"])
-    print(f"counts by three: loss {losses[0]:.3f} before, {after:.3f} after {asked.steps} steps")
+    print(f"counts by three: loss {losses[0]:.3f} before, {after:.3f} after {steps} steps")
 
     theirs = {
         f"layers.{number}.{ours}": f"model.layers.{number}.{name}"
@@ -164,7 +158,20 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     }
     write_adapter(Path(folder, "adapter"), state.params, theirs, task="CAUSAL_LM")
     print(f"wrote {folder}/adapter, which PEFT reads")
-    return [losses[0], after]
+    return program.module(state), [losses[0], after]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Trains the adapters, and returns the loss before and after."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", default="cpu:8")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--folder", help="with safetensors; by default a small one is made")
+    asked = parser.parse_args(arguments)
+    folder = asked.folder or tempfile.mkdtemp()
+    if asked.folder is None:
+        make_folder(folder, asked.steps)
+    return teach(folder, asked.topology, asked.steps)[1]
 
 
 if __name__ == "__main__":
