@@ -135,6 +135,22 @@ def test_a_module_stays_sharded_under_jit(program: Program):
 
 
 @pytest.mark.long
+def test_a_state_dict_has_the_arrays_themselves(program: Program):
+    """Under Flax's own paths, and the plan's."""
+    state = program.init(seed=0)
+    found = program.state_dict(state)
+    flat = nnx.to_flat_state(nnx.state(program.module(state)))
+    assert found.keys() == {".".join(map(str, path)) for path, _ in flat}
+    assert list(found)[: len(program.plan.parameters)] == [p.path for p in program.plan.parameters]
+    kernel = found["up.kernel"]
+    assert any(kernel is one for one in jax.tree.leaves(state.params))
+    assert kernel.sharding == program.state.params["up"]["kernel"].sharding
+    state, _ = program.step(state, rows(1))
+    assert program.state_dict(state)["up.kernel"].shape == kernel.shape
+    with pytest.raises(StateError, match=r"state_dict"):
+        program.state_dict(replace(state, params={"up": found}))
+
+
 def test_surgery_resizes_freezes_and_adds_adapters_under_a_new_plan(program: Program):
     state, _ = program.step(program.init(0), rows(0))
 

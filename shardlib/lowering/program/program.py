@@ -26,6 +26,7 @@ from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leave
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.program.checks.other_batch import require
+from shardlib.lowering.program.checks.views import arrays_by_path, require_model
 from shardlib.lowering.program.evaluation import Evaluation
 from shardlib.lowering.program.lowered import LoweredProgram, shardings_of
 from shardlib.lowering.program.step import nothing_kept
@@ -86,13 +87,8 @@ class Program(LoweredProgram):
         require_state("step", state)
         require_present("step", state)
         if self.disk is not None:
-            require_own(
-                "step",
-                state,
-                self.state,
-                # its arrays are taken over one by one: half of them would be gone before one does
-                # not fit
-            )
+            # its arrays are taken over one by one: half would be gone before one does not fit
+            require_own("step", state, self.state)
         require(batch, self.batch)
         several = self._several
         try:
@@ -243,7 +239,7 @@ class Program(LoweredProgram):
             StateError: parameters or model state were donated to a step before, or deleted, or are
                 those of another program.
         """
-        self._require_model("anew", state)
+        require_model("anew", state, self.state)
         try:
             opt_state = self._first_opt_state(state.params)
         except FOREIGN as error:
@@ -287,11 +283,18 @@ class Program(LoweredProgram):
             StateError: parameters or model state were donated to a step before, or deleted, or are
                 those of another program.
         """
-        self._require_model("module", state)
+        require_model("module", state, self.state)
         return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
-    def _require_model(self, asked: str, state: TrainState) -> None:
-        """Refuses a state whose parameters and model state are gone or have other shapes."""
-        require_state(asked, state)
-        require_present(asked, state.inference)
-        require_own(asked, state.inference, self.state.inference, laid_out=False)
+    def state_dict(self, state: TrainState) -> dict[str, jax.Array]:
+        """The arrays of the model by dotted path, parameters first: those of the state themselves,
+        sharded as they are. `plan.parameters` and checkpoints have the same paths.
+
+        Args:
+            state: of this program.
+
+        Raises:
+            StateError: see `module`; or a parameter and an array of the model's state share a path.
+        """
+        require_model("state_dict", state, self.state)
+        return arrays_by_path(state)
