@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shardlib.training.fit import fit
 from shardlib.training.measures.judge import Policy
 from shardlib.training.settings import Settings
 from shardlib.training.validation import Validation
+from tests.steps import examples
 from tests.steps.examples import lm, mlp, nll
 from tests.steps.marked import MARKED
 from tests.steps.test_equal import plain
@@ -134,3 +136,16 @@ def test_its_plan_answers(name: str):
     )
     others = free.plan.alternatives()
     assert others and all(one.ratio >= 1 and one.differs for one in others)
+
+
+def dots(one: Any) -> list[str]:
+    """Shapes of what the matmuls of a compiled step give."""
+    return re.findall(r"= f32\[(\d+,\d+)\]\S* dot\(", one.compiled.as_text())
+
+
+def test_rows_side_by_side_stay_rows_of_a_device(monkeypatch: pytest.MonkeyPatch):
+    """The judge gets real and made rows in one array: 2 x 24 of them, a fourth on each device."""
+    monkeypatch.setattr(examples, "ROWS", 24)
+    found = dots(compiled(MARKED["gan"](), {"mesh": {"fsdp": 4}, "zero": 2}))
+    assert any(shape.startswith("12,") for shape in found)
+    assert not any(shape.startswith("48,") for shape in found)

@@ -7,10 +7,56 @@ computed of it keeps the rows of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from shardlib.axes import LogicalAxes
 from shardlib.graph.factors import Dim, Dims, FactorRule
 from shardlib.graph.graph import Graph, Op
+from shardlib.graph.problem import Problem
+from shardlib.propagation.ties import Classes, tie_graph
+
+
+def tied_rows(problem: Problem) -> Problem:
+    """A problem in whose graphs rows side by side are tied to those of its batch.
+
+    Args:
+        problem: of a loss.
+    """
+    names = {path: axes for path, _, _, axes in problem.batch}
+
+    def tied(graph: Graph) -> Graph:
+        given = [(value, names.get(graph.values[value].path, ())) for value in graph.inputs]
+        return tied_parts(graph, rows_of(graph, given))
+
+    return replace(
+        problem,
+        forward=tied(problem.forward),
+        steps={name: replace(one, graph=tied(one.graph)) for name, one in problem.steps.items()},
+    )
+
+
+def rows_of(graph: Graph, given: Iterable[tuple[int, LogicalAxes]]) -> frozenset[tuple[int, int]]:
+    """(value, dim) of dims that some operations tie to the rows of the batch.
+
+    Args:
+        graph: of a step or a loss.
+        given: inputs, and the names of their dims.
+    """
+    classes = Classes()
+    tie_graph(classes, "", graph)
+    roots = {
+        classes.find(("", value, at))
+        for value, axes in given
+        for at, axis in enumerate(axes)
+        if axis == "batch"
+    }
+    return frozenset(
+        (value, at)
+        for value, one in enumerate(graph.values)
+        for at in range(len(one.shape))
+        if classes.find(("", value, at)) in roots
+    )
 
 
 def tied_parts(graph: Graph, rows: frozenset[tuple[int, int]]) -> Graph:

@@ -25,12 +25,11 @@ from shardlib.graph.graph import Graph
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.jax_types import Leaf
-from shardlib.propagation.ties import Classes, tie_graph
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
 from shardlib.tracing.jaxpr_to_graph import translated
 from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.steps.marked_losses import FoundLoss, found_losses
-from shardlib.tracing.steps.parts import tied_parts
+from shardlib.tracing.steps.parts import rows_of, tied_parts
 from shardlib.tracing.steps.state_roles import StateRoles, state_roles
 from shardlib.tracing.steps.unmarked import UnmarkedGradients, unmarked_gradients
 from shardlib.tracing.trip_counts import dtype_name
@@ -192,21 +191,8 @@ def _require_same(before: Tree, after: Tree) -> None:
 
 def _rows(graph: Graph, count: int, described: tuple[Described, ...]) -> frozenset[tuple[int, int]]:
     """(value, dim) of dims that some operations tie to the rows of the batch."""
-    classes = Classes()
-    tie_graph(classes, "", graph)
     given = zip(graph.inputs[count:], described, strict=True)
-    roots = {
-        classes.find(("", value, at))
-        for value, (_, _, _, axes) in given
-        for at, axis in enumerate(axes)
-        if axis == "batch"
-    }
-    return frozenset(
-        (value, at)
-        for value, one in enumerate(graph.values)
-        for at in range(len(one.shape))
-        if classes.find(("", value, at)) in roots
-    )
+    return rows_of(graph, [(value, axes) for value, (_, _, _, axes) in given])
 
 
 def _problem(

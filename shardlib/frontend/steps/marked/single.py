@@ -8,7 +8,7 @@ step's plan are rules of the loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -25,6 +25,7 @@ from shardlib.functions.losses import MarkedLoss
 from shardlib.jax_types import Value
 from shardlib.propagation.colours import Colouring
 from shardlib.tracing.steps.marked_losses import FoundLoss
+from shardlib.tracing.steps.parts import tied_rows
 from shardlib.tracing.steps.traced_step import TracedStep
 from shardlib.tracing.trace import trace
 
@@ -100,7 +101,15 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
     )
     given = {path: shapes[at] for path, at in batch}
     with activations.no_mesh():
-        read = trace(model, loss, given, batch_axes=axes, policies=("none",), rows=form.rows)
+        read = trace(
+            model,
+            loss,
+            given,
+            batch_axes=axes,
+            policies=("none",),
+            rows=form.rows,
+        )
+    read = replace(read, problem=tied_rows(read.problem))
     return SingleLoss(
         found=found,
         model=TracedModel(

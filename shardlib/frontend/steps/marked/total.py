@@ -15,6 +15,7 @@ from shardlib.axes import LogicalAxes
 from shardlib.graph.problem import Parameter, Problem
 from shardlib.jax_types import Value
 from shardlib.report import Finding
+from shardlib.tracing.steps.parts import tied_rows
 from shardlib.tracing.steps.total_loss import total_loss
 from shardlib.tracing.steps.traced_step import TracedStep
 from shardlib.tracing.trace import trace
@@ -73,6 +74,7 @@ def total_problem(traced: TracedStep) -> Problem:
             batch_axes={**axes, **{key: (None,) * leaf.ndim for key, leaf in needed.items()}},
             rows="mean",
         ).problem
+    found = tied_rows(found)
     kept = {one.path: one for one in traced.problem.parameters}
     return replace(
         found,
