@@ -79,6 +79,7 @@ TESTS = {
     "explanation/test_curves.py": "unit",
     "planning/pictures/test_browser.py": "processes",
     "planning/pictures/test_perfetto.py": "processes",
+    "planning/pictures/test_screenshots.py": "processes",
     "hardware/test_local_machine.py": "processes",
     "launching/test_kubernetes.py": "unit",
     "launching/test_launching_docs.py": "unit",

@@ -9,6 +9,7 @@ import pytest
 
 from shardlib.planning.plan import Plan
 from shardlib.planning.text.explain import explain
+from shardlib.verification.report import FORMAT
 from tests.planning.fixture_plan import PLAN
 
 
@@ -68,3 +69,16 @@ def test_explain_alternatives_and_sensitivity(shell, made: Path):
         and text.startswith("Alternatives, by predicted time\n")
         and "What holds the plan back" in text
     )
+
+
+def test_evidence_of_another_plan_does_not_stand_beside_it(shell, plan_file: Path, tmp_path: Path):
+    compiled = {"collectives": [], "device_bytes": {"peak": 1}}
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    words = ("explain", str(plan_file), "--html", str(page), "--verified", str(report))
+    for digest, code in ((PLAN.digest, 0), ("0123456789ab", 2)):
+        report.write_text(
+            json.dumps({"format": FORMAT, "plan": {"digest": digest}, "compiled": compiled})
+        )
+        found, _, err = shell(*words)
+        assert found == code
+    assert f"is of plan 0123456789ab, and the page is of plan {PLAN.digest}" in err

@@ -144,6 +144,15 @@ def sensitivity_text(found: Sensitivity) -> str:
 SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
 
 
+def link_name(name: str, kind: str) -> str:
+    """A link tier for people; one that is the memory of a host is no memory of a device.
+
+    Args:
+        name, kind: of the tier.
+    """
+    return f"{name} links" if kind == "memory" else name
+
+
 def shock_row(shock: Shock) -> tuple[str, ...]:
     """A shock under `SHOCK_HEAD`."""
     return (
@@ -165,7 +174,7 @@ def price_row(price: Price) -> tuple[str, str, str, str]:
             seconds_text(price.saved_seconds),
         )
     return (
-        f"{price.resource} of a device",
+        f"{link_name(price.resource, price.kind)} of a device",
         count_text(price.amount, "B/s"),
         "1 GB/s",
         seconds_text(price.saved_seconds),
@@ -175,15 +184,17 @@ def price_row(price: Price) -> tuple[str, str, str, str]:
 def break_text(price: Price) -> str:
     """Where another plan becomes the best, as a sentence."""
 
+    name = price.resource if price.kind == "hbm" else link_name(price.resource, price.kind)
+
     def amount(value: float) -> str:
         return bytes_text(value) if price.kind == "hbm" else count_text(value, "B/s")
 
     if not price.break_amount:
         reach = f" up to {amount(price.limit)}" if price.limit and price.kind != "hbm" else ""
-        return f"{price.resource}: no amount{reach} changes the plan."
+        return f"{name}: no amount{reach} changes the plan."
     same_mesh = "" if price.break_mesh is None else f"{price.break_mesh}, "
     return (
-        f"{price.resource}: from {amount(price.break_amount)} on another plan is the best,"
+        f"{name}: from {amount(price.break_amount)} on another plan is the best,"
         f" {same_mesh}{seconds_text(price.break_seconds)} a step"
         f" ({'; '.join(price.break_changes)})."
     )

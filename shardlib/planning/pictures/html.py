@@ -8,6 +8,7 @@ script everything but the landscape of plans and the arrays as grids is there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
 from shardlib.cost.machine.corrections import fitting_bytes
@@ -52,6 +53,7 @@ from shardlib.planning.units.quantity import (
     percent_text,
     seconds_text,
 )
+from shardlib.report import Finding
 
 #: (name, heading, content): a section of the page.
 Section = tuple[str, str, str]
@@ -115,7 +117,8 @@ def _head(plan: PlanData, title: str) -> str:
     shown = "".join(f"<div><b>{value}</b>{label}</div>" for value, label in figures)
     return (
         f"<h1>{escape(title)}</h1>"
-        f'<p class="soft">{plan.mesh.devices:,} devices, mesh {escape(str(plan.mesh))}, plan'
+        f'<p class="soft">{plan.mesh.devices:,} device{"s" * (plan.mesh.devices > 1)}, mesh'
+        f" {escape(str(plan.mesh))}, plan"
         f' <code>{plan.digest}</code></p><div class="figures">{shown}</div>'
     )
 
@@ -144,9 +147,15 @@ def _sections(
     yield (
         "findings",
         "Findings",
-        "".join(f"<p>{escape(str(finding))}</p>" for finding in plan.findings),
+        "".join(_finding(finding) for finding in plan.findings),
     )
     yield "rejected", "Rejected", _rejected(plan)
+
+
+def _finding(finding: Finding) -> str:
+    """A finding, with what to try on a line of its own."""
+    told = escape(str(replace(finding, hint="")))
+    return f"<p>{told}{f'<br>Try: {escape(finding.hint)}' if finding.hint else ''}</p>"
 
 
 def _listed(lines: Sequence[str]) -> str:

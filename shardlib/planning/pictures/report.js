@@ -27,12 +27,13 @@
     if (!room) return;
     const { points, chosen, words, defaults } = data.landscape;
     const panel = document.getElementById("landscape-panel"), choose = document.getElementById("landscape-colour");
-    const WIDTH = 860, HEIGHT = 400, LEFT = 76, TOP = 14, RIGHT = 16, BOTTOM = 44;
+    const WIDTH = 860, HEIGHT = 400, LEFT = 76, TOP = 14, RIGHT = 16, BOTTOM = 44, FAR = 8;
     const all = [...points, chosen];
     const limit = data.fitting || Infinity;
+    const near = data.fitting && data.fitting < FAR * Math.max(...all.map((p) => p.b));
     const xs = all.map((p) => Math.log(p.b)), ys = all.map((p) => Math.log(p.s));
     const pad = (low, high) => { const more = Math.max((high - low) * 0.06, 0.03); return [low - more, high + more]; };
-    const [x0, x1] = pad(Math.min(...xs), Math.max(...xs, data.fitting ? Math.log(data.fitting) : -Infinity));
+    const [x0, x1] = pad(Math.min(...xs), Math.max(...xs, near ? Math.log(data.fitting) : -Infinity));
     const [y0, y1] = pad(Math.min(...ys), Math.max(...ys));
     const X = (b) => LEFT + ((WIDTH - LEFT - RIGHT) * (Math.log(b) - x0)) / (x1 - x0);
     const Y = (s) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - (Math.log(s) - y0) / (y1 - y0));
@@ -59,7 +60,9 @@
     }
     grid.append(svg("text", { class: "soft", x: (LEFT + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory of a device (logarithmic)"));
     grid.append(svg("text", { class: "soft", x: LEFT + 4, y: TOP + 10 }, "seconds a step (logarithmic)"));
-    if (data.fitting && Math.log(data.fitting) > x0) {
+    if (data.fitting && !near)
+      grid.append(svg("text", { x: WIDTH - RIGHT - 4, y: TOP + 12, "text-anchor": "end" }, `memory that plans may fill: ${bytes(data.fitting)}, far to the right`));
+    if (near && Math.log(data.fitting) > x0) {
       grid.append(svg("line", { class: "limit", x1: X(limit), x2: X(limit), y1: TOP, y2: HEIGHT - BOTTOM }));
       grid.append(svg("text", { x: X(limit) - 5, y: HEIGHT - BOTTOM - 6, "text-anchor": "end" }, "memory that plans may fill"));
     }
@@ -179,7 +182,7 @@
         .filter((name) => !dims.some((d) => d.axes.includes(name)) && !sums.includes(name) && !(own && name === "stage"));
       panel.textContent = `${one.forms[form].text}. The device at ${where} holds ${held.join("; ") || "all of it"}` +
         (whole ? `: ${bytes(whole / ways)} of ${bytes(whole)}` : "") + "." +
-        (copies.length ? ` All devices along ${copies.join(" and ")} hold the same.` : sums.length ? "" : " No two devices hold the same part.") +
+        (copies.length ? ` All devices along ${copies.join(" and ")} hold the same.` : sums.length || !data.axes.length ? "" : " No two devices hold the same part.") +
         (sums.length ? ` Devices along ${sums.join(" and ")} have different partial sums of it.` : "") +
         (own && size.stage > 1 ? " Every stage has those of its own layers." : "") +
         (own && data.microbatches > 1 ? ` That is of the whole batch; it comes in ${data.microbatches} microbatches, one after another.` : "");

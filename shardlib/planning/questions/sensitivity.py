@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from shardlib.cost.machine.corrections import margin
 from shardlib.hardware.topology import Topology
-from shardlib.planning.answers.shadow_prices import Price, Sensitivity, Shock
+from shardlib.planning.answers.shadow_prices import Price, Sensitivity, Shock, link_name
 from shardlib.planning.plan import Plan, source_of
 from shardlib.planning.questions import counterfactual as other
 from shardlib.planning.questions.constraints import staircase
@@ -48,7 +48,7 @@ def sensitivity(plan: Plan) -> Sensitivity:
     prices = [_price_of_memory(plan, best), *(_price_of_link(plan, best, index) for index in used)]
     lowered: list[tuple[str, Topology]] = [
         (
-            f"{topology.tiers[index].name} bandwidth",
+            f"{link_name(topology.tiers[index].name, topology.tiers[index].kind)} bandwidth",
             other.with_link(topology, index, topology.tiers[index].bytes_per_s * SHOCK),
         )
         for index in used

@@ -18,6 +18,7 @@ from shardlib.planning.pictures.html import html_report
 from shardlib.planning.pictures.report.evidence import Evidence
 from shardlib.planning.pictures.report.links import causes
 from shardlib.planning.pictures.report.machine import machine_picture
+from shardlib.planning.pictures.report.memory import memory_picture
 from shardlib.planning.pictures.report.step import lanes, step_picture
 from shardlib.planning.questions.questions import answers
 from shardlib.planning.text.figures import LABELS
@@ -171,3 +172,12 @@ def test_answers_are_sections_of_their_own():
     ):
         assert text in page
     assert ">Alternatives</h2>" not in html_report(plan)
+
+
+@pytest.mark.parametrize(("usable", "words"), [(64, "usable: 64.0 GiB<"), (2048, "2.00 TiB, far")])
+def test_memory_fills_its_picture_however_much_a_device_has(usable, words):
+    parts = PLAN.estimate.device_bytes
+    drawn = memory_picture(parts, usable * 2**30)
+    assert words in drawn
+    heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", drawn)]
+    assert max(heights) - min(heights) > 230 / 5  # of the height of the picture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from shardlib.cli.output import read_text, writable, write
-from shardlib.errors import PlanError, VerificationError
+from shardlib.errors import PlanError, RunError, VerificationError
 from shardlib.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class Page:
             return
         from shardlib.planning.pictures.html import html_report
 
-        found = [*self._compiled(), *self._measured()]
+        found = [*self._compiled(plan), *self._measured(plan)]
         write(self.html, html_report(plan, answers=told, evidence=found))
 
-    def _compiled(self) -> list[Evidence]:
+    def _compiled(self, plan: Plan) -> list[Evidence]:
         if self.verified is None:
             return []
         from shardlib.planning.pictures.report.evidence import Evidence
@@ -81,15 +81,37 @@ class Page:
         text = read_text(self.verified, "report", again, VerificationError)
         collectives = read_baseline(text, str(self.verified))
         data = cast("Mapping[str, Any]", parse_json(text, "the report", VerificationError))
+        _held_to(plan, cast("Mapping[str, Any]", data.get("plan") or {}), self.verified)
         peak = data["compiled"].get("device_bytes", {}).get("peak")
         size = peak if isinstance(peak, int) and not isinstance(peak, bool) else None
         return [Evidence(source="compiled", peak_bytes=size, collectives=collectives)]
 
-    def _measured(self) -> list[Evidence]:
+    def _measured(self, plan: Plan) -> list[Evidence]:
         if self.run is None:
             return []
         from shardlib.planning.pictures.report.evidence import Evidence
         from shardlib.training.run.status import status
 
-        pace = status(self.run).pace
+        found = status(self.run)
+        kept = parse_json(
+            read_text(self.run / "plan.json", "plan", "a run that has begun", RunError),
+            "the plan of the run",
+            RunError,
+        )
+        _held_to(plan, cast("Mapping[str, Any]", kept), self.run)
+        pace = found.pace
         return [Evidence(source="measured", step_seconds=pace.step_seconds or None)]
+
+
+def _held_to(plan: Plan, other: Mapping[str, Any], where: Path) -> None:
+    """What stands beside a prediction has to be of the same plan.
+
+    Raises:
+        PlanError: it is of another one.
+    """
+    digest = str(other.get("digest", ""))
+    if digest != plan.digest:
+        raise PlanError(
+            f"{where} is of plan {digest or 'unknown'}, and the page is of plan {plan.digest}\nTry:"
+            " the plan.json of the run, or the plan that was verified"
+        )

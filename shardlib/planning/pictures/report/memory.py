@@ -38,6 +38,8 @@ _SHAPES = {
     "communication": (0, 1, 1, 1, 1, 0, 0),
     "temporaries": (0, 1, 1, 1, 1, 0, 0),
 }
+#: Times the peak up to which a picture reaches to what a device has.
+_FAR = 4
 _LEFT, _TOP, _HEIGHT = 70, 14, 230
 NOTE = (
     "Known are the stored parts, and all parts at the peak; in between straight lines are"
@@ -53,7 +55,8 @@ def memory_picture(parts: DeviceBytes, usable: float | None) -> str:
         parts: bytes at the peak.
         usable: bytes of a device that a program can use; None where it is not known.
     """
-    most = max(parts.peak, usable or 0) * 1.06 or 1.0
+    near = usable is not None and usable <= _FAR * parts.peak
+    most = max(parts.peak, usable if usable and near else 0) * 1.06 or 1.0
     shapes = list(_grid(most))
     base = [0.0] * len(_AT)
     shown: list[tuple[str, int]] = []
@@ -108,10 +111,13 @@ def _grid(most: float) -> Iterator[str]:
 
 
 def _marks(parts: DeviceBytes, usable: float | None, most: float) -> Iterator[str]:
-    if usable:
+    told = f"usable: {bytes_text(usable)}" if usable else ""
+    if usable and usable <= most:
         y = _y(usable, most)
         yield line(_LEFT, y, WIDTH - 10, y, cls="limit")
-        yield words(WIDTH - 12, y - 4, f"usable: {bytes_text(usable)}", anchor="end")
+        yield words(WIDTH - 12, y - 4, told, anchor="end")
+    elif usable:
+        yield words(WIDTH - 12, _TOP + 12, f"{told}, far above", anchor="end")
     y = _y(parts.peak, most)
     yield rect(_x(0.40) - 3, y - 3, 6, 6, cls="ink", tip=f"peak: {bytes_text(parts.peak)}")
     yield words(_x(0.40) + 8, max(y - 4, _TOP + 10), f"peak {bytes_text(parts.peak)}", cls="halo")
