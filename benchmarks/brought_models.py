@@ -4,8 +4,8 @@
 
 Each model is planned for eight simulated devices, compiled and trained five steps in float32: on
 the mesh that is planned, and on one that shards all that can be sharded. Losses and parameters are
-compared with those of optax on one device. The packages have to be installed; a model whose package
-is not is an error in the table.
+compared with those of optax on one device; two deep nets of rectifiers in float64. The packages
+have to be installed; a model whose package is not is an error in the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, simulate_devices, write
 
-PATH = RESULTS / "brought_models.json"
+#: Results by the version of JAX; rows of the page are those of the first.
+PATHS = {
+    version: RESULTS / f"brought_models_jax-{version}.json" for version in ("0.10.2", "0.12.0.1")
+}
 
 
 def names() -> list[str]:
@@ -77,29 +80,39 @@ def said(row: dict[str, Any]) -> str:
     return f"{row['name']}: {meshes} (rounding alone {row['moved_by_rounding']:.1e})"
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the page's table."""
-    planned, sharded = row["meshes"].values()
-    differences = " | ".join(
+def differences(row: dict[str, Any] | None) -> str:
+    """Two cells of the page's table: the difference on each mesh."""
+    if row is None or "meshes" not in row:
+        return "not run | not run"
+    return " | ".join(
         f"{m['difference']:.1e}" if "difference" in m else m["error"].splitlines()[0]
-        for m in (planned, sharded)
+        for m in row["meshes"].values()
     )
+
+
+def line(row: dict[str, Any], other: dict[str, Any] | None) -> str:
+    """One row of the page's table: a model, here and under the other version of JAX."""
+    model = row["model"] + " (float64)" * (row.get("dtype") == "float64")
     return (
-        f"| {row['package']} {row['version']} | {row['model']} | {row['framework']} |"
+        f"| {row['package']} {row['version']} | {model} | {row['framework']} |"
         f" {row['parameters']:,} | {row['wrapper']} | {row['lines_of_loss']} |"
-        f" {planned.get('mesh', '')} | {differences} | {row['moved_by_rounding']:.1e} |"
+        f" {row['meshes']['planned'].get('mesh', '')} | {differences(row)} | {differences(other)} |"
+        f" {row['moved_by_rounding']:.1e} |"
     )
 
 
-def page(models: dict[str, Any]) -> str:
-    """What the table of docs/brought_models.md says."""
-    rows = [row for row in models.values() if "meshes" in row]
+def page() -> str:
+    """What the table of docs/brought_models.md says, of both versions of JAX."""
+    first, second = (
+        json.loads(path.read_text())["models"] if path.exists() else {} for path in PATHS.values()
+    )
+    sharded = "data=2 x fsdp=2 x tensor=2"
     return "\n".join(
         [
             "| package | model | made of | parameters | told by | lines of the loss | mesh planned |"
-            " difference there | on data=2 x fsdp=2 x tensor=2 | rounding alone |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-            *map(line, rows),
+            f" difference there | on {sharded} | JAX 0.12: planned | {sharded} | rounding alone |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *(line(row, second.get(name)) for name, row in first.items() if "meshes" in row),
         ]
     )
 
@@ -116,7 +129,7 @@ def main() -> None:
     unknown = [name for name in arguments.names if name not in names()]
     if unknown:
         parser.error(f"no model is called {', '.join(unknown)}; there are {', '.join(names())}")
-    path = arguments.scratch or PATH
+    path = arguments.scratch or PATHS[metadata.version("jax")]
     known = json.loads(path.read_text())["models"] if path.exists() else {}
     for other in arguments.merge:
         known |= json.loads(other.read_text())["models"]
@@ -124,7 +137,7 @@ def main() -> None:
         known = {name: known[name] for name in names() if name in known}
         write(path, {"models": known})
     if arguments.page:
-        print(page(known))
+        print(page())
     if arguments.merge or arguments.page:
         return
     for name in [n for n in names() if not arguments.names or n in arguments.names]:

@@ -43,6 +43,8 @@ class Case:
         batch_axes: logical axes of the batch, where rows are not its leading dims.
         plain: () -> (params, rest, value), by the model's own library alone.
         learning_rate: of the comparison.
+        double: whether it is compared in float64, as its batch is. Where rectifiers of deep nets
+            are so near to zero that rounding alone switches some, float32 compares chances.
     """
 
     package: str
@@ -55,6 +57,7 @@ class Case:
     plain: Callable[[], tuple[Tree, Tree, Value]]
     batch_axes: Tree = None
     learning_rate: float = 0.05
+    double: bool = False
 
     @property
     def lines(self) -> int:

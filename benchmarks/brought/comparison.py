@@ -104,6 +104,11 @@ def distance(
 
 def compared(case: Case) -> dict[str, Any]:
     """One row of the table."""
+    with jax.enable_x64(case.double):
+        return _compared(case)
+
+
+def _compared(case: Case) -> dict[str, Any]:
     start = time.perf_counter()
     wanted, nudged = plain_runs(case)
     row: dict[str, Any] = {
@@ -112,6 +117,7 @@ def compared(case: Case) -> dict[str, Any]:
         "framework": case.framework,
         "wrapper": case.wrapper,
         "lines_of_loss": case.lines,
+        "dtype": "float64" if case.double else "float32",
         "parameters": int(sum(p.size for p in wanted[1])),
         "first_loss": wanted[0][0],
         "last_loss": wanted[0][-1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from benchmarks.brought.case import Case, integers, next_token, normals, of_linen
@@ -53,17 +54,34 @@ def dit() -> Case:
 
 def resnet() -> Case:
     """flaxmodels: ResNet 18 with batch statistics."""
+    from flax import linen as nn
     from flaxmodels import ResNet18
 
-    module = ResNet18(output="logits", pretrained=None, num_classes=16)
-    batch = {"x": normals(0, ROWS, 16, 16, 3), "y": integers(1, 16, ROWS)}
+    def wide(call, words, named, context):
+        if hasattr(context.module, "param_dtype"):
+            object.__setattr__(context.module, "param_dtype", jnp.float64)
+        return call(*words, **named)
+
+    class Wide(nn.Module):
+        """The model with parameters in float64, too, which it has no word for."""
+
+        @nn.compact
+        def __call__(self, x, train):
+            with nn.intercept_methods(wide):
+                return ResNet18("logits", None, num_classes=16, dtype="float64")(x, train)
+
+    module = Wide()
+    batch = {"x": normals(0, ROWS, 16, 16, 3).astype(np.float64), "y": integers(1, 16, ROWS)}
 
     def loss(variables, batch):
         logits, updates = module.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
         error = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return error.mean(), updates
 
-    return of_linen("flaxmodels", module, (batch["x"],), loss, batch, {"train": False})
+    return of_linen(
+        "flaxmodels", module, (batch["x"],), loss, batch, {"train": False},
+        model="ResNet18", double=True,
+    )  # fmt: skip
 
 
 def experts() -> Case:

@@ -116,7 +116,7 @@ def haiku_resnet() -> Case:
     model = hk.without_apply_rng(
         hk.transform_with_state(lambda x: hk.nets.ResNet18(16, resnet_v2=True)(x, is_training=True))
     )
-    batch = {"x": normals(0, ROWS, 16, 16, 3), "y": integers(1, 16, ROWS)}
+    batch = {"x": normals(0, ROWS, 16, 16, 3).astype(np.float64), "y": integers(1, 16, ROWS)}
 
     def loss(pair, batch):
         params, state = pair
@@ -125,8 +125,9 @@ def haiku_resnet() -> Case:
         return error.mean(), state
 
     return of_stateful(
-        "dm-haiku", "ResNet18", "Haiku", lambda key: model.init(key, batch["x"]), loss, batch
-    )
+        "dm-haiku", "ResNet18", "Haiku", lambda key: model.init(key, batch["x"]), loss, batch,
+        double=True,
+    )  # fmt: skip
 
 
 def haiku_quantizer() -> Case:
