@@ -8,7 +8,7 @@
 The house, from the ground up; a file imports only from its own room or from lower floors, and there
 is no JAX below floor 5:
 
-    0  errors, untrusted                         what can go wrong; data from elsewhere
+    0  errors, untrusted, compact                what can go wrong; data from elsewhere; short reprs
     1  axes, layout, rules, collective, report   the small values that everything else speaks
        hardware                                  chips, link tiers, the spelling of topologies
        schedules                                 who does what when in a pipeline

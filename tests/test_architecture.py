@@ -14,7 +14,7 @@ from benchmarks.house import nodes, parsed
 
 PACKAGE = Path(__file__).parents[1] / "shardlib"
 FLOORS = {
-    0: ["errors", "untrusted"],
+    0: ["errors", "compact", "untrusted"],
     1: ["axes", "layout", "rules", "collective", "report", "hardware", "schedules", "exchanges"],
     2: ["graph", "decisions"],
     3: ["propagation", "cost"],

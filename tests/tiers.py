@@ -91,6 +91,7 @@ TESTS = {
     "verification/test_order_by_compiler.py": "unit",
     "test_architecture.py": "unit",
     "test_bad_input.py": "compile",
+    "test_compact.py": "unit",
     "test_compiler.py": "compile",
     "test_contributing.py": "unit",
     "test_examples.py": "compile",

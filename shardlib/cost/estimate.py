@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from shardlib.collective import Collective
+from shardlib.compact import compact
 from shardlib.cost.machine.corrections import Applied
 from shardlib.errors import PlanError
 from shardlib.untrusted import construct
@@ -127,6 +128,8 @@ class Estimate:
     peak_flops_per_s: float = 1.0
     corrections: tuple[Applied, ...] = ()
     stage: StageSeconds | None = None
+
+    __repr__ = compact
 
     @property
     def margin(self) -> float:

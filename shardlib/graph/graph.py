@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardlib.compact import compact
 from shardlib.graph.factors import FactorRule
 from shardlib.report import Finding
 
@@ -178,6 +179,8 @@ class Graph:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    __repr__ = compact
 
     def trips(self, region: int) -> int:
         """Executions of a region in one run of the program."""

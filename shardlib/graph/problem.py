@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardlib.axes import LogicalAxes
+from shardlib.compact import compact
 from shardlib.graph.graph import Graph
 from shardlib.graph.rows import Dependence, Rows
 
@@ -81,6 +82,8 @@ class StepGraph:
     inputs: tuple[InputDim, ...]
     gradients: tuple[int, ...]
 
+    __repr__ = compact
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCalls:
@@ -131,3 +134,5 @@ class Problem:
     pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(
         default_factory=dict[tuple[int, int], tuple[int, ...]]
     )
+
+    __repr__ = compact

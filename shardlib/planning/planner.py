@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from shardlib.compact import compact
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.cost.terms.frameworks import framework
@@ -54,6 +55,8 @@ class Prepared:
     _answered: dict[tuple[Topology, Pins], Plan] = field(
         default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
     )
+
+    __repr__ = compact
 
     def under(self, pins: Pins) -> Prepared:
         """The same problem under other pins."""

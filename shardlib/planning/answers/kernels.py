@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from shardlib.compact import compact
 from shardlib.planning.units.quantity import (
     clip,
     count_text,
@@ -69,6 +70,8 @@ class Kernels:
     peak_flops_per_s: tuple[tuple[str, float], ...]
     bytes_per_s: float
     kernels: tuple[KernelTime, ...]
+
+    __repr__ = compact
 
     @property
     def seconds(self) -> float:

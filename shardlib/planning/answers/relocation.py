@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from shardlib.compact import compact
 from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.answers.resharding import Ranges, Shards
@@ -105,6 +106,8 @@ class Replan(Generic[P]):
     notes: tuple[str, ...]
     machine: Topology
     elsewhere: bool = False
+
+    __repr__ = compact
 
     @property
     def slowdown(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlib.axes import MeshShape
+from shardlib.compact import compact
 from shardlib.planning.units.quantity import TIE, bytes_text, count_text, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned, wrapped
 from shardlib.untrusted.json_types import JsonObject
@@ -99,6 +100,8 @@ class Sensitivity:
     best_seconds: float
     prices: tuple[Price, ...]
     shocks: tuple[Shock, ...]
+
+    __repr__ = compact
 
     def to_json(self) -> JsonObject:
         """The sensitivity as plain data."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.compact import compact
 from shardlib.cost.estimate import Estimate
 from shardlib.decisions.plain_data import identity, plain
 from shardlib.layout import Layout
@@ -118,6 +119,8 @@ class Search:
     rejected: tuple[Rejected, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
     landscape: tuple[Priced, ...] = ()
+
+    __repr__ = compact
 
 
 @dataclass(frozen=True, kw_only=True)

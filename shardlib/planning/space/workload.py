@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardlib.compact import compact
 from shardlib.cost.items.stored_parameters import parameter_segments, stored_items
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.step.routed_experts import expert_colour
@@ -58,6 +59,8 @@ class Workload:
     profile: FrameworkProfile = XLA
     framework: Framework | None = None
     beside: Workload | None = None
+
+    __repr__ = compact
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from shardlib.compact import compact
 from shardlib.planning.transfers.picture import Transfers
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
@@ -72,6 +73,8 @@ class Timeline:
     seconds: float
     beside: tuple[tuple[str, float], ...] = ()
     exchange: Transfers | None = None
+
+    __repr__ = compact
 
     @property
     def step_seconds(self) -> float:

@@ -1,0 +1,41 @@
+"""Values in few lines: `__repr__ = compact` in a dataclass whose parts are many or large.
+
+>>> @dataclasses.dataclass(frozen=True)
+... class Found:
+...     name: str
+...     parts: tuple[int, ...]
+...     __repr__ = compact
+>>> Found("a", (1,)), Found("b", (1, 2, 3, 4, 5))
+(Found(name='a', parts=(1,)), Found(name='b', parts=<5 of int>))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+#: Characters of a part, and of all of them: ten lines of a terminal are 800.
+_PART, _WHOLE = 64, 700
+
+
+def compact(self: object) -> str:
+    """A dataclass with its parts; large ones are counted or named."""
+    value = cast("Any", self)
+    parts = (f"{one.name}={_part(getattr(value, one.name))}" for one in dataclasses.fields(value))
+    told = ", ".join(parts)
+    short = told if len(told) <= _WHOLE else told[:_WHOLE] + "..."
+    return f"{type(value).__name__}({short})"
+
+
+def _part(value: object) -> str:
+    """A part, or how many there are of it, or its type."""
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+        items = cast("Sequence[object]", value)
+        if len(items) > 3 or any(dataclasses.is_dataclass(one) for one in items):
+            kinds = {type(one).__name__ for one in items}
+            return f"<{len(items)} of {kinds.pop() if len(kinds) == 1 else 'several types'}>"
+    if dataclasses.is_dataclass(value):
+        return f"<{type(value).__name__}>"
+    text = repr(value)
+    return text if len(text) <= _PART else text[:_PART] + "..."
