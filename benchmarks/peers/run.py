@@ -1,15 +1,17 @@
 # ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
-"""One job side by side: this library, plain Flax and google-parallax, and what others make of it.
+"""One job side by side: this library, plain Flax, google-parallax, MaxText and Levanter.
 
-    python benchmarks/peers/run.py --parallax /path/to/venv/bin/python --out benchmarks/results/peers.json --svg docs/peers.svg
+    python benchmarks/peers/run.py --parallax PYTHON --maxtext PYTHON --levanter PYTHON --tpu
 
-The environment of google-parallax is `pip install google-parallax optax "jax[tpu]"`; without
---parallax it is left out, and the result says so. Every peer runs in a process of its own
-(`worker.py`), on the same model, batch and seed (`model.py`), on eight simulated devices of this
-machine. Steps take turns, one of each peer a round, so that a busy machine slows all alike; ratios
-are medians of the rounds. The same step at the size of a small language model is compiled for
-`v5e:2x4` by the TPU compiler, which says memory and cycles; wire bytes are read off both programs.
-Configurations of other frameworks are priced, not run: that needs their GPUs.
+Each PYTHON is that of an environment with the peer; `docs/peers.md` has their pip lines. A peer
+that is not named is left out, and the result says so. Every peer runs in a process of its own
+(`worker.py`), on the same batch, on eight simulated devices of this machine: this library, Flax and
+google-parallax with the model of `model.py`, the others with models of their own of the same sizes.
+Losses must be equal. Steps take turns, one of each peer a round, so that a busy machine slows all
+alike; ratios are medians of the rounds. With --tpu the same step at the size of a small language
+model is compiled for `v5e:2x4` by the TPU compiler, which says memory and cycles; wire bytes are
+read off both programs here, by one reader. Configurations of other frameworks are priced, not run:
+that needs their GPUs. One run writes the result, the picture and the tables of the page.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from html import escape
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,10 @@ from benchmarks.environment import RESULTS, simulate_devices, write
 
 simulate_devices(8)
 
-from model import JOBS, OPTIMIZER, Decoder, loss, rows
+from model import JOBS, OPTIMIZER
+from page import tables
+from picture import picture
+from products import product_flops
 
 import shardlib
 from benchmarks.hlo_collectives import collectives, summary
@@ -44,16 +49,17 @@ from shardlib.verification.hlo.traffic import read_traffic
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 TPU = "v5e:2x4"
-OURS, THEIRS = ("shardlib", "shardlib-fsdp8"), ("flax-dp", "flax-fsdp")
-PARALLAX = ("parallax-fsdp", "parallax-auto")
+HERE = ("shardlib", "shardlib-fsdp8", "flax-dp", "flax-fsdp")
+#: Peers of environments of their own.
+THERE = {
+    "parallax": ("parallax-fsdp", "parallax-auto"),
+    "maxtext": ("maxtext",),
+    "levanter": ("levanter",),
+}
 FRAMEWORKS = ("megatron-core", "torchtitan", "deepspeed", "maxtext", "levanter")
 PRICED = "4*h100:8"
 #: Peers that are not run, and exactly why.
 NOT_RUN = {
-    "maxtext": "0.2.5 installs (`maxtext[tpu]`), and trains models of its own configuration, not a"
-    " user's module; its plans are priced above",
-    "levanter": "marin-levanter installs (with jax<0.12), and trains its own models under its own"
-    " Trainer; its plans are priced above",
     "deepspeed": "needs GPUs to run; its plans are priced above",
     "torchtitan": "needs GPUs to run; its plans are priced above",
     "alpa": "0.2.3 needs jax 0.3.22 and a jaxlib of its own that no registry has",
@@ -74,7 +80,7 @@ class Peer:
             text=True,
         )
         try:
-            self.facts = ready(self.process.stdout)
+            self.facts = ready(self.process.stdout or ())
         except EOFError as error:
             raise SystemExit(f"{name}: {error}\n{self.said.read_text()[-2000:]}") from error
 
@@ -91,7 +97,7 @@ class Peer:
         self.process.wait(60)
 
 
-def ready(lines: Any) -> dict[str, Any]:
+def ready(lines: Iterable[str]) -> dict[str, Any]:
     """What a worker says when it is."""
     for line in lines:
         if line.startswith("READY "):
@@ -101,11 +107,15 @@ def ready(lines: Any) -> dict[str, Any]:
 
 def on_devices(pythons: Mapping[str, str], rounds: int, folder: Path) -> dict[str, Any]:
     """Step times, compile times and traffic of all on simulated devices."""
-    peers = {name: Peer(name, python, folder) for name, python in pythons.items()}
+    peers = dict[str, Peer]()
+    for name, python in pythons.items():
+        peers[name] = Peer(name, python, folder)
+        print(f"{name:18s} compiled", flush=True)
     first = peers["flax-fsdp"].facts["losses"]
     for name, peer in peers.items():
-        wrong = max(abs(a - b) for a, b in zip(peer.facts["losses"], first, strict=True))
-        assert wrong < 1e-4, f"{name} has other losses: {peer.facts['losses']}, not {first}"
+        wanted = peer.facts.get("reference", first)
+        wrong = max(abs(a - b) for a, b in zip(peer.facts["losses"], wanted, strict=True))
+        assert wrong < 1e-4, f"{name} has other losses: {peer.facts['losses']}, not {wanted}"
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for turn in range(rounds + 1):
         for name in list(peers) if turn % 2 else list(peers)[::-1]:
@@ -120,10 +130,11 @@ def on_devices(pythons: Mapping[str, str], rounds: int, folder: Path) -> dict[st
             **peer.facts,
             "step_seconds": statistics.median(seconds[name]),
             "over_flax_fsdp": statistics.median(one / other for one, other in pairs),
-            "traffic": summary(collectives(peer.text.read_text())).get("total", {}),
+            "product_flops": product_flops(text := peer.text.read_text()),
+            "traffic": summary(collectives(text)).get("total", {}),
         }
         print(
-            f"{name:16s} {found[name]['over_flax_fsdp']:.2f} of the step of flax-fsdp", flush=True
+            f"{name:18s} {found[name]['over_flax_fsdp']:.2f} of the step of flax-fsdp", flush=True
         )
     return found
 
@@ -132,40 +143,24 @@ def for_tpu(pythons: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """Memory, cycles and traffic of the step for a TPU, as its compiler has it."""
     found: dict[str, Any] = {}
     for name, python in pythons.items():
-        if name in OURS:
-            continue
         text = folder / f"{name}-tpu.txt"
         command = [python, str(WORKER), name, "--tpu", TPU, "--text", str(text)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             found[name] = {"error": done.stderr.strip().splitlines()[-1][:300]}
         else:
-            facts, program = ready(done.stdout.splitlines()), text.read_text()
-            traffic = read_traffic(program, MeshShape(data=parse(program).partitions))
-            sent = sum(one.wire_bytes for one in traffic.found)
-            found[name] = {**facts, "cycles": traffic.cycles, "wire_bytes": sent}
-    job = JOBS["tpu"]
-    for name, pin in (("shardlib", {}), ("shardlib-fsdp8", {"mesh": {"fsdp": 8}})):
-        try:
-            said = shardlib.verify(
-                lambda rngs: Decoder(job, rngs), loss, OPTIMIZER, rows(job), topology=TPU, pin=pin
-            )
-        except ShardlibError as error:
-            found[name] = {"error": str(error)}
-            continue
-        assert said.compiled is not None, said
-        found[name] = {
-            "compile_seconds": said.compile_seconds,
-            "peak_bytes": said.compiled.device_bytes["peak"],
-            "temporary_bytes": said.compiled.device_bytes["temporaries"],
-            "argument_bytes": said.compiled.device_bytes["arguments"],
-            "compute_seconds": said.compiled.compute_seconds,
-            "wire_bytes": said.compiled.wire_bytes,
-            "plan": str(said.plan.mesh),
-            "remat": said.plan.remat,
-            "zero": said.plan.zero,
-        }
+            found[name] = ready(done.stdout.splitlines()) | read(text.read_text())
+        print(f"{name:18s} {found[name].get('error', 'compiled for a TPU')}", flush=True)
     return found
+
+
+def read(program: str) -> dict[str, Any]:
+    """Cycles and wire bytes of a program for a TPU; nothing of no text."""
+    if not program:
+        return {}
+    traffic = read_traffic(program, MeshShape(data=parse(program).partitions))
+    sent = sum(one.wire_bytes for one in traffic.found)
+    return {"cycles": traffic.cycles, "wire_bytes": sent, "unread": list(traffic.problems)}
 
 
 def priced() -> dict[str, Any]:
@@ -191,62 +186,37 @@ def priced() -> dict[str, Any]:
     return found
 
 
-def picture(devices: Mapping[str, Any], tpu: Mapping[str, Any]) -> str:
-    """Bars of step time, and of memory and wire bytes for the TPU, each over plain Flax's FSDP."""
-    rows = {"step, simulated devices": {n: one["over_flax_fsdp"] for n, one in devices.items()}}
-    sent = {n: one["traffic"].get("wire_bytes", 0.0) for n, one in devices.items()}
-    rows["wire bytes, simulated devices"] = {n: b / sent["flax-fsdp"] for n, b in sent.items()}
-    for title, key in (("memory, v5e", "peak_bytes"), ("wire bytes, v5e", "wire_bytes")):
-        if key in tpu.get("flax-fsdp", {}):
-            rows[title] = {n: o[key] / tpu["flax-fsdp"][key] for n, o in tpu.items() if key in o}
-    colours = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73", "#cc79a7")
-    names = list(devices)
-    most = max(value for row in rows.values() for value in row.values())
-    shapes, y = list[str](), 40
-    for title, row in rows.items():
-        shapes.append(f'<text x="10" y="{y}" style="font-weight: 600">{title}</text>')
-        for name in names:
-            y += 20
-            value = row.get(name)
-            if value is None:
-                shapes.append(f'<text x="10" y="{y}">{escape(name)}: not compiled</text>')
-                continue
-            colour = colours[names.index(name) % len(colours)]
-            shapes += [
-                f'<text x="10" y="{y}">{escape(name)}</text>',
-                f'<rect x="130" y="{y - 11}" height="14" width="{480 * value / most:.1f}" style="fill: {colour}"/>',
-                f'<text x="{138 + 480 * value / most:.1f}" y="{y}">{value:.2f}</text>',
-            ]
-        y += 34
-    style = "text { font: 13px system-ui, sans-serif; fill: #1c1c1e } rect.page { fill: #ffffff }"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {y}" width="700" height="{y}" role="img">'
-        f'<title>One job side by side</title><style>{style}</style><rect class="page" width="700" height="{y}"/>'
-        '<text x="10" y="18">Over plain Flax with FSDP by hand (1.00); shorter is better</text>'
-        + "".join(shapes)
-        + "</svg>\n"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parallax", help="Python of an environment with google-parallax")
-    parser.add_argument("--rounds", type=int, default=15)
+    for name in THERE:
+        parser.add_argument(f"--{name}", help=f"Python of an environment with {name}")
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--svg", type=Path, help="where a picture of it goes")
+    parser.add_argument("--page", type=Path, help="a page whose tables are written anew")
+    parser.add_argument(
+        "--defaults", action="store_true", help="MaxText and Levanter also as they come"
+    )
+    parser.add_argument("--programs", type=Path, help="where the texts of all programs stay")
     parser.add_argument("--tpu", action="store_true", help="compile for a TPU, too: minutes a peer")
     options = parser.parse_args()
-    pythons = dict.fromkeys((*OURS, *THEIRS), sys.executable)
+    started = time.perf_counter()
+    pythons: dict[str, str] = dict.fromkeys(HERE, sys.executable)
     left_out = dict(NOT_RUN)
-    if options.parallax is not None:
-        pythons |= dict.fromkeys(PARALLAX, options.parallax)
-    else:
-        left_out["google-parallax"] = "no environment was named with --parallax"
-    with tempfile.TemporaryDirectory() as folder:
-        devices = on_devices(pythons, options.rounds, Path(folder))
-        tpu = for_tpu(pythons, Path(folder)) if options.tpu else {}
+    for name, peers in THERE.items():
+        if (python := getattr(options, name)) is None:
+            left_out[name] = f"no environment was named with --{name}"
+        else:
+            pythons |= {peer: str(python) for peer in peers}
+            if options.defaults and name in ("maxtext", "levanter"):
+                pythons[f"{name}-defaults"] = str(python)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.programs or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        devices = on_devices(pythons, options.rounds, folder)
+        tpu = for_tpu(pythons, folder) if options.tpu else {}
     data = {
         "benchmark": "peers",
         "jobs": {name: vars(job) for name, job in JOBS.items()},
@@ -255,10 +225,13 @@ def main() -> None:
         "tpu": {"topology": TPU, "peers": tpu},
         "priced": {"topology": PRICED, "model": "llama2-7b", "frameworks": priced()},
         "not_run": left_out,
+        "seconds": round(time.perf_counter() - started),
     }
     write(options.out, data)
     if options.svg is not None:
         options.svg.write_text(picture(devices, tpu))
+    if options.page is not None:
+        options.page.write_text(tables(options.page.read_text(), data))
 
 
 if __name__ == "__main__":
