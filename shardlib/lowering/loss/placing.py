@@ -31,6 +31,7 @@ from shardlib.lowering.mesh.shardings import (
     parameter_order,
 )
 from shardlib.lowering.reading.contractions import AsWritten, Pins, pinned
+from shardlib.lowering.reading.convolution_groups import by_groups
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr
@@ -145,13 +146,11 @@ class Placing(WeightPlacing):
             )
             if pins is None:
                 return None if use is None else [use.run(operands)]
-            return [
-                (
-                    pinned(AsWritten(equation=equation), pins, operands)
-                    if use is None
-                    else pinned(use, pins, use.narrowed(operands))
-                )
-            ]
+            if use is None:
+                written = by_groups(AsWritten(equation=equation), equation, pins)
+                return [pinned(written, pins, operands)]
+            inside = by_groups(use, equation, pins, preferred_element_type=use.product)
+            return [pinned(inside, pins, use.narrowed(operands))]
 
         return self.interleaving.around(
             Walk(

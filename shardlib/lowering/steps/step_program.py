@@ -20,10 +20,13 @@ from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import StateError
 from shardlib.jax_types import Value
+from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.mesh.pinning import held
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.program.checks.other_batch import require
+from shardlib.lowering.reading.contractions import AsWritten, Pins
+from shardlib.lowering.reading.convolution_groups import by_groups
 from shardlib.lowering.runtime.batches import given
 from shardlib.lowering.steps.layouts import StepLayouts, layouts
 from shardlib.lowering.steps.losses import InPlace, LoweredLosses
@@ -180,22 +183,32 @@ class LoweredStep:
 
     def _run(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
         """A contraction with its operands in the layouts in which it runs."""
-        values, path = self.layouts.values, equation.path
-        pins = [values.get(used(path, at)) for at in range(len(operands) + 1)]
+        values = self.layouts.values
+        pins = [values.get(used(equation.path, at)) for at in range(len(operands) + 1)]
         if not any(pins) or len(equation.outputs) != 1:
             return None
         laid = [
             one if pin is None or jnp.ndim(one) != len(pin) else self._held(one, pin)
             for one, pin in zip(operands, pins, strict=False)
         ]
-        (result,) = bind(equation, laid)
+        (result,) = self._bound(equation, laid, pins)
         last = pins[-1]
-        return [
-            result if last is None or jnp.ndim(result) != len(last) else self._held(result, last)
-        ]
+        if last is None or jnp.ndim(result) != len(last):
+            return [result]
+        return [self._held(result, last)]
 
-    def _held(self, value: Value, layout: object) -> Value:
-        return held(value, named_sharding(self.mesh, layout))  # pyright: ignore[reportArgumentType]
+    def _bound(
+        self, equation: Equation, operands: list[Value], layouts: Sequence[Layout | None]
+    ) -> list[Value]:
+        """An operation, of operands that are laid out as it reads them."""
+        shardings = [named_sharding(self.mesh, one) for one in layouts if one is not None]
+        if len(shardings) < len(layouts):
+            return bind(equation, operands)
+        pins = Pins(operands=tuple(shardings[:-1]), result=shardings[-1], settles=False)
+        return [by_groups(AsWritten(equation=equation), equation, pins).run(operands)]
+
+    def _held(self, value: Value, layout: Layout) -> Value:
+        return held(value, named_sharding(self.mesh, layout))
 
     def _require(self, state: Tree) -> None:
         if jax.tree.structure(state) != jax.tree.structure(self.state):
