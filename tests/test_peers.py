@@ -72,6 +72,15 @@ def test_all_have_models_of_the_same_size_and_one_compiler() -> None:
     assert least == DEVICES["flax-fsdp"]["product_flops"]
 
 
+def test_the_plan_that_the_compiler_chose_is_told_and_has_less_of_all_than_fsdp_by_hand() -> None:
+    chosen = json.loads((ROOT / "benchmarks" / "results" / "peers_refined.json").read_text())
+    size, wire = chosen["peak_bytes"] / 2**20, chosen["wire_bytes"] / 2**20
+    said = f"{size:.1f} MiB a chip, {wire:.1f} MiB of wire bytes, {chosen['cycles'] / 1e6:.1f} M cycles"
+    assert said in PAGE
+    by_hand = TPU["flax-fsdp"]
+    assert all(chosen[one] < by_hand[one] for one in ("peak_bytes", "wire_bytes", "cycles"))
+
+
 def test_the_picture_has_every_ratio_of_a_step() -> None:
     picture = (ROOT / "docs" / "pictures" / "peers.svg").read_text()
     found = re.findall(r">(\d+\.\d\d)<", picture)
