@@ -63,9 +63,16 @@ class Compared:
         best = self.cheapest
         if best is not None and len(self.families) > 1:
             lines += wrapped("  - ", f"The least money: {best.topology}.")
+        if self.target.prices and (unpriced := self._unpriced()):
+            lines += wrapped("  - ", f"No price was given of {', '.join(unpriced)}.")
         for one in self.families:
             lines += wrapped("  - ", f"{one.family}: {one.certificate}.")
         return "\n".join(lines) + "\n"
+
+    def _unpriced(self) -> list[str]:
+        """Families that meet the deadline and have no price."""
+        found = [(one.family, one.cheapest) for one in self.families]
+        return [name for name, best in found if best is not None and money(best) is None]
 
     @property
     def title(self) -> str:

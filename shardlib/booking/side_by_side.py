@@ -66,7 +66,8 @@ def compare(
 
     Raises:
         ShardlibError: as `shardlib.plan`, `InfeasibleError` apart.
-        ArgumentError: no topologies, one twice, or none of its machines is small enough.
+        ArgumentError: no topologies, one twice, none of its machines is small enough, or a price
+            of a chip that none of them has.
         PinError: an exchange of islands is pinned.
     """
     require_arguments("compare", loss=loss, optimizer=optimizer, pin=pin, name=name)
@@ -80,6 +81,7 @@ def compare(
     if pins.exchange.islands > 1:
         raise PinError("an exchange of islands is pinned; sizes of one island are compared")
     sizes = {family: machines(family, largest) for family in given}
+    _require_prices_of(target, [one for many in sizes.values() for one in many])
     traced = problem(
         init, loss, optimizer, batch, batch_axes=batch_axes, name=name, wrt=wrt, rows=rows
     )
@@ -90,6 +92,16 @@ def compare(
         tokens_per_step=traced.tokens,
         families=tuple(offers(family, sizes[family], step, target) for family in given),
     )
+
+
+def _require_prices_of(target: Target, compared: Sequence[Topology]) -> None:
+    """Raises where there is a price of a chip that no machine has."""
+    chips = list(dict.fromkeys(one.chip.name for one in compared))
+    if unused := [chip for chip in target.prices if chip not in chips]:
+        raise ArgumentError(
+            f"there is a price of {', '.join(unused)}, and the machines that are compared are of"
+            f" {', '.join(chips)}\nTry: a price of these, or another machine"
+        )
 
 
 def step_of(traced: Problem, pins: Pins) -> Step:

@@ -72,7 +72,9 @@ def duration(text: str, what: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m|h|d|)\s*", text)
     if match is None or not float(match[1]):
-        raise PlanError(f"{what} {text!r} is no duration\nTry: {what} 500ms")
+        more = ", above 0" if match is not None else ", a number and us, ms, s, m, h or d"
+        many = "; a number of devices after @ is for `shardlib compare`" if "@" in text else ""
+        raise PlanError(f"{what} {text!r} is no duration{more}{many}\nTry: {what} 3h, or 500ms")
     units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     return float(match[1]) * units[match[2]]
 
@@ -89,5 +91,7 @@ def quantity(text: str, what: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMBGT]?)\s*", text.upper())
     if match is None or not float(match[1]):
-        raise PlanError(f"{what} {text!r} is no number\nTry: {what} 15T")
+        raise PlanError(
+            f"{what} {text!r} is no number above 0, which K, M, B or T may follow\nTry: {what} 15T"
+        )
     return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]

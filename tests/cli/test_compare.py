@@ -38,6 +38,11 @@ def test_a_comparison_is_a_table_json_pictures_and_plans(shell, tmp_path: Path):
         (("--mtbf", "3h@0"), "does not say of how many devices"),
         (("--plans", "/nowhere/at/all"), "the folder /nowhere/at for all does not exist"),
         (("--deadline", "soon"), "--deadline 'soon' is no duration"),
+        (("--deadline", "0d"), "--deadline '0d' is no duration, above 0"),
+        (
+            ("--price", "h100=2,v6e=1"),
+            "there is a price of v6e, and the machines that are compared",
+        ),
         (("--batch", "8"), "brings its own batch"),
     ],
 )

@@ -157,6 +157,23 @@ def test_what_is_frozen_has_no_gradient():
     np.testing.assert_allclose(state["down"], first["down"] - 0.1 * gradients["down"], atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_random_key_that_a_loss_does_not_use_may_be_given(parts: int):
+    def loss(a: jax.Array, batch: Batch, rest: dict[str, jax.Array]) -> jax.Array:
+        return ((batch["x"] @ a) ** 2).mean()
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        value, gradient = shardlib.value_and_grad(loss)(state["a"], batch, {"key": state["key"]})
+        return {"a": state["a"] - 0.1 * gradient, "key": state["key"]}, {"loss": value}
+
+    example = Example(
+        lambda key: {"a": jnp.ones((16, 8)), "key": key}, step, {"x": drawn(1, ROWS, 16)}
+    )
+    program = compiled(example, {"mesh": {"data": 2, "fsdp": 2}, "microbatches": parts})
+    found = program.step(program.init(seed=3), example.batch)
+    require_near(found, plain(jax.jit(step)(example.init(jax.random.key(3)), example.batch)))
+
+
 def test_outside_of_a_plan_it_is_what_jax_has():
     example = small(masked)
     params, batch = example.init(jax.random.key(0)), example.batch

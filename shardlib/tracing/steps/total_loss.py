@@ -72,7 +72,7 @@ class _Total:
             if loss is not None:
                 if loss.call.path not in done:
                     done.add(loss.call.path)
-                    found.append(self._value(loss, env))
+                    found.append(self._value(loss, env, program))
             elif self._around(equation):
                 found.append(self._inside(equation, env))
             elif at in needed:
@@ -111,11 +111,15 @@ class _Total:
                 numbers |= {*equation.inputs}
         return found
 
-    def _value(self, loss: FoundLoss, env: dict[int, Any]) -> Any:
+    def _value(self, loss: FoundLoss, env: dict[int, Any], program: Program) -> Any:
+        def taken(number: int) -> Any:  # what a loss is given and does not look at is not there
+            value = env[number]
+            return _zeros(program.avals[number]) if value is None else value
+
         first = loss.form.constants
-        given = [_stopped(env[number]) for number in loss.call.inputs[:first]]
+        given = [_stopped(taken(number)) for number in loss.call.inputs[:first]]
         for at, (number, root) in enumerate(zip(loss.call.inputs[first:], loss.roots, strict=True)):
-            value = env[number] if root is None else self.weights[root]
+            value = taken(number) if root is None else self.weights[root]
             given.append(value if at in loss.trained else _stopped(value))
         value, *aux = loss.form.evaluated(given)
         gradients = [given[first + at] for at in loss.trained]

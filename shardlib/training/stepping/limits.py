@@ -47,9 +47,9 @@ def require_judged(task: Task) -> None:
     if policy.metric not in names:
         raise ModelError(
             f"the step returns no metric {policy.metric!r}; it returns"
-            f" {', '.join(names) or 'no scalars'}\nTry:"
-            f" Settings(policy=Policy(metric={(names or ['loss'])[0]!r})), the metric that"
-            " says whether a run is well"
+            f" {', '.join(names) or 'no scalars'}\nTry: Settings(policy=Policy(metric=...)) with"
+            " the one that falls while the run is well; Policy is in"
+            " shardlib.training.measures.judge"
         )
 
 
