@@ -191,7 +191,7 @@ def step_of(example: Example, **change: Any) -> dict[str, Any]:
     [
         ({"step": 3}, ArgumentError, "it is a function"),
         ({"step": lambda state, batch: state}, TracingError, "returns a pair"),
-        ({"step": lambda state, batch: ({}, {})}, StateError, "another structure"),
+        ({"step": lambda state, batch: ({}, {})}, StateError, "another structure(.|\n)*gone after"),
         (
             {"step": lambda state, batch: (jax.tree.map(lambda x: x[None], state), {})},
             StateError,

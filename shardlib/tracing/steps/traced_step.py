@@ -34,6 +34,7 @@ from shardlib.tracing.steps.state_roles import StateRoles, state_roles
 from shardlib.tracing.steps.unmarked import UnmarkedGradients, unmarked_gradients
 from shardlib.tracing.trip_counts import dtype_name
 
+_with_paths = jax.tree_util.tree_leaves_with_path
 #: (state, batch) -> (new state, metrics).
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
@@ -173,16 +174,19 @@ def _traced(step: Step, shapes: tuple[Tree, Tree], name: str) -> tuple[jex.Close
 
 def _require_same(before: Tree, after: Tree) -> None:
     if jax.tree.structure(before) != jax.tree.structure(after):
-        raise StateError(
-            "the state has another structure after a step:\n "
-            f" {jax.tree.structure(before)}\nbefore, and\n  {jax.tree.structure(after)}\nafter"
+        was, now = ([path_text(path) for path, _ in _with_paths(one)] for one in (before, after))
+        failures = [f"{path}: gone after a step" for path in was if path not in now]
+        failures += [f"{path}: new after a step" for path in now if path not in was]
+        raise_all(
+            StateError,
+            "the state has another structure after a step",
+            failures or ["its nodes are of other types"],
+            hint="return all of the state, changed or not",
         )
     failures = [
         f"{path_text(path)}: {dtype_name(a)}{list(a.shape)} before,"
         f" {dtype_name(b)}{list(b.shape)} after"
-        for (path, a), b in zip(
-            jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
-        )
+        for (path, a), b in zip(_with_paths(before), jax.tree.leaves(after), strict=True)
         if (a.shape, a.dtype) != (b.shape, b.dtype)
     ]
     if failures:
