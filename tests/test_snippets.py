@@ -3,7 +3,7 @@
 Commands are parsed by the command line, options and all, and not carried out. Of programs all
 imports are made, and names, methods of modules and keyword arguments of what they import from
 shardlib are looked up. Pages whose programs and commands run have tests of their own
-(`tests/test_how_to.py`, `tests/test_readme.py`, `tests/annotation/test_your_model.py` and others).
+(`tests/test_pages_run.py`, `tests/test_how_to.py`, `tests/test_readme.py` and others).
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ TESTS = {
     "test_notebooks.py": "processes",
     "test_parity.py": "compile",
     "test_peers.py": "unit",
+    "test_pages_run.py": "compile",
     "test_partial_training_docs.py": "compile",
     "test_published_plans.py": "unit",
     "test_published_runs.py": "unit",
