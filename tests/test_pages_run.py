@@ -161,7 +161,7 @@ mesh = jax.make_mesh(
 whole = y
 """,
         },
-        unrun={1: "not yet: needs a model with experts"},
+        unrun={1: "needs a model with experts; lowering/test_experts.py runs such programs"},
         holds="y.shape == whole.shape and np.allclose(y, whole, atol=1e-4)",
     ),
     "launching_local": Page(
@@ -179,7 +179,7 @@ mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,
 head_dim = 8
 """,
         },
-        unrun={1: "not yet: a machine of 512 chips"},
+        unrun={1: "a machine of 512 chips"},
         holds="np.allclose(result, mixed, atol=1e-5)",
     ),
     "islands": Page(
@@ -195,12 +195,29 @@ head_dim = 8
 x = rng.normal(size=(64, 16)).astype(np.float32)
 batch = {"x": x, "y": np.float32(x[:, 0] > 0)}
 """,
+            4: """
+roc = float(metrics["roc"].compute())
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+
+class Larger(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(24, 8, rngs=rngs)
+        self.up = nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)
+
+from shardlib.training.states.average import with_average
+
+loss = lambda model, batch: jnp.mean(model.up(model.embed(batch["tokens"])) ** 2)
+rows = batch = {"tokens": rng.integers(0, 16, (16, 4)).astype(np.int32)}
+program = shardlib.compile(Model, loss, with_average(optax.adamw(1e-3), 0.999), batch)
+state = program.init(seed=0)
+""",
         },
-        unrun={
-            1: "needs accounts of WandB and MLflow",
-            4: "not yet: needs two models with adapters",
-        },
-        holds="0 <= float(metrics['roc'].compute()) <= 1",
+        unrun={1: "needs accounts of WandB and MLflow"},
+        holds="0 <= roc <= 1 and state.params['embed']['embedding'].shape == (24, 8)",
     ),
     "pipelines": Page(
         before={
@@ -233,6 +250,121 @@ def batch_for(devices):
         },
         holds="change.plan.topology != plan.topology and str(curve)",
     ),
+    "folders": Page(
+        before={
+            2: """
+from safetensors.numpy import save_file
+
+program = shardlib.compile(init, loss, optimizer, batch, topology="cpu:8")
+Path("folder").mkdir()
+given = program.state_dict(program.init(seed=3))
+save_file({name: np.asarray(value) for name, value in given.items()}, "folder/a.safetensors")
+""",
+        },
+        unrun={0: "runs in serving/test_folders.py"},
+        holds="all(np.array_equal(program.state_dict(state)[name], given[name]) for name in given)",
+    ),
+    "data": Page(unrun={0: "reads until it is stopped", 1: "needs a bucket of the network"}),
+    "requests": Page(
+        before={
+            0: """
+from functools import partial
+from shardlib.serving import Engine
+from tests.serving.test_own_cache import Linen, Model
+
+Model = partial(Model, room=1024)
+module, whole = Linen(), np.zeros((1, 1024), np.int32)
+""",
+            1: """
+from shardlib import serving
+from tests.serving.test_drafts import INIT as init, SMALL as small_init, forward
+
+params, small_params = 3, 4  # seeds
+""",
+            2: """
+from dataclasses import replace
+from shardlib import models
+from tests.serving.hf_folders import write_tokenizer
+from tests.serving.test_meshes import DENSE
+
+folder, prompt = Path("tokens"), (65, 66)
+write_tokenizer(folder, vocab=300)
+init = models.build(replace(DENSE, vocab_size=300))[0]
+engine = serving.Engine(init, forward, capacity=serving.Capacity(longest=256))
+""",
+            3: """
+from tests.serving.test_adapters import Model, forward
+
+batch = {"tokens": np.ones((8, 8), np.int32)}
+program = shardlib.compile(
+    Model, lambda model, batch: model(batch["tokens"]).mean(), optimizer, batch, wrt=nnx.LoRAParam
+)
+state, params, prompt = program.init(seed=0), 3, (5, 6)
+""",
+            4: """
+class Decoder(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(47, 16, rngs=rngs), nnx.Linear(16, 47, rngs=rngs)
+        self.cross = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.memory = nnx.Variable(jnp.zeros((1, 512, 16)))
+        self.seen = nnx.Variable(jnp.ones((1, 512), bool))
+
+    def encoder(self, source, count):
+        return self.embed(source)
+
+    def decode(self, tokens, memory, seen):
+        x = self.embed(tokens)
+        q = x.reshape(*x.shape[:2], 2, 8)
+        x = x + shardlib.attention(q, q, q).reshape(x.shape)
+        memory = jnp.broadcast_to(memory, (len(tokens), *memory.shape[1:]))
+        return self.head(x + self.cross(x, memory, mask=seen[:, None, None]))
+
+engine = serving.Engine(
+    Decoder,
+    lambda model, tokens: model.decode(tokens, model.memory[...], model.seen[...]),
+    capacity=serving.Capacity(longest=64),
+)
+start, tokens = 1, (4, 5, 6)
+""",
+        },
+        holds="engine.run() is None",
+    ),
+    "serving": Page(unrun={0: "runs in serving/test_docs.py", 1: TPU}),
+    "serving_plans": Page(
+        before={
+            0: """
+from shardlib import models
+from tests.serving.test_meshes import forward
+
+config = models.TransformerConfig(
+    name="small", vocab_size=512, layers=4, embed=512, heads=16, kv_heads=16, head_dim=32,
+    mlp=1024, max_seq=4096,
+)
+init = models.build(config)[0]
+other = shardlib.plan_serving(init, forward, topology="v5e:4x4", prompt=256, output=64)
+""",
+        },
+        unrun={1: TPU},
+        holds="plan.topology == 'v5e:16x16'",
+    ),
+    "steps": Page(
+        before={
+            2: """
+nll = optax.softmax_cross_entropy_with_integer_labels
+
+def init(key):
+    params = {"embed": jax.random.normal(key, (64, 16)), "head": jnp.ones((16, 64))}
+    return {"params": params, "opt": optimizer.init(params)}
+
+def forward(params, ids):
+    return params["embed"][ids] @ params["head"]
+
+batch = {"ids": np.ones((32, 16), np.int32)}
+""",
+        },
+        unrun={0: "runs in steps/test_docs.py"},
+        holds="program.plan.microbatches == 4",
+    ),
 }
 #: Pages whose programs run in a test of their own.
 ELSEWHERE = {
@@ -244,19 +376,8 @@ ELSEWHERE = {
     "parameter_server": "servers/test_docs.py",
     "federated": "federated/test_simulation.py",
 }
-#: Blocks of pages that no test runs yet, by number.
-NOT_YET = {
-    "folders": (0, 1, 2),
-    "data": (0, 1),
-    "requests": (0, 1, 2, 3, 4),
-    "serving": (1,),
-    "serving_plans": (0, 1),
-    "steps": (1, 2),
-}
-#: Their other blocks, which run in `serving/test_docs.py` and `steps/test_docs.py`.
-IN_PART = {"serving": (0,), "steps": (0,)}
 #: Searches and kernels of several seconds.
-LONG = {"booking", "collective_matmul", "experts", "long_context", "pins"}
+LONG = {"booking", "collective_matmul", "experts", "long_context", "pins", "requests"}
 
 
 def programs(page: str) -> list[str]:
@@ -265,12 +386,10 @@ def programs(page: str) -> list[str]:
 
 def test_every_page_with_programs_is_accounted_for():
     found = {page.stem for page in (ROOT / "docs").glob("*.md") if programs(page.stem)}
-    assert found == PAGES.keys() | ELSEWHERE.keys() | NOT_YET.keys()
+    assert found == PAGES.keys() | ELSEWHERE.keys()
     assert all(max(told.unrun, default=0) < len(programs(page)) for page, told in PAGES.items())
     for page, test in ELSEWHERE.items():
         assert f"{page}.md" in (ROOT / "tests" / test).read_text()
-    for page, numbers in NOT_YET.items():
-        assert {*numbers, *IN_PART.get(page, ())} == set(range(len(programs(page)))), page
 
 
 @pytest.mark.parametrize(
