@@ -1,9 +1,10 @@
 """Every command and every program in the pages is one that this version takes.
 
-Commands are parsed by the command line, options and all, and not carried out. Of programs all
-imports are made, and names, methods of modules and keyword arguments of what they import from
-shardlib are looked up. Pages whose programs and commands run have tests of their own
-(`tests/test_pages_run.py`, `tests/test_how_to.py`, `tests/test_readme.py` and others).
+Commands are parsed by the command line, options and all; those that plan, or show a job without
+submitting it, are carried out. Of programs all imports are made, and names, methods of modules and
+keyword arguments of what they import from shardlib are looked up. Pages whose programs and commands
+run have tests of their own (`tests/test_pages_run.py`, `tests/test_how_to.py`,
+`tests/test_readme.py` and others).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from shardlib.cli import app
+from shardlib.cli import app, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,6 +86,38 @@ def test_the_command_line_takes_the_command(page: str, command: str):
         name, found, rest = group.resolve_command(context, words)
         assert found is not None
         found.make_context(name, rest, parent=context)
+
+
+def searches(command: str) -> bool:
+    """Whether a command needs no device, no compiler and no folder: a plan, or a job that is shown
+    and not submitted.
+    """
+    words = shlex.split(BEGIN.sub("", command))
+    return (
+        words[0] == "models"
+        or (words[0] == "plan" and "--refine" not in words)
+        or ("--dry-run" in words)
+    )
+
+
+SEARCHES = [(page, command) for page, command in COMMANDS if searches(command)]
+
+
+@pytest.mark.parametrize(("page", "command"), SEARCHES, ids=lambda word: word[:50])
+def test_commands_that_need_no_machine_run(
+    page: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_training.py").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(BEGIN.sub("", command)))
+    told = capsys.readouterr()
+    assert not ended.value.code, told.err
+    assert told.out.strip()
 
 
 @pytest.mark.parametrize("line", SYNOPSES, ids=lambda line: line[:40])
