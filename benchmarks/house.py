@@ -1,5 +1,5 @@
-"""How does the house stand? Import circles, sizes of files and folders, lines, fields, parameters,
-words, docstrings and uses of `Any`, read from the source; the public names are imported.
+"""Figures of the source: import circles, lines, words, docstrings and uses of `Any`; the public
+names are imported.
 
     python benchmarks/house.py [--out benchmarks/results/house.json]
 
@@ -18,42 +18,13 @@ import inspect
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "shardlib"
-LINE, FILE, FOLDER, FIELDS, PARAMETERS = 100, 300, 12, 12, 8
-#: Classes that are tables, which may have more fields: name -> what makes it one.
-TABLES = {
-    "Decisions": "the table of decisions: a field is a row, with words and legal values",
-    "Efficiency": "a parsed file: figures of a chip under a compiler or framework",
-    "FrameworkProfile": "a parsed file: the published facts of one training framework",
-    "TransformerConfig": "a parsed file: a model card or a Hugging Face config.json",
-    "EncoderDecoderConfig": "a parsed file: the card of an encoder-decoder model",
-    "Experts": "a parsed file: the section [experts] of a model card",
-    "KubernetesSettings": "the settings of an engine as `shardlib launch` reads them, a field each",
-    "SlurmSettings": "the settings of an engine as `shardlib launch` reads them, a field each",
-    "Asked": "what a request may ask for, a field each",
-    "TrainConfig": "the options of `shardlib train`, a field each",
-}
-#: Functions that may have more parameters, all of them keywords of users: name -> where the
-#: signature is fixed.
-ENTRIES = {
-    "plan": "DESIGN.md and `shardlib.__all__`",
-    "compile": "DESIGN.md and `shardlib.__all__`",
-    "verify": "DESIGN.md and `shardlib.__all__`",
-    "scale": "`shardlib.__all__`",
-    "compare": "docs/booking.md: what `scale` takes, for several kinds of machines",
-    "plan_serving": "DESIGN.md and `shardlib.__all__`",
-    "compile_step": "DESIGN.md and `shardlib.__all__`",
-    "fit": "`shardlib.__all__`",
-    "attention": "`shardlib.__all__`",
-    "route": "`shardlib.__all__`",
-    "read": "docs/data.md: how data are opened",
-}
+LINE = 100
 #: Words that the field has others for.
 OLD = (
     "rests whole",
@@ -131,23 +102,10 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return sorted(found, key=lambda group: (-len(group), group))
 
 
-def definitions(paths: list[Path]) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
-    """Classes and functions, with where they stand."""
-    for path in paths:
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
-
-
 def parameters(node: ast.FunctionDef) -> int:
     """How many parameters a function has, self apart."""
     given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     return sum(one.arg not in ("self", "cls") for one in given)
-
-
-def fields(node: ast.ClassDef) -> int:
-    """How many annotated fields a class has."""
-    return sum(isinstance(one, ast.AnnAssign) for one in node.body)
 
 
 def old_words(text: str) -> dict[str, int]:
@@ -306,10 +264,6 @@ def house() -> dict[str, Any]:
     modules = sources()
     paths = list(modules.values())
     lines = {str(path.relative_to(ROOT)): path.read_text().splitlines() for path in paths}
-    folders = Counter(
-        str(path.parent.relative_to(ROOT)) for path in paths if path.name != "__init__.py"
-    )
-    named = list(definitions(paths))
     texts = "\n".join("\n".join(one) for one in lines.values()) + "\n".join(
         path.read_text() for path in (ROOT / "docs").rglob("*.md")
     )
@@ -320,26 +274,6 @@ def house() -> dict[str, Any]:
         f"lines over {LINE} columns": sum(
             len(line) > LINE for one in lines.values() for line in one
         ),
-        f"files over {FILE} lines": {
-            name: len(one) for name, one in lines.items() if len(one) > FILE
-        },
-        f"folders over {FOLDER} files": {
-            name: count for name, count in folders.items() if count > FOLDER
-        },
-        f"classes over {FIELDS} fields": {
-            where: count
-            for where, node in named
-            if isinstance(node, ast.ClassDef)
-            and node.name not in TABLES
-            and (count := fields(node)) > FIELDS
-        },
-        f"functions over {PARAMETERS} parameters": {
-            where: count
-            for where, node in named
-            if isinstance(node, ast.FunctionDef)
-            and node.name not in ENTRIES
-            and (count := parameters(node)) > PARAMETERS
-        },
         "old words": old_words(texts),
         "docstrings": docstrings(modules),
         "uses of Any": uses_of_any(modules),
