@@ -12,6 +12,7 @@ state, metrics = program.step(state, batch)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from shardlib.planning.plan import Plan
 
 if TYPE_CHECKING:
     from shardlib.lowering.program.guards import Guards
+    from shardlib.lowering.program.lowered import Options
     from shardlib.lowering.program.program import Program
     from shardlib.verification.isolation import Limits
     from shardlib.verification.report import Verification
@@ -220,7 +222,7 @@ def compile(
         traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
         if evaluation is None:
             traced = evaluated_as_trained(traced)
-        return lower_all(
+        program = lower_all(
             traced,
             chosen,
             devices=devices,
@@ -229,6 +231,14 @@ def compile(
             evaluation=traced.model.evaluated(evaluation or loss),
             evaluated=evaluation or loss,
         )
+        return replace(program, verifier=_verified)
+
+
+def _verified(program: Program, limits: Limits | None, options: Options | None) -> Verification:
+    """What the `verify` of a program does."""
+    from shardlib.frontend.verified import verified_program
+
+    return verified_program(program, machine_of_plan(None, program.plan), limits, options)
 
 
 def verify(
@@ -243,7 +253,7 @@ def verify(
     name: str | None = None,
     plan: Plan | None = None,
     limits: Limits | None = None,
-    options: Mapping[str, str | bool | int] | None = None,
+    options: Options | None = None,
     rows: str = "prove",
     wrt: Filter = None,
 ) -> Verification:
@@ -251,8 +261,8 @@ def verify(
     need not be here, and compares.
 
     Args:
-        init: see `plan`; or a `Program`, which then is all that is needed, `topology`, `limits` and
-            `options` apart.
+        init: see `plan`; or a program, also one of `compile_step`, which then is all that is
+            needed, `topology`, `limits` and `options` apart.
         loss: see `compile`.
         optimizer: an optax transformation.
         batch: the global batch, see `plan`.
@@ -278,10 +288,14 @@ def verify(
             topology.
     """
     from shardlib.frontend.compiled_choice import with_compiler
+    from shardlib.frontend.steps.compiled import StepProgram
     from shardlib.frontend.verified import verified, verified_program
     from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program.program import Program
 
+    if isinstance(init, StepProgram):
+        machine_of_plan(topology, init.plan)
+        return init.verify(limits=limits, options=options)
     if isinstance(init, Program | IslandsProgram):
         return verified_program(init, machine_of_plan(topology, init.plan), limits, options)
     if loss is None or optimizer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from shardlib.exchanges.values import Exact
@@ -13,6 +12,7 @@ from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.program import IslandsProgram
+from shardlib.lowering.program.lowered import Options
 from shardlib.lowering.program.program import Program
 from shardlib.planning.islands.spread import of_one_island, on_islands
 from shardlib.planning.plan import Plan
@@ -20,9 +20,6 @@ from shardlib.verification.islands import verify_islands
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Verification
 from shardlib.verification.verify import verify_program
-
-#: Options of a compiler, by its own names.
-Options = Mapping[str, str | bool | int]
 
 
 def verified(

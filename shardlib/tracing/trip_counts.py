@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardlib._jax_compat import open_jaxpr
@@ -68,11 +69,9 @@ def literal(constant: Constant) -> str:
     """The text of a whole number, which tells a window of attention from another; "" for every
     other constant.
     """
-    return (
-        str(int(np.asarray(constant)))
-        if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer)
-        else ""
-    )
+    scalar = np.shape(constant) == ()
+    whole = scalar and jax.dtypes.issubdtype(jnp.result_type(constant), np.integer)
+    return str(int(np.asarray(constant))) if whole else ""
 
 
 def stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:

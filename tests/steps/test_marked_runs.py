@@ -140,7 +140,7 @@ def test_its_plan_answers(name: str):
 
 def dots(one: Any) -> list[str]:
     """Shapes of what the matmuls of a compiled step give."""
-    return re.findall(r"= f32\[(\d+,\d+)\]\S* dot\(", one.compiled.as_text())
+    return re.findall(r"= f32\[(\d+,\d+)\]\S* dot\(", one.compiled().as_text())
 
 
 def test_rows_side_by_side_stay_rows_of_a_device(monkeypatch: pytest.MonkeyPatch):

@@ -19,6 +19,8 @@ from shardlib.frontend.steps.marked.lowered import lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
 from shardlib.frontend.steps.pins import step_pins
 from shardlib.hardware.topology import Topology
+from shardlib.lowering.program.lowered import Options
+from shardlib.lowering.runtime.random_keys import implementation, is_key
 from shardlib.lowering.steps.step_program import LoweredStep, build_step
 from shardlib.planning.planner import search
 from shardlib.propagation.colours import colour
@@ -43,12 +45,18 @@ class StepProgram(LoweredStep):
 
     topology: Topology
 
-    def verify(self, *, limits: Limits | None = None) -> Verification:
+    def verify(
+        self,
+        *,
+        limits: Limits | None = None,
+        options: Options | None = None,
+    ) -> Verification:
         """Compiles the step for the machine of its plan, which need not be here, and compares what
         the compiler made with the plan.
 
         Args:
             limits: time and memory that the compiler may take.
+            options: options of the compiler, by its own names.
 
         Raises:
             MissingPackageError: the compiler is not installed.
@@ -70,7 +78,9 @@ class StepProgram(LoweredStep):
             platform=where.platform,
             what=f"the step {self.traced.name}",
         )
-        return judge(self.plan, self.topology, where, made, compile_apart(made, where, limits))
+        return judge(
+            self.plan, self.topology, where, made, compile_apart(made, where, limits, options)
+        )
 
     def save(self, folder: str | Path, state: Tree) -> None:
         """Writes a state to a folder that is not there yet, with Orbax.
@@ -124,8 +134,8 @@ def compile_step(
     Args:
         init: key -> state, with which `program.init(seed)` makes it where it will stay; or () ->
             state; or a state.
-        step: (state, batch) -> (new state, metrics); jittable. The new state has the structure,
-            shapes and dtypes of the state.
+        step: (state, batch) -> (new state, metrics), or the new state alone; jittable. The new
+            state has the structure, shapes and dtypes of the state.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
         topology: the machine; all devices of this one if left out.
         pin: "mesh", "mesh.AXIS", "rules", "sequence_parallel", "zero" or "axis_order", see
@@ -140,7 +150,7 @@ def compile_step(
 
     Raises:
         ArgumentError: arguments of another kind than is asked for.
-        TracingError: `init` or `step` cannot be traced, or `step` returns no pair.
+        TracingError: `init` or `step` cannot be traced, or `step` returns no state.
         StateError: the new state is not like the state.
         AnnotationError: names do not fit the arrays of the state.
         BatchError: `batch_axes` do not fit the batch, or it has no rows.
@@ -253,7 +263,7 @@ def _plain(tree: Tree) -> Tree:
     """A tree with random keys as the integers that they are made of."""
 
     def leaf(one: jax.Array | jax.ShapeDtypeStruct) -> object:
-        if not jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+        if not is_key(one):
             return one
         if isinstance(one, jax.Array):
             return jax.random.key_data(one)
@@ -265,6 +275,6 @@ def _plain(tree: Tree) -> Tree:
 
 
 def _keyed(asked: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
-    if jax.dtypes.issubdtype(asked.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(found))
+    if is_key(asked):
+        return jax.random.wrap_key_data(jnp.asarray(found), impl=implementation(asked.dtype))
     return found

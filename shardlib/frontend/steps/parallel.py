@@ -14,18 +14,21 @@ from shardlib.frontend.machines import machine_of
 from shardlib.frontend.steps.compiled import StepProgram, stepping
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.steps.step_program import copied
-from shardlib.tracing.steps.traced_step import abstract_leaf, trace_step
+from shardlib.tracing.steps.traced_step import abstract_leaf, same_form, trace_step
 
-#: (state, batch) -> (new state, metrics), or (params, batch) -> anything.
+#: (state, batch) -> (new state, metrics) or the new state, or (params, batch) -> anything.
 Function = Callable[[Tree, Tree], Tree]
+#: (new state, the rest) of a program -> what the user's function returns.
+Result = Callable[[Tree, Tree], Tree]
 
 
 class Parallel:
     """A function of a state and a batch, planned and compiled for each shape that it is called
     with.
 
-    A function that returns a pair whose first part is like the state is a step: its state is taken
-    over by the next call. Any other is inference: it gets params and a batch, and the params stay.
+    A function that returns what is like the state, or a pair whose first part is, is a step: its
+    state is taken over by the next call. Any other is inference: it gets params and a batch, and
+    the params stay.
 
     Args:
         function: the user's own.
@@ -43,7 +46,7 @@ class Parallel:
         functools.update_wrapper(self, function)
         self._function, self._topology, self._pin = function, topology, pin
         self._batch_axes = batch_axes
-        self._programs: dict[object, tuple[bool, StepProgram]] = {}
+        self._programs: dict[object, tuple[Result, StepProgram]] = {}
 
     def program(self, state: Tree, batch: Tree) -> StepProgram:
         """The program for a state and a batch of such shapes, which are not computed with.
@@ -68,21 +71,22 @@ class Parallel:
         Raises:
             ShardlibError: see `shardlib.compile_step`.
         """
-        steps, program = self._of(state, batch)
+        result, program = self._of(state, batch)
         held = jax.tree.map(_placed, state, program.state)
-        new, found = program.step(held, batch)
-        return (new, found) if steps else found
+        return result(*program.step(held, batch))
 
-    def _of(self, state: Tree, batch: Tree) -> tuple[bool, StepProgram]:
+    def _of(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
         key = _shapes((state, batch))
         if key not in self._programs:
             self._programs[key] = self._made(state, batch)
         return self._programs[key]
 
-    def _made(self, state: Tree, batch: Tree) -> tuple[bool, StepProgram]:
+    def _made(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
         shapes = jax.tree.map(abstract_leaf, (state, batch))
         out = jax.eval_shape(self._function, *shapes)
-        steps = isinstance(out, tuple) and len(out) == 2 and _shapes(out[0]) == _shapes(shapes[0])
+        alone = same_form(out, shapes[0])
+        pair = isinstance(out, tuple) and len(out) == 2 and same_form(out[0], shapes[0])
+        steps = alone or pair
 
         def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
             return params, self._function(params, batch)
@@ -94,7 +98,8 @@ class Parallel:
             name=getattr(self._function, "__name__", "function"),
         )
         machine = machine_of(self._topology)
-        return steps, stepping(traced, machine, self._pin, first=None, given=state, donate=steps)
+        result = _state_alone if alone else _both if pair else _rest
+        return result, stepping(traced, machine, self._pin, first=None, given=state, donate=steps)
 
 
 @overload
@@ -120,7 +125,8 @@ def parallelize(
         state, metrics = step(state, batch)
 
     Args:
-        function: (state, batch) -> (new state, metrics), or (params, batch) -> anything.
+        function: (state, batch) -> (new state, metrics) or the new state, or (params, batch) ->
+            anything.
         topology: the machine; all devices of this one if left out.
         pin: see `shardlib.compile_step`.
         batch_axes: as of `shardlib.plan`.
@@ -130,6 +136,18 @@ def parallelize(
         return Parallel(function, topology=topology, pin=pin, batch_axes=batch_axes)
 
     return wrapped if function is None else wrapped(function)
+
+
+def _both(state: Tree, rest: Tree) -> Tree:
+    return state, rest
+
+
+def _state_alone(state: Tree, _: Tree) -> Tree:
+    return state
+
+
+def _rest(_: Tree, rest: Tree) -> Tree:
+    return rest
 
 
 def _shapes(tree: Tree) -> object:

@@ -27,6 +27,7 @@ from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unsta
 from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of, require_arrived
 from shardlib.lowering.program.checks.other_batch import require
+from shardlib.lowering.program.lowered import Options, Verifier, verified_by
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.donated import require_present
@@ -47,6 +48,7 @@ class IslandsProgram:
         dims: the batch dim of each array of the batch, by path; a `Fold` for a key of the whole
             batch.
         retraced: traces the loss for the batch of all islands.
+        verifier: see `Program`.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class IslandsProgram:
     programs: tuple[Program, ...]
     dims: BatchDims
     retraced: Callable[[], LossJaxpr]
+    verifier: Verifier | None = None
 
     @property
     def state(self) -> IslandsState:
@@ -219,6 +222,14 @@ class IslandsProgram:
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step of the first island."""
         return self.programs[0].compiled()
+
+    def verify(self, *, limits: Any = None, options: Options | None = None) -> Any:
+        """The step of an island and the meetings of all against the plan, see `Program.verify`.
+
+        Args:
+            limits, options: see `Program.verify`.
+        """
+        return verified_by(self.verifier, self, limits, options)
 
     def timeline(self) -> str:
         """The schedule of the pipeline of an island, see `Program.timeline`."""

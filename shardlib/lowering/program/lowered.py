@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -40,6 +40,31 @@ from shardlib.planning.text.card import plan_card, plan_line
 from shardlib.report import Finding
 from shardlib.schedules import picture
 
+#: Options of a compiler, by its own names.
+Options: TypeAlias = Mapping[str, str | bool | int]
+#: (program, limits, options) -> `shardlib.Verification`.
+Verifier: TypeAlias = Callable[[Any, Any, Options | None], Any]
+
+
+def verified_by(
+    verifier: Verifier | None, program: Any, limits: Any, options: Options | None
+) -> Any:
+    """The verification of a program.
+
+    Args:
+        verifier: of the program; None where it was lowered to be a part of another.
+        program, limits, options: see `LoweredProgram.verify`.
+
+    Raises:
+        PlanError: there is no verifier.
+    """
+    if verifier is None:
+        raise PlanError(
+            "this program is a part of another, which is verified as a whole\nTry:"
+            " shardlib.compile(...).verify()"
+        )
+    return verifier(program, limits, options)
+
 
 def shardings_of(tree: Tree) -> Tree:
     """The shardings of abstract arrays, as a tree like them.
@@ -65,6 +90,7 @@ class LoweredProgram:
         parts: what a step is made of.
         programs: the stages of a pipeline, where they are programs of their own.
         disk: where the optimizer's state is stored, where that is on disk.
+        verifier: what `verify` calls, which stands above this room.
     """
 
     plan: Plan
@@ -77,6 +103,12 @@ class LoweredProgram:
     parts: StepParts
     programs: StagePrograms | None = None
     disk: Writer | None = None
+    verifier: Verifier | None = None
+
+    @property
+    def rows(self) -> Tree:
+        """Abstract global batch, each leaf with its sharding."""
+        return self.batch
 
     def __repr__(self) -> str:
         return plan_line(self.plan, type(self).__name__)
@@ -123,6 +155,23 @@ class LoweredProgram:
             PlanError: see `lower`.
         """
         return self._compiled_step
+
+    def verify(self, *, limits: Any = None, options: Options | None = None) -> Any:
+        """Compiles the step for the machine of its plan, which need not be here, and compares what
+        the compiler made with the plan: `shardlib.verify(program)`.
+
+        Args:
+            limits: `shardlib.verification.isolation.Limits`, seconds and bytes of memory that the
+                compiler may take.
+            options: options of the compiler, by its own names.
+
+        Returns:
+            A `shardlib.Verification`.
+
+        Raises:
+            ShardlibError: see `shardlib.verify`.
+        """
+        return verified_by(self.verifier, self, limits, options)
 
     def prepare(self) -> None:
         """Compiles all that a step runs, if that has not been done."""

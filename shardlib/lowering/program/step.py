@@ -123,7 +123,9 @@ def init_function(
     """
 
     def init(seed: Index) -> TrainState:
-        params, state = model.init(seed)
+        # static parts that `init` makes anew, as functions, are other objects than the traced ones
+        traced = jax.tree.structure((model.params, model.state))
+        params, state = traced.unflatten(jax.tree.leaves(model.init(seed)))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=model.partition.mapped(precision.resting, params),

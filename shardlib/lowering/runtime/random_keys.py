@@ -112,7 +112,7 @@ class Fold:
         keys = (
             leaf
             if self.dtype is None
-            else jax.random.wrap_key_data(leaf, impl=_implementation(self.dtype))
+            else jax.random.wrap_key_data(leaf, impl=implementation(self.dtype))
         )
         fold = jax.random.fold_in
         for _ in range(keys.ndim):
@@ -233,8 +233,12 @@ def _bodies(equation: Equation) -> list[tuple[Program, int]]:
     return [(flatten(callee(equation.eqn)), 0)] if equation.name in (*REMAT, *CUSTOM) else []
 
 
-def _implementation(dtype: Any) -> Any:
-    """The generator of keys of a dtype."""
+def implementation(dtype: Any) -> Any:
+    """The generator of keys of a dtype.
+
+    Args:
+        dtype: of typed keys.
+    """
     found: list[Any] = []
 
     def look(keys: Any) -> Any:

@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import StateError
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.annotation.trees.static_parts import static_difference
+from shardlib.errors import PlanError, StateError, raise_all
 from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
@@ -89,6 +90,11 @@ class LoweredStep:
         """Abstract arrays of the batch, with their shardings."""
         return _abstract(self.traced.batch, self.layouts.batch, self.mesh)
 
+    @property
+    def rows(self) -> Tree:
+        """Abstract global batch, each leaf with its sharding."""
+        return self.batch
+
     def init(self, seed: int = 0) -> Tree:
         """The state before the first step, each array where it will stay.
 
@@ -102,7 +108,12 @@ class LoweredStep:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         if self.first is None:
             return jax.tree.map(copied, self.given, shardings)
-        return jax.jit(self._first, out_shardings=shardings)(number)
+        # a state that is made anew has static parts that are made anew: its form is the traced one
+        first = jax.jit(
+            lambda number: jax.tree.leaves(self._first(number)),
+            out_shardings=jax.tree.leaves(shardings),
+        )
+        return jax.tree.structure(self.state).unflatten(first(number))
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Does one step.
@@ -119,22 +130,30 @@ class LoweredStep:
             BatchError: the batch is not the one that the program was compiled for.
         """
         require(batch, self.batch)
-        self._require(state)
-        return self.compiled(state, given(batch, self.batch))
+        state = self._required(state)
+        return self.compiled()(state, given(batch, self.batch))
 
     def prepare(self) -> None:
         """Compiles the step, if that has not been done."""
-        _ = self.compiled
+        self.compiled()
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
         and "peak".
         """
-        return _jax_compat.compiled_memory(self.compiled)
+        return _jax_compat.compiled_memory(self.compiled())
 
-    @property
     def compiled(self) -> jax.stages.Compiled:
-        """The program, compiled at its first use."""
+        """The program, compiled at its first use.
+
+        Raises:
+            PlanError: it was compiled without devices.
+        """
+        if isinstance(self.mesh, AbstractMesh):
+            raise PlanError(
+                "the program has no devices: it was made with abstract=True\nTry:"
+                " shardlib.compile_step(init, step, batch), or program.verify()"
+            )
         if not self._compiled:
             self._compiled.append(self.lowered().compile())
         return self._compiled[0]
@@ -210,15 +229,26 @@ class LoweredStep:
     def _held(self, value: Value, layout: Layout) -> Value:
         return held(value, named_sharding(self.mesh, layout))
 
-    def _require(self, state: Tree) -> None:
-        if jax.tree.structure(state) != jax.tree.structure(self.state):
-            raise StateError(
-                "this is no state of the program: it has the structure\n "
-                f" {jax.tree.structure(state)}\nand not\n  {jax.tree.structure(self.state)}"
+    def _required(self, state: Tree) -> Tree:
+        """The state in the form that was traced, refused where it is no state of this program."""
+        leaves, structure = jax.tree.flatten(state)
+        own = jax.tree.structure(self.state)
+        if difference := static_difference(structure, own):
+            theirs = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+            mine = self.traced.paths
+            raise_all(
+                StateError,
+                "this is no state of the program",
+                [
+                    *(f"{path}: not there" for path in mine if path not in theirs),
+                    *(f"{path}: not of the program" for path in theirs if path not in mine),
+                ]
+                or [difference],
+                hint="program.init(seed), or what program.step returned",
             )
         gone = [
             path
-            for path, leaf in zip(self.traced.paths, jax.tree.leaves(state), strict=True)
+            for path, leaf in zip(self.traced.paths, leaves, strict=True)
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
         if gone:
@@ -226,6 +256,7 @@ class LoweredStep:
                 f"arrays of the state were donated to a step before: {', '.join(gone[:4])}\nTry:"
                 " state, metrics = program.step(state, batch)"
             )
+        return own.unflatten(leaves)
 
 
 def build_step(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.annotation.trees.static_parts import static_difference
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, ShardlibError, StateError, TracingError, raise_all
 from shardlib.functions.losses import MarkedLoss
@@ -35,8 +36,8 @@ from shardlib.tracing.steps.unmarked import UnmarkedGradients, unmarked_gradient
 from shardlib.tracing.trip_counts import dtype_name
 
 _with_paths = jax.tree_util.tree_leaves_with_path
-#: (state, batch) -> (new state, metrics).
-Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+#: (state, batch) -> (new state, metrics), or the new state alone.
+Step = Callable[[Tree, Tree], Tree]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class TracedStep:
         state: abstract arrays of the state.
         batch: abstract arrays of the batch.
         metrics: abstract metrics.
+        returns_pair: whether the step returns a pair (new state, metrics), and not the new state
+            alone.
         losses: those that the step marks, in order; none in a step that marks none.
         unmarked: gradients that are taken outside of them, in a step that marks some.
         others: kinds of the custom calls that stand outside of them.
@@ -67,6 +70,7 @@ class TracedStep:
     state: Tree
     batch: Tree
     metrics: Tree
+    returns_pair: bool = True
     losses: tuple[FoundLoss, ...] = ()
     unmarked: UnmarkedGradients = field(default_factory=UnmarkedGradients)
     others: frozenset[str] = frozenset()
@@ -94,7 +98,7 @@ def trace_step(
     """Traces a step.
 
     Args:
-        step: (state, batch) -> (new state, metrics).
+        step: (state, batch) -> (new state, metrics), or the new state alone.
         state: arrays or `jax.ShapeDtypeStruct`.
         batch: the same, global sizes.
         axes: logical axes of arrays of the state, by path.
@@ -112,9 +116,10 @@ def trace_step(
         raise BatchError("the batch has no rows: it holds no arrays\nTry: at least one array")
     require_rows(described)
     closed, out = _traced(step, shapes, name)
-    new, metrics = out
+    pair = _is_pair(shapes[0], out, name)
+    new, metrics = out if pair else (out, {})
     paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0]))
-    _require_same(shapes[0], new)
+    _requiresame_form(shapes[0], new)
     program = flatten(closed)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
     found = translated(program, inputs)
@@ -134,6 +139,7 @@ def trace_step(
         state=shapes[0],
         batch=shapes[1],
         metrics=metrics,
+        returns_pair=pair,
         losses=losses,
         unmarked=unmarked,
         others=frozenset(
@@ -164,23 +170,45 @@ def _traced(step: Step, shapes: tuple[Tree, Tree], name: str) -> tuple[jex.Close
         raise TracingError(
             f"the step {name} cannot be traced: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TracingError(
-            f"the step {name} returns {type(out).__name__}; a step returns a pair (new state,"
-            " metrics)\nTry: return state, {'loss': loss}"
-        )
     return closed, out
 
 
-def _require_same(before: Tree, after: Tree) -> None:
-    if jax.tree.structure(before) != jax.tree.structure(after):
+def _is_pair(state: Tree, out: Any, name: str) -> bool:
+    """Whether a step returns (new state, metrics), and not the new state alone."""
+    if isinstance(out, tuple) and len(out) == 2 and not same_form(state, out):
+        return True
+    if type(out) is not type(state):
+        raise TracingError(
+            f"the step {name} returns {type(out).__name__}; a step returns the new state, or a"
+            " pair (new state, metrics)\nTry: return state, {'loss': loss}"
+        )
+    return False
+
+
+def same_form(one: Tree, other: Tree) -> bool:
+    """Whether two trees have the same form, shapes and dtypes; functions may be made anew.
+
+    Args:
+        one: tree of abstract arrays.
+        other: the same.
+    """
+    same = not static_difference(jax.tree.structure(one), jax.tree.structure(other))
+    return same and all(
+        (a.shape, a.dtype) == (b.shape, b.dtype)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def _requiresame_form(before: Tree, after: Tree) -> None:
+    difference = static_difference(jax.tree.structure(before), jax.tree.structure(after))
+    if difference:
         was, now = ([path_text(path) for path, _ in _with_paths(one)] for one in (before, after))
         failures = [f"{path}: gone after a step" for path in was if path not in now]
         failures += [f"{path}: new after a step" for path in now if path not in was]
         raise_all(
             StateError,
             "the state has another structure after a step",
-            failures or ["its nodes are of other types"],
+            failures or [difference],
             hint="return all of the state, changed or not",
         )
     failures = [

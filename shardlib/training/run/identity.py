@@ -33,7 +33,6 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.data.batches.loader import Rows
 from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.lowering.islands.learned import first_of
-from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives
 from shardlib.training.states.programs import AnyProgram
@@ -71,7 +70,7 @@ def traced(
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
         "model": {"digest": _hash(_shapes((model.params, model.state)))},
-        "batch": {"arrays": {str(before): _shapes(_batch(one)) for before, one in programs}},
+        "batch": {"arrays": {str(before): _shapes(one.rows) for before, one in programs}},
         "exchange": {"value": _exchange(program)},
     }
 
@@ -94,10 +93,6 @@ def _of_step(program: StepProgram, data: Rows | Callable[[int], Tree], seed: int
         "batch": {"arrays": {"0": _shapes(program.batch)}},
         "exchange": {"value": _exchange(program)},
     }
-
-
-def _batch(program: AnyProgram) -> Tree:
-    return program.rows if isinstance(program, IslandsProgram) else program.batch
 
 
 def _exchange(program: AnyProgram) -> str:

@@ -15,9 +15,6 @@ from typing import Any, Protocol
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.data.batches.loader import Loader, Rows
-from shardlib.frontend.steps.compiled import StepProgram
-from shardlib.lowering.islands.program import IslandsProgram
-from shardlib.lowering.program.program import Program
 
 
 class Stream(Protocol):
@@ -41,11 +38,6 @@ class Stream(Protocol):
 #: (abstract batch of the program, or a function from the step to that, first step) -> batches from
 #: that step on.
 Opens = Callable[[Any, int], Stream]
-
-
-def batch_of(program: Program | IslandsProgram | StepProgram) -> Tree:
-    """The abstract batch of a program, of all its islands where it has several."""
-    return program.rows if isinstance(program, IslandsProgram) else program.batch
 
 
 #: step, from 0 -> the whole global batch, host arrays.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.training.stepping.batches import Stream, batch_of, opened
+from shardlib.training.stepping.batches import Stream, opened
 from shardlib.training.stepping.task import Task
 
 
@@ -28,9 +28,9 @@ class Feed:
         if self._stream is None:
             task = self._task
             abstract = (
-                batch_of(task.program)
+                task.program.rows
                 if len(task.programs) == 1
-                else lambda number: batch_of(task.at(number - offset))
+                else lambda number: task.at(number - offset).rows
             )
             self._stream = self._open(abstract, step + offset)
         number, batch = next(self._stream)

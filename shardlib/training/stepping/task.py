@@ -18,7 +18,7 @@ from shardlib.data.batches.loader import Rows
 from shardlib.errors import LayoutError, raise_all
 from shardlib.lowering.program.program import Program
 from shardlib.training.settings import Settings
-from shardlib.training.stepping.batches import BatchOf, batch_of
+from shardlib.training.stepping.batches import BatchOf
 from shardlib.untrusted.json_types import JsonMapping
 
 
@@ -82,7 +82,7 @@ class Task:
                 no folder.
         """
         arrays = jax.tree_util.tree_leaves_with_path(
-            tuple(batch_of(program) for _, program in self.programs)
+            tuple(program.rows for _, program in self.programs)
         )
         return {
             "plan": " ".join(program.plan.digest for _, program in self.programs),

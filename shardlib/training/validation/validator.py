@@ -14,7 +14,6 @@ from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.frontend.steps.evaluation import StepEvaluation
 from shardlib.graph.rows import Rows
 from shardlib.lowering.islands.learned import first_of, learned
-from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.evaluation import Evaluation
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.batches import shapes_of_batch
@@ -123,7 +122,7 @@ def validator(asked: Validation, program: AnyProgram) -> Validator:
         evaluation=evaluation,
         state_of=_averaging(first) if asked.average else lambda state: learned(program, state),
         pure=(evaluation.loss, first.model.params, first.model.state),
-        usual=_rows(program.rows if isinstance(program, IslandsProgram) else program.batch),
+        usual=_rows(program.rows),
     )
 
 
@@ -149,7 +148,7 @@ def _of_step(asked: Validation, program: StepProgram) -> Validator:
             program.traced.state,
             (),
         ),
-        usual=_rows(program.batch),
+        usual=_rows(program.rows),
     )
 
 
