@@ -28,9 +28,9 @@ from shardlib.errors import VerificationError
 from shardlib.frontend import choice
 from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.islands import exchange_of, lower_all, rows_of_one
-from shardlib.frontend.machines import machine_of, machine_of_plan
+from shardlib.frontend.machines import first_devices, machine_of, machine_of_plan
 from shardlib.frontend.traced_model import Loss, read_and_trace
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import TopologyLike
 from shardlib.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def plan(
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
@@ -72,8 +72,9 @@ def plan(
             added up part by part is worked through in parts. See `docs/concepts.md`.
         optimizer: an optax transformation.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
-        topology: "16*h100:8", "v5e:16x16", a topology file, ...; by default all devices of this
-            machine.
+        topology: "16*h100:8", "v5e:16x16", a topology file, ...; or a `jax.sharding.Mesh` or a list
+            of devices, which are the machine (`pin={"mesh": mesh.shape}` fixes its axes, too); by
+            default all devices of this machine.
         pin: decisions fixed by hand, in the words of the plan's JSON (`docs/pins.md`); None fixes
             none.
         batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is
@@ -143,7 +144,7 @@ def compile(
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,
@@ -170,8 +171,8 @@ def compile(
         optimizer: an optax transformation.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch; `step` takes such
             batches.
-        topology: what to plan for, see `plan`; by default all devices of this machine. Not used
-            with `plan`.
+        topology: what to plan for, see `plan`; by default all devices of this machine. A program
+            runs on the devices that it names. With `plan`, only they are used.
         pin: decisions fixed by hand, see `plan`. Not used with `plan`.
         batch_axes: logical axes of the batch, see `plan`.
         name: what to call the model.
@@ -225,7 +226,7 @@ def compile(
         program = lower_all(
             traced,
             chosen,
-            devices=devices,
+            devices=first_devices(topology, devices, chosen.mesh.devices * chosen.exchange.islands),
             guards=guards,
             disk=disk,
             evaluation=traced.model.evaluated(evaluation or loss),
@@ -247,7 +248,7 @@ def verify(
     optimizer: optax.GradientTransformation | None = None,
     batch: Tree = None,
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
     name: str | None = None,

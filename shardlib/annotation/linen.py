@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta, unfreeze
 
+from shardlib.annotation.keys import key_of
 from shardlib.annotation.linen_state import loss_metrics_and_updates
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
@@ -125,7 +126,7 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
             described.inputs,
         )
-        return unfreeze(described.module.init(jax.random.key(seed), *inputs, **described.options))
+        return unfreeze(described.module.init(key_of(seed), *inputs, **described.options))
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         variables = _unboxed(boxed(seed))

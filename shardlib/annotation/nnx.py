@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlib import _jax_compat
+from shardlib.annotation.keys import key_of
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
@@ -67,7 +68,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         with _jax_compat.unsharded_variables():
-            module = _with_arrays(build(nnx.Rngs(jax.random.key(seed))))
+            module = _with_arrays(build(nnx.Rngs(key_of(seed))))
             _, *parts = nnx.split(module, trained, ...)
         return trees.params.plain(parts[0]), trees.state.plain(parts[1])
 

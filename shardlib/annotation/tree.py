@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from shardlib.annotation.keys import key_of
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
@@ -108,7 +109,7 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
         return _module(described, made, name, wrt)
 
     def init(seed: Index) -> tuple[Tree, Tree]:
-        return described.initialise(jax.random.key(seed)), {}
+        return described.initialise(key_of(seed)), {}
 
     params = (
         jax.eval_shape(lambda: made) if not jax.tree.leaves(made) else jax.tree.map(_abstract, made)
@@ -138,7 +139,7 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
         )
 
     def init(seed: Index) -> tuple[Tree, Tree]:
-        return parts.split(described.initialise(jax.random.key(seed)))
+        return parts.split(described.initialise(key_of(seed)))
 
     axes, findings = _named(params, _of_module(parts, params, described.axes))
     return Model(
@@ -160,7 +161,7 @@ def _stateful(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     params, state = pair.split(made)
 
     def init(seed: Index) -> tuple[Tree, Tree]:
-        return pair.split(described.initialise(jax.random.key(seed)))
+        return pair.split(described.initialise(key_of(seed)))
 
     axes, findings = _named(params, _of_module(pair.model, params, described.axes))
     return Model(

@@ -25,7 +25,7 @@ from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import ArgumentError
 from shardlib.frontend.traced_model import problem
 from shardlib.hardware import topology as parse_topology
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.models import TransformerConfig, build, example_batch, load
 
 #: Tokens a parameter with the least loss for its FLOPs, see above.
@@ -63,7 +63,7 @@ class Budget:
 def fit_model(
     model: str | TransformerConfig,
     *,
-    topology: str | Topology,
+    topology: TopologyLike,
     budget: Budget,
     batch: int,
     seq: int,

@@ -26,7 +26,7 @@ from shardlib.doctor.hosts import late_clocks, misfit, slow_devices, unlike
 from shardlib.doctor.links import Measured, Pair
 from shardlib.doctor.ports import at_fault, unreached
 from shardlib.errors import LaunchError, raise_all
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.processes.agreement import all_say, meet
 from shardlib.processes.place import read_place
@@ -140,7 +140,7 @@ class Examination:
 
 
 def examine(
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     *,
     run: str | None = None,
     seconds: float = SECONDS,

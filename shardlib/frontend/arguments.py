@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from shardlib.decisions.pins import Pins
+from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.untrusted.arguments import Kind, require_kinds
@@ -38,7 +39,11 @@ _KINDS: Mapping[str, Kind] = {
     "loss": (callable, "function", "loss=lambda model, batch: jnp.mean(...)"),
     "evaluation": (callable, "function", "evaluation=lambda model, batch: jnp.mean(...)"),
     "optimizer": (_transformation, "optax transformation", "optimizer=optax.adam(1e-3)"),
-    "topology": (lambda value: isinstance(value, (str, Topology)), "topology", 'topology="cpu:8"'),
+    "topology": (
+        lambda value: isinstance(value, (str, Topology)) or devices_of(value) is not None,
+        "topology",
+        'topology="cpu:8", a jax.sharding.Mesh, or a list of devices',
+    ),
     "pin": (
         lambda value: isinstance(value, (Mapping, Pins)),
         "mapping of decisions",

@@ -13,7 +13,7 @@ from shardlib.exchanges.values import Exact
 from shardlib.frontend.islands import problem_on_islands, require_carried
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import TopologyLike
 from shardlib.planning.islands.instead import islands_instead
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import Prepared, prepared_for, search
@@ -77,7 +77,7 @@ def _plans_to_compile(refine: object) -> int:
 
 def searched(
     model: TracedModel,
-    topology: str | Topology | None,
+    topology: TopologyLike | None,
     pin: PinMapping | None,
     *,
     framework: str | None = None,
@@ -152,7 +152,7 @@ def runnable(plan: Plan) -> Plan:
 def given_or_searched(
     model: TracedModel,
     plan: Plan | None,
-    topology: str | Topology | None,
+    topology: TopologyLike | None,
     pin: PinMapping | None,
 ) -> tuple[TracedModel, Plan]:
     """The plan that is given, or else the one that is searched for, with the model.

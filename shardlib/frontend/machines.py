@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
-from shardlib.errors import TopologyError, VerificationError
-from shardlib.hardware.topology import Topology
+from shardlib.errors import VerificationError
+from shardlib.hardware.devices import devices_of
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.plan import Plan
 from shardlib.processes.devices import let_collectives_wait
 
 
-def machine_of_plan(topology: str | Topology | None, plan: Plan | None) -> Topology:
+def machine_of_plan(topology: TopologyLike | None, plan: Plan | None) -> Topology:
     """The machine that is asked for; it must be the plan's own.
 
     Args:
@@ -31,25 +34,24 @@ def machine_of_plan(topology: str | Topology | None, plan: Plan | None) -> Topol
     return machine
 
 
-def machine_of(spec: str | Topology | None) -> Topology:
+def machine_of(spec: TopologyLike | None) -> Topology:
     """The machine of a spelling; simulated CPU devices have the rates that are measured here.
 
     Args:
-        spec: a spelling, a topology, or None for the devices of this host.
+        spec: a spelling, a topology, a mesh or a list of devices, or None for the devices of this
+            host.
 
     Raises:
-        TopologyError: the spelling does not parse; or None, and the devices here are accelerators.
+        TopologyError: the spelling does not parse, or the devices are none of the catalogue's.
         MissingFileError: the file of a topology is not there.
     """
     if spec is None:
         let_collectives_wait()
-        return (
-            _measured(jax.local_device_count())
-            if jax.default_backend() == "cpu"
-            else _local_accelerators()
-        )
+        if jax.default_backend() == "cpu":
+            return _measured(jax.local_device_count())
+        spec = jax.devices()
     parsed = parse_topology(spec)
-    simulated = isinstance(spec, str) and parsed.name.startswith("cpu:")
+    simulated = not isinstance(spec, Topology) and parsed.name.startswith("cpu:")
     return _measured(parsed.devices) if simulated else parsed
 
 
@@ -59,9 +61,18 @@ def _measured(devices: int) -> Topology:
     return measured_cpu(devices)
 
 
-def _local_accelerators() -> Topology:
-    kinds = sorted({device.device_kind for device in jax.devices()})
-    raise TopologyError(
-        f"no topology was given, and the devices here are {len(jax.devices())} of"
-        f' {", ".join(kinds)}\nTry: name it, e.g. topology="h100:8" or topology="v5e:2x4"'
-    )
+def first_devices(
+    topology: TopologyLike | None, devices: Sequence[jax.Device] | None, count: int
+) -> Sequence[jax.Device] | None:
+    """The devices that a program uses: those that are given, or the first that the topology names;
+    None for the first that JAX sees.
+
+    Args:
+        topology: as the user names it.
+        devices: exactly those to use; None for no such wish.
+        count: of devices that the plan uses.
+    """
+    if devices is not None:
+        return devices
+    named = devices_of(topology)
+    return None if named is None else named[:count]

@@ -17,7 +17,7 @@ from shardlib.frontend.islands import exchange_of, rows_of_one
 from shardlib.frontend.traced_model import Loss, problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware.family import of_size
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.planning.questions.counterfactual import priced_on
@@ -30,7 +30,7 @@ def scale(
     optimizer: optax.GradientTransformation,
     batch: Tree | Callable[[int], Tree],
     *,
-    topology: str | Topology,
+    topology: TopologyLike,
     devices: Sequence[int],
     pin: PinMapping | None = None,
     batch_axes: Tree = None,

@@ -15,7 +15,7 @@ from shardlib.cost.serving.cuts import cuts
 from shardlib.cost.serving.reading_graph import served_model
 from shardlib.cost.serving.served_model import Attending, ServedModel
 from shardlib.frontend.machines import machine_of
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import TopologyLike
 from shardlib.lowering.serving.calls import CachedCall
 from shardlib.lowering.serving.program import Forward, traced_forward
 from shardlib.planning.serving.pins import ServingPin, ServingPins
@@ -30,7 +30,7 @@ def plan_serving(
     init: Init,
     forward: Forward,
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     prompt: int = 2048,
     output: int = 256,
     rate: float | None = None,

@@ -8,6 +8,7 @@ plain_data.py  topologies of TOML files and of JSON
 catalog        the figures of chips and links, with sources
 products.py    chips with the links that they are sold with
 hosts.py       how many devices a host has
+devices.py     the topology that JAX devices are
 family.py      smaller and larger machines of a kind
 placement.py   how mesh axes lie on tiers
 cluster.py     clusters of unlike devices

@@ -20,7 +20,7 @@ from dataclasses import replace
 from shardlib.errors import TopologyError
 from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.products import Product
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 
 #: Longest side of a slice in a pod of 4x4x4 cubes, chips: the shortest of a v5p pod of 16x20x28
@@ -31,7 +31,7 @@ LONGEST_SIDE = 16
 CUBE = 64
 
 
-def of_size(topology: str | Topology, devices: int) -> Topology:
+def of_size(topology: TopologyLike, devices: int) -> Topology:
     """The machine of the same family with another number of devices.
 
     Args:

@@ -39,7 +39,7 @@ in `.toml` describes any other cluster:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from html import escape
@@ -49,6 +49,7 @@ from typing import Any, cast
 from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.chip import LARGEST, Chip
+from shardlib.hardware.devices import DeviceMesh, JaxDevice, devices_of, spelling_of
 from shardlib.hardware.pictures.links import links_svg
 from shardlib.hardware.plain_data import faults_of
 from shardlib.hardware.spelling import EXAMPLES, spelled
@@ -238,27 +239,34 @@ def _plain(value: Any) -> Any:
     )
 
 
-def topology(spec: str | Topology) -> Topology:
-    """Returns the topology of a spelling or of a TOML file; a `Topology` is returned as it is.
+#: What names a topology: a spelling or a .toml file, the value itself, or JAX devices.
+TopologyLike = str | Topology | DeviceMesh | Sequence[JaxDevice]
+
+
+def topology(spec: TopologyLike) -> Topology:
+    """Returns the topology of a spelling, a TOML file or JAX devices; a `Topology` as it is.
 
     Args:
         spec: a spelling such as "16*h100:8" or "v5e:16x16", upper or lower case, or a path that
-            ends in ".toml"; the module's text has all forms.
+            ends in ".toml"; the module's text has all forms. Or a `jax.sharding.Mesh` or a list of
+            devices, which are the machine; what the axes of the mesh are called says nothing.
 
     Returns:
         The topology; its rates are bytes a second and FLOP/s of one device.
 
     Raises:
-        TopologyError: the spelling does not parse, the catalogue does not know the chip, or the
-            file is not usable.
+        TopologyError: the spelling does not parse, the catalogue does not know the chip, the
+            file is not usable, or the devices are no whole machine.
         MissingFileError: the file is not there.
     """
     if isinstance(spec, Topology):
         return spec
+    if (devices := devices_of(spec)) is not None:
+        return _parse(spelling_of(devices))
     if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TopologyError(
             f"topology is {spec!r} of type {type(spec).__name__}; give a spelling like {EXAMPLES},"
-            " or a Topology"
+            " a Topology, a jax.sharding.Mesh, or a list of devices"
         )
     text = spec.strip()
     return _from_file(Path(text)) if text.endswith(".toml") else _parse(text.lower())

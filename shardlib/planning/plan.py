@@ -16,7 +16,7 @@ from shardlib.decisions.pin_words import aliased
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.decisions.readers import PinValue
 from shardlib.errors import InfeasibleError, PinError, PlanError
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.answers import Answers
 from shardlib.planning.answers.constraint import Constraints
@@ -102,7 +102,7 @@ class Source(Protocol):
         ...
 
     def replan(
-        self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool
+        self, plan: Plan, topology: TopologyLike, *, lost: Iterable[int], anew: bool
     ) -> Replan[Plan]:
         """See `Plan.replan`."""
         ...
@@ -224,7 +224,7 @@ class Plan(ShownPlan):
         return shown(predicted(self, forward))
 
     def replan(
-        self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False
+        self, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
     ) -> Replan[Plan]:
         """The best plan for the same global batch on another machine, such as this one without some
         hosts, and what must move.

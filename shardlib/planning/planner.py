@@ -17,7 +17,7 @@ from shardlib.cost.terms.frameworks import framework
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError
 from shardlib.graph.problem import Problem
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.constraint import Constraints
@@ -137,7 +137,7 @@ class Prepared:
         return kernels(plan)
 
     def replan(
-        self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool
+        self, plan: Plan, topology: TopologyLike, *, lost: Iterable[int], anew: bool
     ) -> Replan[Plan]:
         """See `shardlib.planning.questions.replan`."""
         return replan(plan, topology, lost=lost, anew=anew)
@@ -147,7 +147,7 @@ class Prepared:
 @one_thread()
 def search(
     problem: Problem,
-    topology: str | Topology,
+    topology: TopologyLike,
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
@@ -184,7 +184,7 @@ def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
 
 def ranked(
     problem: Problem,
-    topology: str | Topology,
+    topology: TopologyLike,
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
@@ -222,7 +222,7 @@ def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
 
 def _source(
     problem: Problem,
-    topology: str | Topology,
+    topology: TopologyLike,
     pin: PinMapping | Pins | None,
     load: Workload | None,
     profile: FrameworkProfile | str | None,

@@ -179,7 +179,8 @@ def test_something_else_than_text_is_refused():
         topology(8)  # type: ignore[arg-type]
     assert (
         str(caught.value)
-        == f"topology is 8 of type int; give a spelling like {EXAMPLES}, or a Topology"
+        == f"topology is 8 of type int; give a spelling like {EXAMPLES}, a Topology, a"
+        " jax.sharding.Mesh, or a list of devices"
     )
 
 

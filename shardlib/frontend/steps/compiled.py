@@ -18,7 +18,8 @@ from shardlib.frontend.machines import machine_of
 from shardlib.frontend.steps.marked.lowered import lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
 from shardlib.frontend.steps.pins import step_pins
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.devices import devices_of
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.lowering.program.lowered import Options
 from shardlib.lowering.runtime.random_keys import implementation, is_key
 from shardlib.lowering.steps.step_program import LoweredStep, build_step
@@ -115,7 +116,7 @@ def compile_step(
     step: Step,
     batch: Tree,
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     axes: Tree = None,
     batch_axes: Tree = None,
@@ -137,7 +138,7 @@ def compile_step(
         step: (state, batch) -> (new state, metrics), or the new state alone; jittable. The new
             state has the structure, shapes and dtypes of the state.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
-        topology: the machine; all devices of this one if left out.
+        topology: the machine, see `plan`; all devices of this one if left out.
         pin: "mesh", "mesh.AXIS", "rules", "sequence_parallel", "zero" or "axis_order", see
             `docs/pins.md`.
         axes: pytree like the state, or like a part of it, of tuples of logical names; a model
@@ -178,7 +179,7 @@ def compile_step(
         pin,
         first=first,
         given=given,
-        devices=devices,
+        devices=devices if devices is not None else devices_of(topology),
         abstract=abstract,
     )
 

@@ -12,7 +12,8 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.steps.compiled import StepProgram, stepping
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.devices import devices_of
+from shardlib.hardware.topology import TopologyLike
 from shardlib.lowering.steps.step_program import copied
 from shardlib.tracing.steps.traced_step import abstract_leaf, same_form, trace_step
 
@@ -39,7 +40,7 @@ class Parallel:
         self,
         function: Function,
         *,
-        topology: str | Topology | None = None,
+        topology: TopologyLike | None = None,
         pin: PinMapping | None = None,
         batch_axes: Tree = None,
     ) -> None:
@@ -99,7 +100,15 @@ class Parallel:
         )
         machine = machine_of(self._topology)
         result = _state_alone if alone else _both if pair else _rest
-        return result, stepping(traced, machine, self._pin, first=None, given=state, donate=steps)
+        return result, stepping(
+            traced,
+            machine,
+            self._pin,
+            first=None,
+            given=state,
+            devices=devices_of(self._topology),
+            donate=steps,
+        )
 
 
 @overload
@@ -107,14 +116,14 @@ def parallelize(function: Function) -> Parallel: ...
 @overload
 def parallelize(
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
 ) -> Callable[[Function], Parallel]: ...
 def parallelize(
     function: Function | None = None,
     *,
-    topology: str | Topology | None = None,
+    topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
 ) -> Parallel | Callable[[Function], Parallel]:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardlib.annotation.keys import Seed
 from shardlib.annotation.model import UserModule
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.exchanges.compressed import Compressed
@@ -87,14 +88,14 @@ class IslandsProgram:
         """What the plan has to say, and what lowering noticed."""
         return tuple(dict.fromkeys((*self.plan.findings, *self.programs[0].findings)))
 
-    def init(self, seed: int = 0) -> IslandsState:
+    def init(self, seed: Seed = 0) -> IslandsState:
         """Makes the state before the first step: alike on all islands, but for random streams.
 
         Args:
-            seed: of the random streams of the constructor, 0 to 2**31 - 1.
+            seed: see `Program.init`.
 
         Raises:
-            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
+            ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
         """
         return self.begun(tuple(program.init(seed) for program in self.programs))
 

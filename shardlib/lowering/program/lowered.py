@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
@@ -309,15 +307,11 @@ class LoweredProgram:
         )
 
     @cached_property
-    def _compiled_init(self) -> jax.stages.Compiled:
+    def _init(self) -> Callable[[Any], TrainState]:
+        """A seed, or the data of a key -> the state before the first step."""
         init = named(
             self._first,
             "init",
             self.plan.digest,
         )
-        with no_mesh():
-            return (
-                jax.jit(init, out_shardings=shardings_of(self.state))
-                .lower(jax.ShapeDtypeStruct((), np.int32))
-                .compile()
-            )
+        return jax.jit(init, out_shardings=shardings_of(self.state))

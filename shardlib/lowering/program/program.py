@@ -18,6 +18,8 @@ import jax
 import numpy as np
 
 from shardlib import _jax_compat
+from shardlib.annotation.activations import no_mesh
+from shardlib.annotation.keys import Seed, read_seed_or_key
 from shardlib.annotation.model import UserLoss, UserModule
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
@@ -35,7 +37,6 @@ from shardlib.lowering.runtime.batches import given as given_batch
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.state import Gradients, TrainState
-from shardlib.untrusted.arguments import read_seed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -51,21 +52,25 @@ class Program(LoweredProgram):
     evaluated: Evaluation
     source: LossJaxpr | None = None
 
-    def init(self, seed: int = 0) -> TrainState:
+    def init(self, seed: Seed = 0) -> TrainState:
         """Makes the state before the first step, each array where it will stay, with the numbers of
         the user's own constructor.
 
         Args:
-            seed: of the random streams of the constructor, 0 to 2**31 - 1.
+            seed: of the random streams of the constructor, 0 to 2**31 - 1; or a key, typed or raw,
+                of which `jax.random.key(3)` gives the numbers of seed 3.
 
         Returns:
             The state; `step` donates it.
 
         Raises:
-            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
+            ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
         """
-        number = np.int32(read_seed(seed))
-        return self._compiled_init(number) if self.disk is None else self._on_disk.init(number)
+        number = read_seed_or_key(seed)
+        if self.disk is not None:
+            return self._on_disk.init(number)
+        with no_mesh():
+            return self._init(number)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Does one training step.

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
+from shardlib.annotation.keys import Seed, key_of, read_seed_or_key
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.annotation.trees.static_parts import static_difference
 from shardlib.errors import PlanError, StateError, raise_all
@@ -41,7 +41,6 @@ from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.interpreter import evaluate_program
 from shardlib.tracing.rewriting.walk import Walk
 from shardlib.tracing.steps.traced_step import TracedStep
-from shardlib.untrusted.arguments import read_seed
 
 #: Seed -> the state before the first step.
 First = Callable[[jax.Array], Tree]
@@ -95,16 +94,17 @@ class LoweredStep:
         """Abstract global batch, each leaf with its sharding."""
         return self.batch
 
-    def init(self, seed: int = 0) -> Tree:
+    def init(self, seed: Seed = 0) -> Tree:
         """The state before the first step, each array where it will stay.
 
         Args:
-            seed: of the key that the user's function takes; a state that was given is what it is.
+            seed: of the key that the user's function takes, or that key, typed or raw; a state that
+                was given is what it is.
 
         Raises:
-            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
+            ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
         """
-        number = np.int32(read_seed(seed))
+        number = read_seed_or_key(seed)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         if self.first is None:
             return jax.tree.map(copied, self.given, shardings)
@@ -192,7 +192,7 @@ class LoweredStep:
 
     def _first(self, number: jax.Array) -> Tree:
         assert self.first is not None
-        return self.first(jax.random.key(number))
+        return self.first(key_of(number))
 
     def _place(self, path: str, index: int, value: Value) -> Value:
         layout = self.layouts.values.get((path, index))

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from shardlib.decisions.pins import Pins
 from shardlib.hardware.tier import Tier
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.plan import Source
 from shardlib.planning.space import limits
 
 
-def machine_like(old: Topology, asked: str | Topology) -> Topology:
+def machine_like(old: Topology, asked: TopologyLike) -> Topology:
     """The machine that is asked for. Simulated devices have the figures that the plan has of them,
     which were measured, and not the rough ones of the catalogue.
 

@@ -22,7 +22,7 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.placement import device_order
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.layout import Layout
 from shardlib.planning.answers.relocation import Part, Replan
 from shardlib.planning.answers.resharding import Ints, Shards, lost_elements, moved_elements
@@ -52,7 +52,7 @@ OUTER_BYTES = 8.0
 
 
 def replan(
-    plan: Plan, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False
+    plan: Plan, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
 ) -> Replan[Plan]:
     """The best plan for the same training run on another machine, and what must move.
 

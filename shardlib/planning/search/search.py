@@ -23,7 +23,7 @@ from shardlib.errors import InfeasibleError, PinError
 from shardlib.exchanges.values import Exact
 from shardlib.graph.problem import Problem
 from shardlib.hardware.islands import island_of
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.assembly.assemble import assemble
 from shardlib.planning.assembly.findings import without_effect
@@ -48,7 +48,7 @@ MOST_POINTS = 240
 
 def search(
     problem: Problem,
-    topology: str | Topology,
+    topology: TopologyLike,
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,
@@ -145,7 +145,7 @@ def prepared(
 
 def ranked(
     problem: Problem,
-    topology: str | Topology,
+    topology: TopologyLike,
     pin: PinMapping | Pins | None = None,
     *,
     load: Workload | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from shardlib.cost.serving.memory import ServingBytes, limit, temporaries
 from shardlib.cost.serving.step_price import Load
 from shardlib.errors import InfeasibleError, PinError, PlanError, TopologyError
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.serving.card import serving_card, serving_line
 from shardlib.planning.serving.estimate import ServingEstimate, ServingPoint
@@ -103,7 +103,7 @@ class ServingPlan(ServingData):
         return differences(self, other)
 
     def replan(
-        self, topology: str | Topology | None = None, *, lost: Iterable[int] = ()
+        self, topology: TopologyLike | None = None, *, lost: Iterable[int] = ()
     ) -> ServingPlan:
         """The best plan for the same workload on another machine, or without some of the devices.
 

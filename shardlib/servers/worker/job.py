@@ -18,7 +18,7 @@ from shardlib.annotation.trees.wrt import Filter
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import ArgumentError, LaunchError
 from shardlib.frontend.traced_model import Loss
-from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import TopologyLike
 from shardlib.untrusted.shown import shown
 
 #: The name under which a script is loaded again: what stands under `if __name__ == "__main__"` does
@@ -44,7 +44,7 @@ class Job:
     init: Init
     loss: Loss
     rows: Callable[[int, int], Tree]
-    topology: str | Topology | None = None
+    topology: TopologyLike | None = None
     pin: PinMapping | None = None
     batch_axes: Tree = None
     seed: int = 0

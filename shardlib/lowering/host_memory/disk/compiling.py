@@ -225,7 +225,9 @@ def _taken_over(
     return found
 
 
-def init_calls(where: Where, init: Callable[[jax.Array], TrainState]) -> Calls:
+def init_calls(
+    where: Where, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
+) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
     Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,
@@ -234,8 +236,8 @@ def init_calls(where: Where, init: Callable[[jax.Array], TrainState]) -> Calls:
     Args:
         where: shardings of the state, and which of its leaves are on disk.
         init: seed -> state.
+        seed: abstract, of an integer or of the data of a key.
     """
-    seed = jax.ShapeDtypeStruct((), np.int32)
     program, results = where.traced(no_mesh(), init, seed, summed=False)
     stored, cuts = [program.outputs[k] for k in where.stored], where.shardings(program)
 

@@ -77,6 +77,7 @@ class DiskStep:
     function: Callable[[TrainState, Tree], Tree]
     first: Callable[[jax.Array], TrainState]
     writer: Writer
+    _inits: dict[tuple[int, ...], Calls] = field(default_factory=dict[tuple[int, ...], Calls])
     _reader: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk")
     )
@@ -85,20 +86,21 @@ class DiskStep:
     def _step(self) -> Calls:
         return step_calls(self.where, self.function, self.batch)
 
-    @cached_property
-    def _init(self) -> Calls:
-        return init_calls(self.where, self.first)
-
     def prepare(self) -> None:
         """Compiles the step."""
         _ = self._step
 
-    def init(self, seed: np.int32) -> TrainState:
-        """The state before the first step."""
-        values: dict[int, Any] = {self._init.inputs[0]: seed}
-        for call in self._init.calls:
-            values.update(self._to_host(self._init, call(values)))
-        return self._init.tree(values)
+    def init(self, seed: np.ndarray | np.int32) -> TrainState:
+        """The state before the first step, of a seed or of the data of a key."""
+        shape = np.shape(seed)
+        if shape not in self._inits:
+            abstract = jax.ShapeDtypeStruct(shape, seed.dtype)
+            self._inits[shape] = init_calls(self.where, self.first, abstract)
+        calls = self._inits[shape]
+        values: dict[int, Any] = {calls.inputs[0]: seed}
+        for call in calls.calls:
+            values.update(self._to_host(calls, call(values)))
+        return calls.tree(values)
 
     def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
         """The optimizer's state before the first step for parameters that are there, one array at a

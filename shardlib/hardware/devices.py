@@ -1,0 +1,146 @@
+"""The topology that JAX devices are, by their own attributes; JAX itself is not imported.
+
+The axes of a mesh say nothing here: its devices are the machine, and `pin={"mesh": mesh.shape}`
+fixes a mesh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from shardlib.errors import TopologyError
+from shardlib.hardware.catalog import CATALOG
+from shardlib.untrusted import shown
+
+
+class JaxDevice(Protocol):
+    """What is read of a `jax.Device`."""
+
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu"."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """What its maker calls it."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """The process that it belongs to."""
+        ...
+
+
+class DeviceMesh(Protocol):
+    """What is read of a `jax.sharding.Mesh`."""
+
+    @property
+    def devices(self) -> np.ndarray:
+        """Its devices, in any shape."""
+        ...
+
+
+#: Of the catalogue -> what `device_kind` says, as JAX 0.10 to 0.12 report it.
+_KINDS = {
+    "v4": r"TPU v4",
+    "v5e": r"TPU v5( lite|e)",
+    "v5p": r"TPU v5p?",
+    "v6e": r"TPU v6( lite|e)",
+    "tpu7x": r"TPU ?v?7x?",
+    "a100-40gb": r"NVIDIA A100.*40GB.*",
+    "a100": r"NVIDIA A100.*80GB.*",
+    "h100": r"NVIDIA H100.*HBM3.*",
+    "h200": r"NVIDIA H200\b.*",
+    "gb200": r"NVIDIA GB200\b.*",
+    "b200": r"NVIDIA B200\b.*",
+}
+
+
+def devices_of(value: object) -> list[Any] | None:
+    """The devices of a mesh, or of a list or array of devices, in their order; None where the value
+    is neither.
+
+    Args:
+        value: anything.
+
+    Raises:
+        TopologyError: a mesh without devices, or a device twice.
+    """
+    if hasattr(value, "axis_names"):
+        devices = getattr(value, "devices", None)
+        if not isinstance(devices, np.ndarray):
+            raise TopologyError(
+                f"topology is of type {type(value).__name__}, which has no devices\nTry: a"
+                ' jax.sharding.Mesh, or a spelling such as topology="v5e:16x16"'
+            )
+        found = list(cast("Sequence[Any]", devices.reshape(-1)))
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        found = list(cast("Sequence[Any]", np.asarray(value, dtype=object).reshape(-1)))
+    else:
+        return None
+    if not found or not all(
+        hasattr(one, "device_kind") and hasattr(one, "platform") for one in found
+    ):
+        return None
+    if len(set(map(id, found))) < len(found):
+        raise TopologyError("topology names a device twice\nTry: every device once")
+    return found
+
+
+def spelling_of(devices: Sequence[JaxDevice]) -> str:
+    """The spelling of the topology that devices are: "cpu:8", "2*h100:8", "v5e:4x4".
+
+    Args:
+        devices: of one kind, the same number in every process or slice.
+
+    Raises:
+        TopologyError: they are of several kinds, of one that the catalogue does not have, or no
+            whole machine.
+    """
+    kinds = Counter((one.platform, one.device_kind) for one in devices)
+    if len(kinds) > 1:
+        told = ", ".join(f"{count} of {kind}" for (_, kind), count in sorted(kinds.items()))
+        raise TopologyError(f"topology is {told}\nTry: devices of one kind")
+    platform, kind = next(iter(kinds))
+    if platform == "cpu":
+        return f"cpu:{len(devices)}"
+    name = next((name for name, form in _KINDS.items() if re.fullmatch(form, kind, re.I)), None)
+    if name is None:
+        raise TopologyError(
+            f"topology is {len(devices)} of {shown(kind)}, which the catalogue does not have\nTry:"
+            f" name it, one of {', '.join(CATALOG)}, or a .toml file"
+        )
+    parts: dict[int, list[JaxDevice]] = {}
+    for one in devices:  # a fast domain is a slice, where JAX says which, or else a process
+        parts.setdefault(getattr(one, "slice_index", one.process_index), []).append(one)
+    shapes = {_shape(name, part) for part in parts.values()}
+    if len(shapes) > 1:
+        raise TopologyError(
+            f"topology is {len(devices)} of {shown(kind)} in {len(parts)} unlike parts:"
+            f" {', '.join(sorted(shapes))}\nTry: as many devices of every one"
+        )
+    front = f"{len(parts)}*" if len(parts) > 1 else ""
+    return f"{front}{name}:{shapes.pop()}"
+
+
+def _shape(name: str, devices: Sequence[JaxDevice]) -> str:
+    """The sizes of a fast domain: a count of GPUs, the sides of a box of TPU chips."""
+    product = CATALOG[name]
+    if product.dims == 1:
+        return str(len(devices))
+    places: np.ndarray = np.array([getattr(one, "coords", ()) for one in devices])
+    sides = places.max(0) - places.min(0) + 1
+    shape, rest = sides[: product.dims], sides[product.dims :]
+    chips = len({tuple(place) for place in places.tolist()})
+    if int(np.prod(shape)) != chips or (rest > 1).any():
+        raise TopologyError(
+            f"topology is {chips} chips of {name} that are no whole box: their coordinates span"
+            f" {'x'.join(map(str, sides))}\nTry: all chips of a box"
+        )
+    return "x".join(map(str, shape))
