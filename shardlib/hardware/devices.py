@@ -134,10 +134,11 @@ def _shape(name: str, devices: Sequence[JaxDevice]) -> str:
     product = CATALOG[name]
     if product.dims == 1:
         return str(len(devices))
-    places: np.ndarray = np.array([getattr(one, "coords", ()) for one in devices])
+    coords = [cast("Sequence[int]", getattr(one, "coords", ())) for one in devices]
+    places = np.array(coords, dtype=np.int64)
     sides = places.max(0) - places.min(0) + 1
     shape, rest = sides[: product.dims], sides[product.dims :]
-    chips = len({tuple(place) for place in places.tolist()})
+    chips = len({tuple(place) for place in coords})
     if int(np.prod(shape)) != chips or (rest > 1).any():
         raise TopologyError(
             f"topology is {chips} chips of {name} that are no whole box: their coordinates span"
