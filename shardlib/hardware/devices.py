@@ -6,6 +6,7 @@ fixes a mesh.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -134,12 +135,10 @@ def _shape(name: str, devices: Sequence[JaxDevice]) -> str:
     product = CATALOG[name]
     if product.dims == 1:
         return str(len(devices))
-    coords = [cast("Sequence[int]", getattr(one, "coords", ())) for one in devices]
-    places = np.array(coords, dtype=np.int64)
-    sides = places.max(0) - places.min(0) + 1
-    shape, rest = sides[: product.dims], sides[product.dims :]
-    chips = len({tuple(place) for place in coords})
-    if int(np.prod(shape)) != chips or (rest > 1).any():
+    coords = {tuple(cast("Sequence[int]", getattr(one, "coords", ()))) for one in devices}
+    sides = [max(places) - min(places) + 1 for places in zip(*coords, strict=True)]
+    shape, rest, chips = sides[: product.dims], sides[product.dims :], len(coords)
+    if math.prod(shape) != chips or any(side > 1 for side in rest):
         raise TopologyError(
             f"topology is {chips} chips of {name} that are no whole box: their coordinates span"
             f" {'x'.join(map(str, sides))}\nTry: all chips of a box"
