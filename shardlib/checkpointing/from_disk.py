@@ -1,5 +1,6 @@
-"""Arrays that are stored on disk, into a checkpoint and out of it: a few at a time, so that memory
-holds no more of them than that.
+"""Arrays that Orbax does not write by itself: those that are stored on disk, into a checkpoint and
+out of it, a few at a time, so that memory holds no more of them than that; and those of a mesh that
+is inside of one of several processes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         resting = [k for k, leaf in enumerate(values) if not isinstance(leaf, DiskArray)]
         stored = [[k] for k, leaf in enumerate(values) if isinstance(leaf, DiskArray)]
         for portion in ([resting] if resting else []) + stored:
-            arrays = [_in_memory(values[k]) for k in portion]
+            arrays = [_of_job(_in_memory(values[k])) for k in portion]
             for written in await super().serialize(
                 arrays, [infos[k] for k in portion], [options[k] for k in portion]
             ):
@@ -54,8 +55,24 @@ def _in_memory(leaf: Any) -> jax.Array:
     return leaf.array(HOST if apart else None)
 
 
+class _OfJob:
+    """An array of a mesh inside of one process, as Orbax takes it: it refuses a `jax.Array` that is
+    in one of several processes, since each could have one of its own.
+    """
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+
+def _of_job(array: jax.Array) -> Any:
+    return _OfJob(array) if jax.process_count() > 1 and array.is_fully_addressable else array
+
+
 def registry() -> ocp.type_handlers.TypeHandlerRegistry:
-    """What Orbax writes a state with that is partly on disk."""
+    """What Orbax writes a state with that is partly on disk, or in one of several processes."""
     handler = _Handler()
     found = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     found.add(DiskArray, handler, override=True, ignore_warnings=True)

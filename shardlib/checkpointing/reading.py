@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import Sharding
 
 from shardlib.checkpointing import from_disk
 from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
@@ -39,16 +40,22 @@ from shardlib.errors import CheckpointError
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.checksums import by_path
 from shardlib.processes import together as processes
+from shardlib.processes.values import owners_of, whole
 from shardlib.report import Finding
 
 
-def handler(*, on_disk: bool = False) -> ocp.CompositeCheckpointHandler:
-    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, some of them
-    on disk, and "about", the description.
+def handler(
+    options: ocp.options.MultiprocessingOptions, *, own: bool = False
+) -> ocp.CompositeCheckpointHandler:
+    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, and "about",
+    the description.
+
+    Args:
+        options: which processes write.
+        own: whether there are arrays that Orbax does not write by itself.
     """
-    options = processes.options()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    if on_disk:
+    if own:
         arrays = ocp.handlers.PyTreeCheckpointHandler(
             use_compression=False,
             multiprocessing_options=options,
@@ -234,7 +241,7 @@ def _sums(array: jax.Array, path: str, about: About, camera: Camera) -> np.ndarr
     """Sums of an array that was restored; those of the checkpoint, unless it was cast."""
     if str(array.dtype) == about.arrays[path].dtype:
         return np.asarray(about.sums[path], np.uint32)
-    return np.asarray(camera.sums({path: array})({path: array}))[0]
+    return whole(camera.sums({path: array})({path: array}))[0]
 
 
 def _read_arrays(
@@ -245,20 +252,9 @@ def _read_arrays(
     The handler is used without a `Checkpointer`, which would wait at a barrier for processes that
     have failed.
     """
-    wanted = {
-        p: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
-        )
-        for p, leaf in leaves.items()
-    }
     failure, arrays = "", {}
     try:
-        arrays = ocp.handlers.PyTreeCheckpointHandler().restore(
-            path / "state",
-            args=ocp.args.PyTreeRestore(
-                item=dict(leaves), restore_args=wanted, partial_restore=True
-            ),
-        )
+        arrays = _read_shards(path / "state", leaves)
     except PermissionError as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions"
@@ -274,8 +270,33 @@ def _read_arrays(
     return arrays
 
 
+def _read_shards(
+    path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    if jax.process_index() not in owners_of(leaves.values()):
+        return {
+            p: jax.make_array_from_single_device_arrays(
+                leaf.shape, cast(Sharding, leaf.sharding), [], dtype=leaf.dtype
+            )
+            for p, leaf in leaves.items()
+        }
+    return ocp.handlers.PyTreeCheckpointHandler().restore(
+        path,
+        args=ocp.args.PyTreeRestore(
+            item=dict(leaves),
+            restore_args={
+                p: ocp.ArrayRestoreArgs(
+                    sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+                )
+                for p, leaf in leaves.items()
+            },
+            partial_restore=True,
+        ),
+    )
+
+
 def _verified(arrays: dict[str, jax.Array], about: About, sums: Any) -> dict[str, jax.Array]:
-    found = by_path(arrays, np.asarray(sums(arrays)))
+    found = by_path(arrays, whole(sums(arrays)))
     wrong = [path for path, pair in found.items() if tuple(about.sums[path]) != pair]
     if wrong:
         raise DamagedError(f"bits have changed in {shortened(wrong)}")

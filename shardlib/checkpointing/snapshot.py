@@ -22,6 +22,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import CheckpointError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.runtime.checksums import by_path, sums
+from shardlib.processes.values import in_every_process
 
 #: Where a copy can be: "host", "device", or "auto" for the host where it has memory of its own.
 PLACES = ("auto", "host", "device")
@@ -35,15 +36,17 @@ class Snapshot:
         arrays: by path, each with the layout of the original.
         stored: arrays on disk by path, whose files stay until they are deleted here.
         copied: uint32 [arrays, 2], see `shardlib.lowering.runtime.checksums`.
+        kept: uint32 [2] of each of `stored`, by path.
     """
 
     arrays: dict[str, jax.Array]
     stored: dict[str, DiskArray]
     copied: jax.Array
+    kept: dict[str, jax.Array | np.ndarray]
 
     def sums(self) -> dict[str, tuple[int, int]]:
         """The sums of all arrays; waits for them."""
-        known = {path: np.asarray(leaf.sums) for path, leaf in self.stored.items()}
+        known = {path: np.asarray(pair) for path, pair in self.kept.items()}
         return {
             **by_path(self.arrays, np.asarray(self.copied)),
             **{path: (int(pair[0]), int(pair[1])) for path, pair in known.items()},
@@ -80,16 +83,14 @@ class Camera:
         stored = {path: leaf.held() for path, leaf in state.items() if isinstance(leaf, DiskArray)}
         if self._place(arrays) == "device":
             copies, found = self._program(arrays, copies=True)(arrays)
-            return Snapshot(arrays=copies, stored=stored, copied=found)
-        found = self._program(arrays, copies=False)(arrays)
-        return Snapshot(
-            arrays={
+        else:
+            found = self._program(arrays, copies=False)(arrays)
+            copies = {
                 path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
                 for path, array in arrays.items()
-            },
-            stored=stored,
-            copied=found,
-        )
+            }
+        copied, kept = in_every_process((found, {path: leaf.sums for path, leaf in stored.items()}))
+        return Snapshot(arrays=copies, stored=stored, copied=copied, kept=kept)
 
     def prepare(self, arrays: Mapping[str, Tree]) -> None:
         """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need

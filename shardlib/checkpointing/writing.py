@@ -17,6 +17,7 @@ from shardlib.checkpointing.tree import (
 )
 from shardlib.errors import CheckpointError
 from shardlib.processes import together as processes
+from shardlib.processes.values import by_owners, owners_of
 
 
 def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About) -> None:
@@ -31,18 +32,25 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
     Raises:
         CheckpointError: it could not be written.
     """
-    try:
+    arrays = {**snapshot.arrays, **snapshot.stored}
+    owners = owners_of(arrays.values())
+    options = processes.options(owners)
+
+    def write() -> None:
         with ocp.Checkpointer(
-            reading.handler(on_disk=bool(snapshot.stored)),
-            multiprocessing_options=processes.options(),
+            reading.handler(options, own=bool(snapshot.stored) or len(owners) == 1),
+            multiprocessing_options=options,
         ) as checkpointer:
             checkpointer.save(
                 folder.checkpoint(step),
                 ocp.args.Composite(
-                    state=ocp.args.PyTreeSave({**snapshot.arrays, **snapshot.stored}),
+                    state=ocp.args.PyTreeSave(arrays),
                     about=ocp.args.JsonSave(about.to_json()),
                 ),
             )
+
+    try:
+        by_owners(f"checkpoints in {folder.path}", owners, write)
     except Exception as error:
         raise _not_written(folder, step, error) from error
 

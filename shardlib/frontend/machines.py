@@ -38,8 +38,8 @@ def machine_of(spec: TopologyLike | None) -> Topology:
     """The machine of a spelling; simulated CPU devices have the rates that are measured here.
 
     Args:
-        spec: a spelling, a topology, a mesh or a list of devices, or None for the devices of this
-            host.
+        spec: a spelling, a topology, a mesh or a list of devices, or None for all devices that JAX
+            sees, those of the other processes of a job included.
 
     Raises:
         TopologyError: the spelling does not parse, or the devices are none of the catalogue's.
@@ -48,7 +48,7 @@ def machine_of(spec: TopologyLike | None) -> Topology:
     if spec is None:
         let_collectives_wait()
         if jax.default_backend() == "cpu":
-            return _measured(jax.local_device_count())
+            return _measured(jax.device_count())
         spec = jax.devices()
     parsed = parse_topology(spec)
     simulated = not isinstance(spec, Topology) and parsed.name.startswith("cpu:")

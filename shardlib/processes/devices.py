@@ -21,6 +21,8 @@ _FLAG = "xla_force_host_platform_device_count"
 #: Variable with the number of CPU devices that each of several processes simulates; who starts
 #: processes sets it.
 HOST_DEVICES = "SHARDLIB_HOST_DEVICES"
+#: CPU devices that are simulated by default.
+CPU_DEVICES = 8
 #: Threads of a simulated device: four collectives may wait at a time.
 THREADS = 4
 
@@ -58,6 +60,16 @@ def simulate_cpu_devices(count: int) -> None:
         f" {found[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
         f" JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS"
     )
+
+
+def cpu_devices_of_job() -> int:
+    """CPU devices to simulate where nobody says how many: those that the processes of the job were
+    given, or else `CPU_DEVICES`, as far as processes can share them evenly.
+    """
+    joined = _jax_compat.coordination()
+    processes = 1 if joined is None else joined[2]
+    each = os.environ.get(HOST_DEVICES)
+    return processes * (max(1, CPU_DEVICES // processes) if each is None else int(each))
 
 
 def set_cpu_devices(count: int) -> None:

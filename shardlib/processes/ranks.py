@@ -7,7 +7,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardlib import _jax_compat
-from shardlib.jax_types import Constant
 
 #: Steps between two times that processes ask each other whether one of them wants to stop.
 ASK_EVERY = 10
@@ -28,15 +27,6 @@ def is_alone() -> bool:
     """Whether this process is the only one of its job; asking does not start JAX's devices."""
     found = _jax_compat.coordination()
     return found is None or found[2] == 1
-
-
-def whole(array: Constant) -> np.ndarray:
-    """All of an array on the host, in every process; to be called by all."""
-    if isinstance(array, jax.Array) and not (
-        array.is_fully_addressable or array.is_fully_replicated
-    ):
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)
 
 
 def anywhere(mine: bool, *, needed: bool, step: int = 0) -> bool:

@@ -24,15 +24,19 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def options() -> ocp.options.MultiprocessingOptions:
+def options(owners: frozenset[int]) -> ocp.options.MultiprocessingOptions:
     """How Orbax waits for other processes: by JAX's coordination service.
 
     Its default are collectives on the devices, which must not run in a thread beside those of the
     training loop.
+
+    Args:
+        owners: the processes that write.
     """
-    count = jax.process_count()
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
     return ocp.options.MultiprocessingOptions(
-        active_processes=set(range(count)) if count > 1 else None
+        primary_host=min(owners), active_processes=set(owners)
     )
 
 

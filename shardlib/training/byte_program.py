@@ -18,7 +18,11 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.program import Program
 from shardlib.models import EncoderDecoderConfig, TransformerConfig
-from shardlib.processes.devices import keep_compiled, simulate_cpu_devices
+from shardlib.processes.devices import (
+    cpu_devices_of_job,
+    keep_compiled,
+    simulate_cpu_devices,
+)
 from shardlib.training.config import TrainConfig, optimizer
 from shardlib.training.run.folder import RunFolder
 
@@ -45,7 +49,8 @@ def byte_model(config: TrainConfig) -> TransformerConfig:
 
 def _machine(config: TrainConfig, console: Console) -> str:
     """What to plan for: the topology, or as much of it as is there."""
-    wanted = parse_topology(config.topology)
+    name = config.topology or f"cpu:{cpu_devices_of_job()}"
+    wanted = parse_topology(name)
     if wanted.name.startswith("cpu:"):
         try:
             simulate_cpu_devices(wanted.devices)
@@ -54,7 +59,7 @@ def _machine(config: TrainConfig, console: Console) -> str:
                 raise
     found = jax.device_count()
     if not config.elastic or found >= wanted.devices:
-        return config.topology
+        return name
     left = of_size(wanted, found)
     console.print(
         f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False
@@ -98,7 +103,7 @@ def compiled(config: TrainConfig, model: TransformerConfig, console: Console) ->
         keep_compiled(RunFolder(Path(config.run)).compiled)
     program = planned(config, model, console)
     plan = program.plan
-    if jax.default_backend() == "cpu" and parse_topology(config.topology).chip.vendor != "cpu":
+    if jax.default_backend() == "cpu" and parse_topology(plan.topology).chip.vendor != "cpu":
         console.print(
             f"there is no {plan.topology} here: the plan for it is carried out on simulated devices"
             " of the CPU, and its predicted times are not theirs",

@@ -40,7 +40,8 @@ class TrainConfig:
         average: decay of a moving average of the parameters, which `shardlib serve --average`
             serves; None keeps none.
         seed: of parameters, batches and the sample.
-        topology: what to plan for; "cpu:8" simulates eight devices on this machine.
+        topology: what to plan for; "cpu:8" simulates eight devices on this machine. None for the
+            CPU devices that the processes of the job were given, or else eight.
         pin: decisions fixed by hand.
         sample_bytes: bytes of text to write at the end; 0 for none.
         run: folder of the run, which keeps checkpoints and metrics and goes on where it was; None
@@ -69,7 +70,7 @@ class TrainConfig:
     lr: float = 4e-3
     average: float | None = None
     seed: int = 0
-    topology: str = "cpu:8"
+    topology: str | None = None
     pin: JsonMapping | None = None
     sample_bytes: int = 300
     run: str | Path | None = None

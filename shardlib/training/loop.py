@@ -32,7 +32,8 @@ from shardlib.lowering.islands.learned import first_of, learned
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.models import TransformerConfig
-from shardlib.processes.ranks import is_alone, is_first, whole
+from shardlib.processes.ranks import is_alone, is_first
+from shardlib.processes.values import whole
 from shardlib.training import display
 from shardlib.training.byte_program import byte_model, compiled, planned
 from shardlib.training.config import TrainConfig

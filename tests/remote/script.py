@@ -12,7 +12,7 @@ import optax
 
 import shardlib
 from shardlib import servers
-from shardlib.processes.ranks import whole
+from shardlib.processes.values import whole
 from tests.servers.jobs import AXES, loss, rows, weights
 
 

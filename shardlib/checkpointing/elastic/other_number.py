@@ -43,6 +43,7 @@ from shardlib.lowering.islands.state import IslandsState, ResidualState, outer_o
 from shardlib.lowering.islands.stored import mesh_of_islands, on_all
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
+from shardlib.processes.values import whole
 from shardlib.report import Finding
 
 #: What goes before the paths of what the model itself updates.
@@ -123,7 +124,7 @@ def _alike(
         if path in kept:
             assert isinstance(program, Program)
             sums = source.camera.sums({path: array})({path: array})
-            found[path] = program.stow(found[path], np.asarray(sums)[0])
+            found[path] = program.stow(found[path], whole(sums)[0])
     return found
 
 

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.errors import CheckpointError, MissingFileError, raise_all
-from shardlib.processes.ranks import whole
+from shardlib.processes.values import whole
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _START = "base_model.model."

@@ -78,7 +78,9 @@ def _read(home: Mapping[str, Any], source: Source, leaf: jax.Array) -> jax.Array
     parts = [in_form(home[name].get_tensor(name), source.form, shape) for name in source.names]
     whole = np.stack(parts) if source.stacked else parts[0]
     whole = np.ascontiguousarray(whole).astype(leaf.dtype)
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: whole[index])
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: whole[index], dtype=whole.dtype
+    )
 
 
 def _files(folder: str | Path) -> list[Path]:

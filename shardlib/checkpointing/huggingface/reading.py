@@ -211,7 +211,7 @@ def _array(files: Files, located: Located, leaf: Any, spelling: Mapping[str, str
         read = read_part(files, located, part, np.dtype(leaf.dtype), spelling)
         shards |= {device: jax.device_put(read, device) for device in devices}
     return jax.make_array_from_single_device_arrays(
-        leaf.shape, leaf.sharding, list(shards.values())
+        leaf.shape, leaf.sharding, list(shards.values()), dtype=leaf.dtype
     )
 
 

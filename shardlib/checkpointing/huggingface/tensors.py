@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.checkpointing.huggingface.files import DTYPES
 from shardlib.checkpointing.huggingface.located import Stored
+from shardlib.processes.values import in_first_process
 
 #: Our dtypes -> the files'.
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
@@ -31,8 +32,8 @@ class Gather:
             whole = NamedSharding(mesh, PartitionSpec())
         self._part = jax.jit(_part, static_argnums=2, out_shardings=whole)
 
-    def __call__(self, leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:
-        return np.asarray(self._part(leaf, np.asarray(place, np.int32), len(place)))
+    def __call__(self, leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray | None:
+        return in_first_process(self._part(leaf, np.asarray(place, np.int32), len(place)))
 
 
 def _part(leaf: jax.Array, place: jax.Array, dims: int) -> jax.Array:
@@ -81,5 +82,7 @@ def _append(file: BinaryIO, tensor: np.ndarray) -> None:
 def _tensor(one: Stored, dtype: str, leaves: Mapping[str, jax.Array], gather: Gather) -> np.ndarray:
     tensor = np.empty(one.shape, np.dtype(dtype))
     for located, place in one.parts:
-        located.form.into(tensor, gather(leaves[located.path], place).astype(tensor.dtype))
+        part = gather(leaves[located.path], place)
+        if part is not None:
+            located.form.into(tensor, part.astype(tensor.dtype))
     return tensor

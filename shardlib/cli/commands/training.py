@@ -59,7 +59,12 @@ class Task:
     topology: Annotated[
         str | None,
         typer.Option(
-            "--topology", "-t", help="What to plan for; cpu:N simulates N devices. [cpu:8]"
+            "--topology",
+            "-t",
+            help=(
+                "What to plan for; cpu:N simulates N devices. [cpu:8, or the devices that `launch`"
+                " gives]"
+            ),
         ),
     ] = None
     pin: PinList = None

@@ -18,6 +18,7 @@ from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.runtime.batches import placed, shapes_of_batch
+from shardlib.processes.values import in_every_process
 from shardlib.tracing.batch import describe_batch
 from shardlib.tracing.row_proofs import rows_of
 
@@ -64,7 +65,7 @@ class StepEvaluation:
         if key not in self.programs:
             self.programs[key] = self._compiled(shapes)
         call, asked = self.programs[key]
-        return call(state, placed(batch, asked))
+        return in_every_process(call(state, placed(batch, asked)))
 
     def _compiled(self, shapes: Tree) -> tuple[jax.stages.Compiled, Tree]:
         dims, sizes = rows_of(describe_batch(shapes))

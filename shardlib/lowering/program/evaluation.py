@@ -37,6 +37,7 @@ from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import key_inputs, with_keys
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
+from shardlib.processes.values import in_every_process
 from shardlib.report import Finding
 from shardlib.schedules.gpipe import GPIPE
 
@@ -116,7 +117,7 @@ class Evaluation:
         program = self.compiled(batch)
         rows = placed(batch, program.batch)
         try:
-            return program.call(state.params, state.model_state, rows)
+            return in_every_process(program.call(state.params, state.model_state, rows))
         except FOREIGN as error:
             require_own("evaluate", state.inference, self.state.inference, error=error)
             raise

@@ -37,6 +37,7 @@ from shardlib.lowering.runtime.batches import given as given_batch
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.state import Gradients, TrainState
+from shardlib.processes.values import in_every_process
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -98,8 +99,10 @@ class Program(LoweredProgram):
         several = self._several
         try:
             if several is None:
-                return self.compiled()(state, given_batch(batch, self.batch))
-            return several.step(state, placed_batch(batch, self.batch))
+                state, metrics = self.compiled()(state, given_batch(batch, self.batch))
+            else:
+                state, metrics = several.step(state, placed_batch(batch, self.batch))
+            return state, in_every_process(metrics)
         except FOREIGN as error:
             require_own("step", state, self.state, error=error)
             raise
@@ -141,7 +144,8 @@ class Program(LoweredProgram):
         require_present("apply", state)
         require_own("apply", state, self.state)
         with _jax_compat.in_mesh(self.mesh):
-            return self._apply(state, gradients)
+            state, metrics = self._apply(state, gradients)
+        return state, in_every_process(metrics)
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch of any number of rows, exactly, with no update; the state stays

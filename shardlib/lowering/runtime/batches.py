@@ -61,5 +61,7 @@ def _placed(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
         else leaf
     )
     if jax.process_count() > 1 and isinstance(host, np.ndarray):
-        return jax.make_array_from_callback(asked.shape, asked.sharding, lambda index: host[index])
+        return jax.make_array_from_callback(
+            asked.shape, asked.sharding, lambda index: host[index], dtype=asked.dtype
+        )
     return jax.device_put(host, asked.sharding)

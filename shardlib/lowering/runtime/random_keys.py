@@ -81,7 +81,10 @@ def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
     words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
     spec = (*sharding.spec, *(None,) * (words.ndim - len(sharding.spec)))
     raw = jax.make_array_from_callback(
-        words.shape, NamedSharding(sharding.mesh, PartitionSpec(*spec)), lambda index: words[index]
+        words.shape,
+        NamedSharding(sharding.mesh, PartitionSpec(*spec)),
+        lambda index: words[index],
+        dtype=words.dtype,
     )
     return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)(
         raw

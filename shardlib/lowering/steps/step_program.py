@@ -33,6 +33,7 @@ from shardlib.lowering.steps.layouts import StepLayouts, layouts
 from shardlib.lowering.steps.losses import InPlace, LoweredLosses
 from shardlib.planning.plan import Plan
 from shardlib.planning.text.card import plan_card, plan_line
+from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import used
 from shardlib.report import Finding
@@ -131,7 +132,8 @@ class LoweredStep:
         """
         require(batch, self.batch)
         state = self._required(state)
-        return self.compiled()(state, given(batch, self.batch))
+        state, metrics = self.compiled()(state, given(batch, self.batch))
+        return state, in_every_process(metrics)
 
     def prepare(self) -> None:
         """Compiles the step, if that has not been done."""

@@ -21,7 +21,8 @@ from shardlib.lowering.islands.halves import name_of, with_trained
 from shardlib.lowering.islands.start import streams_of
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
-from shardlib.processes.ranks import is_first, whole
+from shardlib.processes.ranks import is_first
+from shardlib.processes.values import whole
 from shardlib.report import Finding
 from shardlib.servers.islands.coming import in_use_order
 from shardlib.servers.islands.exchanging import Exchanging

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardlib.exchanges.parts import Part
 from shardlib.jax_types import Value
-from shardlib.processes.ranks import whole
+from shardlib.processes.values import whole
 
 
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:

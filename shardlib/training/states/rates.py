@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.processes.values import whole
 
 
 def learning_rate(state: Tree) -> float | None:
@@ -44,7 +45,7 @@ def _scalar(state: Tree, name: str, *, integer: bool = False) -> float | None:
     """The first scalar whose path ends with a name."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if path_text(path).split(".")[-1] == name and not np.shape(leaf):
-            value: Any = np.asarray(leaf)
+            value: Any = whole(leaf)
             if not integer or np.issubdtype(value.dtype, np.integer):
                 return float(value)
     return None

@@ -115,7 +115,9 @@ class DiskArray:
             )
             for device, index in sharding.addressable_devices_indices_map(self.shape).items()
         ]
-        return jax.make_array_from_single_device_arrays(self.shape, sharding, pieces)
+        return jax.make_array_from_single_device_arrays(
+            self.shape, sharding, pieces, dtype=self.dtype
+        )
 
     def held(self) -> DiskArray:
         """The same array once more: its files stay until both are deleted."""
