@@ -7,9 +7,11 @@ newer).
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardlib.jax_types import EqnParams, Value
@@ -24,15 +26,63 @@ AnyJaxpr: TypeAlias = Any
 CoordinationClient: TypeAlias = Any
 
 
-def unsharded_variables() -> AbstractContextManager[object]:
-    """A context in which Flax NNX variables keep their names and are not put anywhere (Flax 0.12.8
-    and 0.12.12 alike).
+@contextmanager
+def names_alone(apply: Callable[..., Any] = lambda value, *_: value) -> Iterator[None]:
+    """A context in which variables of Flax NNX and boxes of Flax Linen have their names, and Flax
+    puts nothing anywhere because of them (Flax 0.12.8 to 0.12.12 alike).
 
-    Outside of it, an annotated variable that is made without a mesh is an error.
+    Outside of it an annotated variable that is made without a mesh is an error, and so is, under a
+    mesh, a layer that takes the box off its flattened kernel, as `nn.DenseGeneral` does: Flax
+    applies the names of all dims to two. There is no switch for boxes, nor for variables that have
+    `eager_sharding=True` or a mesh of their own, so the three functions of Flax that apply names
+    are replaced by ones that ask this context first.
+
+    Args:
+        apply: (value of a new variable, its names, its rules, its mesh) -> value, in the place of
+            Flax's own function.
     """
+    _ask_before_applying()
+    token = _APPLY.set(apply)
+    try:
+        yield
+    finally:
+        _APPLY.reset(token)
+
+
+@contextmanager
+def unsharded_variables() -> Iterator[None]:
+    """The same; variables that are made in it are not put anywhere later either."""
     from flax import nnx
 
-    return nnx.use_eager_sharding(False)
+    with names_alone(), nnx.use_eager_sharding(False):
+        yield
+
+
+#: What is done in the place of Flax's applying the names of a variable, in this thread or task.
+_APPLY: ContextVar[Callable[..., Any] | None] = ContextVar("apply", default=None)
+
+
+@functools.cache
+def _ask_before_applying() -> None:
+    from flax.core import meta, spmd
+    from flax.linen.spmd import LogicallyPartitioned
+
+    def asking(unbox: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(unbox)
+        def asked(box: Any, apply_constraint: bool = True) -> Any:
+            return unbox(box, apply_constraint and _APPLY.get() is None)
+
+        return asked
+
+    for kind in (meta.Partitioned, LogicallyPartitioned):
+        kind.unbox = asking(kind.unbox)
+    shard = spmd.shard_value
+
+    @functools.wraps(shard)
+    def sharded(value: Any, *how: Any) -> Any:
+        return (_APPLY.get() or shard)(value, *how)
+
+    spmd.shard_value = sharded
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[AnyJaxpr, Sequence[Value]]:

@@ -5,7 +5,12 @@ A request that cannot be honoured is an error or a `Finding`, never a silent cha
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 SEVERITIES: tuple[str, ...] = ("info", "warning", "error")
 
@@ -45,3 +50,35 @@ class Finding:
         where = f" ({self.where})" if self.where else ""
         hint = f" Try: {self.hint}" if self.hint else ""
         return f"{self.severity}: {self.message}{where}{hint}"
+
+
+def diagnostic(check: Callable[P, Iterable[Finding]]) -> Callable[P, tuple[Finding, ...]]:
+    """A function whose findings are told and whose failure changes nothing else: whatever it raises
+    is a finding, too.
+
+    Every function of planning and lowering that returns findings is one (`tests/test_house.py`),
+    but for those that refuse what a user gave, which say so under "Raises".
+
+    Args:
+        check: returns, or yields, findings.
+    """
+
+    @functools.wraps(check)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> tuple[Finding, ...]:
+        try:
+            return tuple(check(*args, **kwargs))
+        except Exception as error:
+            return (
+                Finding(
+                    code="diagnostic-failed",
+                    severity="warning",
+                    where=check.__qualname__,
+                    message=(
+                        f"the diagnostic {check.__qualname__} failed and says nothing; plan and"
+                        f" program are not affected: {type(error).__name__}: {error}"
+                    ),
+                    hint="report it: a diagnostic that fails is a defect of shardlib",
+                ),
+            )
+
+    return guarded

@@ -21,7 +21,7 @@ from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import INNER_AXES
 from shardlib.jax_types import Jaxpr
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 
 def no_mesh() -> AbstractContextManager[object]:
@@ -83,6 +83,7 @@ def _inside(eqn: Any) -> list[Any]:
     ]
 
 
+@diagnostic
 def ignored_constraints(
     loss: PureLoss, params: Tree, state: Tree, batch: Tree
 ) -> tuple[Finding, ...]:

@@ -1,6 +1,6 @@
 """What does a Flax Linen model look like as a `Model`?
 
-Boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`) are read and never changed. The collection
+Boxes are read (see `names.py`) and taken off. The collection
 "params" is trained; other collections ("batch_stats", ...) are model state. The user's loss takes
 the params tree; a model that has state hands its loss the whole variables dict instead, and the
 loss returns the mutated collections beside its value, as `module.apply(..., mutable=[...])` gives
@@ -16,19 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import meta, unfreeze
+from flax.core import unfreeze
 
+from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
 from shardlib.annotation.linen_state import loss_metrics_and_updates
 from shardlib.annotation.model import Model, PureLoss
-from shardlib.annotation.names import fitted
+from shardlib.annotation.names import fitted, written
 from shardlib.annotation.trees.exact import op_by_op
 from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter, frozen_leaves
-from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
 from shardlib.jax_types import Index
-from shardlib.report import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,34 +78,7 @@ def linen(module: nn.Module, *sample_inputs: Tree, **options: object) -> LinenIn
     return LinenInit(module=module, inputs=sample_inputs, options=options)
 
 
-def _is_box(value: Any) -> bool:
-    return isinstance(value, meta.AxisMetadata)
-
-
-def _names(box: Any) -> Any:
-    if not _is_box(box):
-        return None
-    if hasattr(box, "names"):
-        return box.names
-    metadata = getattr(box, "metadata", {})
-    return (
-        metadata.get("out_sharding") or metadata.get("sharding") or metadata.get("sharding_names")
-    )
-
-
-def _unboxed(tree: Tree) -> Tree:
-    def unbox(box: Any) -> Any:
-        while _is_box(box):
-            box = (
-                box.unbox(apply_constraint=False)
-                if isinstance(box, meta.Partitioned)
-                else box.unbox()
-            )
-        return box
-
-    return jax.tree.map(unbox, tree, is_leaf=_is_box)
-
-
+@_jax_compat.unsharded_variables()
 def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
     """Reads a Linen model.
 
@@ -128,8 +100,9 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
         )
         return unfreeze(described.module.init(key_of(seed), *inputs, **described.options))
 
+    @_jax_compat.unsharded_variables()
     def init(seed: Index) -> tuple[Tree, Tree]:
-        variables = _unboxed(boxed(seed))
+        variables = nn.unbox(boxed(seed))
         return variables.pop("params"), variables
 
     try:
@@ -145,10 +118,10 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
             f" {', '.join(abstract) or 'none'}"
         )
     boxes = dict(abstract)
-    axes, findings = _fitted(boxes.pop("params"))
-    state_axes, others = _fitted(boxes)
-    state = _unboxed(abstract)
-    params = state.pop("params")
+    boxed_params = boxes.pop("params")
+    params, state = nn.unbox(boxed_params), nn.unbox(boxes)
+    axes, findings = fitted(params, written(boxed_params))
+    state_axes, others = fitted(state, written(boxes))
     return Model(
         name=name,
         init=op_by_op(init),
@@ -165,21 +138,12 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
     )
 
 
-def _fitted(boxes: Tree) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
-    """The logical axes of boxed arrays by dotted path, and what the user should know of them."""
-    leaves = jax.tree_util.tree_leaves_with_path(boxes, is_leaf=_is_box)
-    return fitted(
-        {path: _names(leaf) for path, leaf in leaves},
-        {path: _unboxed(leaf).shape for path, leaf in leaves},
-        stacks=True,
-    )
-
-
 def _binder(stateful: bool) -> Callable[[Callable[..., Tree]], PureLoss]:
     def bind(loss: Callable[..., Tree]) -> PureLoss:
+        @_jax_compat.unsharded_variables()
         def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             result = loss({"params": params, **state} if stateful else params, batch)
-            value, metrics, updates = loss_metrics_and_updates(result, state, _unboxed)
+            value, metrics, updates = loss_metrics_and_updates(result, state, nn.unbox)
             return value, (metrics, {**state, **updates})
 
         return pure

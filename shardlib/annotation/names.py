@@ -1,36 +1,59 @@
-"""Which logical axes did the user write on an array, and do they fit it?
+"""Logical axis names that a user has written on arrays, in all spellings of Flax and JAX.
 
-Users write names in many spellings: a tuple, a `PartitionSpec`, a `NamedSharding`. All become one
-tuple with one entry per dim. A dim that merges two named dims carries both names in a tuple; it
-becomes one name joined by "+", which rules may mention like any other:
+Boxes of Linen (`nn.Partitioned`, `nn.LogicallyPartitioned`), metadata of NNX variables, and trees
+of names beside the arrays are read alike, whether they stand in a model or in the state of a step.
+The names of an array become one tuple with one entry per dim. A dim that merges two named dims has
+both names in a tuple; it becomes one name joined by "+", which rules may mention like any other:
 
 >>> spelled(("embed", ("heads", "head_dim"), None))
 ('embed', 'heads+head_dim', None)
+
+Fewer names than dims are those of the leading dims, as Flax reads them:
+
+>>> of_dims(("embed", "kv"), 3)
+('embed', 'kv', None)
+
+A dim that `nnx.vmap` or `nnx.scan` adds without `nnx.PARTITION_NAME` gets no name from Flax, which
+reads the names one dim too far to the left then; such dims are found by `stack_dims`, and called
+"layers".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
-from jax.sharding import NamedSharding, PartitionSpec
+import jax
+from flax import nnx
+from flax.core import meta
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from shardlib.annotation.trees.paths import path_text
+from shardlib import _jax_compat
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
-from shardlib.jax_types import KeyPath
+from shardlib.jax_types import Jaxpr, Value
 from shardlib.report import Finding
 
 #: The name that a stacking dim gets when the user gave it none.
 STACK = "layers"
+#: Keys of metadata under which Flax keeps names, the current one first.
+KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
+#: Arrays that a message names.
+NAMED = 12
 
 
 def spelled(names: object) -> LogicalAxes:
-    """Returns one name or None per dim.
+    """Returns one name or None per dim that has one.
+
+    Args:
+        names: a tuple, a `PartitionSpec`, or what has one: a `NamedSharding`, a `Format`.
 
     Raises:
         TypeError: an entry is neither a string, None, nor a tuple of strings.
     """
+    names = getattr(names, "sharding", names)
     spec = names.spec if isinstance(names, NamedSharding) else names
     if isinstance(spec, str) or not isinstance(spec, (tuple, list, PartitionSpec)):
         raise TypeError(f"{spec!r} is no tuple of logical axes")
@@ -50,48 +73,169 @@ def _one_dim(entry: Any) -> str | None:
     )
 
 
-def fitted(
-    written: Mapping[KeyPath, object],
-    shapes: Mapping[KeyPath, tuple[int, ...]],
-    *,
-    stacks: bool,
-) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
-    """Checks every annotation against its array.
+def of_dims(names: LogicalAxes, rank: int, stacks: Sequence[int] = ()) -> LogicalAxes:
+    """One name or None for each of `rank` dims.
 
     Args:
-        written: what the user wrote, per key path; None where nothing was written.
-        shapes: shape per key path.
-        stacks: whether names that are one short of the rank mean a stack of layers made by a
-            transform that did not name its new dim; that dim is the leading one and is called
-            "layers".
+        names: of the leading dims, those of `stacks` apart.
+        rank: number of dims.
+        stacks: dims that a transform has added and not named.
+    """
+    rest = iter(names)
+    called = stacks[0] if stacks and STACK not in names else None
+    axes = [
+        (STACK if dim == called else None) if dim in stacks else next(rest, None)
+        for dim in range(rank)
+    ]
+    return (*axes, *rest)
+
+
+def holds_names(node: object) -> bool:
+    """Whether a node of a tree is a box of Linen or a variable of NNX."""
+    return isinstance(node, (meta.AxisMetadata, nnx.Variable))
+
+
+def written(tree: Tree) -> list[object]:
+    """What boxes and variables say of every leaf of a tree, in the order of its leaves; None of
+    most.
+    """
+    return [
+        _names(holder)
+        for holder in jax.tree.leaves(tree, is_leaf=holds_names)
+        for _ in jax.tree.leaves(holder)
+    ]
+
+
+def _names(holder: Any) -> object:
+    if not holds_names(holder):
+        return None
+    if hasattr(holder, "names"):
+        return holder.names
+    metadata = metadata_of(holder)
+    for key in KEYS:
+        if metadata.get(key) is not None:
+            return metadata[key]
+    if not isinstance(holder, nnx.Variable) and hasattr(holder, "get_partition_spec"):
+        return holder.get_partition_spec()
+    return _names(getattr(holder, "value", None)) if not isinstance(holder, nnx.Variable) else None
+
+
+def metadata_of(holder: Any) -> dict[str, Any]:
+    """Metadata of a variable of NNX, or of the box that stands for one in Linen."""
+    if isinstance(holder, nnx.Variable):
+        return dict(holder.get_metadata())
+    return dict(getattr(holder, "metadata", None) or {})
+
+
+def beside(tree: Tree, axes: Tree, what: str) -> list[object]:
+    """What a tree of names says of every leaf of a tree of arrays, in the order of its leaves.
+
+    Args:
+        tree: arrays, in boxes and variables or not.
+        axes: names in the places of arrays, for as many as have names: by dotted path; or in a tree
+            like `tree`, as `nn.get_partition_spec` and `nnx.get_partition_spec` make it.
+        what: what the arrays are, for messages.
+
+    Raises:
+        AnnotationError: it names arrays that are not there.
+    """
+    places: dict[str, range] = {}
+    paths: list[str] = []
+    for path, holder in jax.tree_util.tree_leaves_with_path(tree, is_leaf=holds_names):
+        inner = [
+            path_text((*path, *rest)) for rest, _ in jax.tree_util.tree_leaves_with_path(holder)
+        ]
+        places[path_text(path)] = range(len(paths), len(paths) + len(inner))
+        places |= {
+            text: range(len(paths) + at, len(paths) + at + 1) for at, text in enumerate(inner)
+        }
+        paths += inner
+    found: list[object] = [None] * len(paths)
+    unknown: list[str] = []
+    for text, names in _entries(axes, (), places):
+        if text not in places:
+            unknown.append(text)
+        for at in places.get(text, ()):
+            found[at] = names
+    if unknown:
+        _unknown(unknown, list(places), what)
+    return found
+
+
+def _entries(
+    axes: Tree, path: tuple[Any, ...], places: dict[str, range]
+) -> Iterator[tuple[str, object]]:
+    """(dotted path, names) of a tree of names."""
+    text = path_text(path)
+    if text in places or axes is None:
+        if isinstance(axes, nnx.Variable):
+            axes = axes.get_raw_value()
+        if axes is not None:
+            yield text, axes
+        return
+    inner = f"{text}." if path else ""
+    if not any(place.startswith(inner) for place in places):
+        yield text, axes
+        return
+    for key, child in jax.tree_util.tree_leaves_with_path(
+        axes, is_leaf=lambda node: node is not axes
+    ):
+        if key:
+            yield from _entries(child, (*path, *key), places)
+        else:
+            yield text, axes
+
+
+def _unknown(keys: list[str], paths: list[str], what: str) -> NoReturn:
+    """Refuses names of arrays that are not there."""
+    near = {key: difflib.get_close_matches(key, paths, 1) for key in keys}
+    raise_all(
+        AnnotationError,
+        f"axes name arrays that the {what} {'does' if what == 'state' else 'do'} not have",
+        [f"{key!r}{f'; did you mean {one[0]!r}?' if one else ''}" for key, one in near.items()],
+        hint=(
+            "one tuple of names, or None, in the place of each array; or names by dotted path:"
+            f" arrays are {', '.join(paths[:NAMED])}"
+            f"{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}"
+        ),
+    )
+
+
+def fitted(
+    tree: Tree, names: Sequence[object], stacks: Sequence[Sequence[int]] = ()
+) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
+    """Checks what is written on arrays against them.
+
+    Args:
+        tree: arrays.
+        names: what the user wrote on each leaf; None where nothing was written.
+        stacks: dims of each leaf that a transform has added and not named.
 
     Returns:
         Logical axes per dotted path, for named arrays only, and what the user should know.
 
     Raises:
-        AnnotationError: malformed names, a rank mismatch or a name twice in one array; all of them
-            are listed.
+        AnnotationError: malformed names, more names than dims or a name twice in one array; all of
+            them are listed.
     """
     axes: dict[str, LogicalAxes] = {}
     failures: list[str] = []
     stacked: list[str] = []
-    for key_path, names in written.items():
-        if names is None:
+    for at, (key_path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        if names[at] is None:
             continue
-        path, shape = path_text(key_path), shapes[key_path]
+        path, added = path_text(key_path), stacks[at] if stacks else ()
         try:
-            found = spelled(names)
+            own = of_dims(spelled(names[at]), len(leaf.shape), added)
         except TypeError as error:
             failures.append(f"{path}: {error}")
             continue
-        if stacks and found and len(found) == len(shape) - 1:
-            stacked.append(path)
-            found = (STACK if STACK not in found else None, *found)
-        problem = _misfit(found, shape)
+        problem = _misfit(own, leaf.shape)
         if problem:
             failures.append(f"{path}: {problem}")
-        elif any(found):
-            axes[path] = found
+        elif any(own):
+            axes[path] = own
+            stacked += [path] if added else []
     if failures:
         raise_all(
             AnnotationError,
@@ -118,11 +262,80 @@ def _stack_finding(paths: list[str]) -> Finding:
         severity="warning",
         where=", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else ""),
         message=(
-            f"{len(paths)} annotated arrays have one dim more than names; the leading dim is taken"
-            f" for a stack and called {STACK!r}."
+            f"a transform adds a dim to {len(paths)} annotated arrays and does not name it; it is"
+            f" called {STACK!r} here, and Flax itself would shard it by the name of the next dim."
         ),
         hint=(
             "name it in the transform: nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME:"
             f" {STACK!r}}})"
         ),
     )
+
+
+def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
+    """Dims of each leaf of a tree of NNX variables that a transform has added and not named.
+
+    Where Flax would apply the names of a new variable, its value is marked by a constraint of no
+    effect. JAX adds the dims of a `vmap` to the mark, and a loop around it adds its own.
+
+    Args:
+        make: makes the tree; it is traced where names are ambiguous.
+        tree: what it made, abstract.
+    """
+    names = written(tree)
+    ranks = [len(leaf.shape) for leaf in jax.tree.leaves(tree)]
+    if not any(_ambiguous(one, rank) for one, rank in zip(names, ranks, strict=True)):
+        return [()] * len(ranks)
+    marks: list[object] = []
+
+    def marked(value: Value, own: object, *_: object) -> Value:
+        marks.append(own)
+        mesh = AbstractMesh((1,), (f"mark {len(marks) - 1}",), axis_types=(AxisType.Auto,))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
+
+    try:
+        with _jax_compat.names_alone(marked), nnx.use_eager_sharding(True):
+            jaxpr = jax.make_jaxpr(make)().jaxpr
+    except Exception:  # its dims are those that Flax reads, then
+        return [()] * len(ranks)
+    dims = list[tuple[int, ...]]()
+    for own, rank, var in zip(names, ranks, jaxpr.outvars, strict=True):
+        mark, added = _mark(jaxpr, var) if _ambiguous(own, rank) else (None, ())
+        unnamed = mark is not None and tuple(marks[mark]) == tuple(own)  # pyright: ignore
+        dims.append(added if unnamed else ())
+    return dims
+
+
+def _ambiguous(names: object, rank: int) -> bool:
+    try:
+        return names is not None and 0 < len(spelled(names)) < rank
+    except TypeError:  # which is told where names are fitted
+        return False
+
+
+def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
+    """(number of the mark on a value, dims that were added to it since it was marked)."""
+    eqn = next((one for one in jaxpr.eqns if any(out is var for out in one.outvars)), None)
+    name, params = (eqn.primitive.name, eqn.params) if eqn is not None else ("", {})
+    if eqn is None:
+        return None, ()
+    if name == "sharding_constraint":
+        [axis] = params["sharding"].mesh.axis_names
+        if axis.startswith("mark "):
+            return int(axis.removeprefix("mark ")), tuple(sorted(params["unconstrained_dims"]))
+        return _mark(jaxpr, eqn.invars[0])
+    if name == "transpose":
+        mark, added = _mark(jaxpr, eqn.invars[0])
+        return mark, tuple(at for at, dim in enumerate(params["permutation"]) if dim in added)
+    if name == "broadcast_in_dim":
+        mark, added = _mark(jaxpr, eqn.invars[0])
+        kept = [dim for at, dim in enumerate(params["broadcast_dimensions"]) if at not in added]
+        return mark, tuple(dim for dim in range(len(params["shape"])) if dim not in kept)
+    if "jaxpr" not in params:
+        return None, ()
+    at = next(at for at, out in enumerate(eqn.outvars) if out is var)
+    inner = _jax_compat.open_jaxpr(params["jaxpr"])[0]
+    mark, added = _mark(inner, inner.outvars[at])
+    if name == "scan" and at >= _jax_compat.scan_counts(params)[1]:
+        added = (0, *(dim + 1 for dim in added))
+    return mark, added

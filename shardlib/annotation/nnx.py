@@ -18,7 +18,7 @@ from flax import nnx
 from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
 from shardlib.annotation.model import Model, PureLoss
-from shardlib.annotation.names import fitted
+from shardlib.annotation.names import fitted, stack_dims, written
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.exact import op_by_op
 from shardlib.annotation.trees.paths import Tree
@@ -33,9 +33,6 @@ from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
 from shardlib.jax_types import Index, KeyPath
 from shardlib.report import Finding
-
-#: Keys of variable metadata under which Flax keeps names, the current one first.
-_NAME_KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
 
 
 def _trained(path: KeyPath, value: Any) -> bool:
@@ -59,11 +56,16 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
         graph, whole = _abstract(build, name)
         trained = _chosen(whole, wrt)
         params, state = nnx.split_state(whole, trained, ...)
-    axes, findings = _names(dict(nnx.to_flat_state(params)))
-    state_axes, others = _names(
-        {path: v for path, v in nnx.to_flat_state(state) if jnp.issubdtype(v.dtype, jnp.inexact)}
+    stacks = dict(
+        zip(
+            (path for path, _ in nnx.to_flat_state(whole)),
+            stack_dims(lambda: nnx.state(_with_arrays(build(nnx.Rngs(0)))), whole),
+            strict=True,
+        )
     )
     trees = _Trees(graph, params, state, trained)
+    axes, findings = _names(params, trees.params, stacks)
+    state_axes, others = _names(state, trees.state, stacks)
     told = base_is_trained(dict(nnx.to_flat_state(params))) if wrt is None else ()
 
     def init(seed: Index) -> tuple[Tree, Tree]:
@@ -110,17 +112,16 @@ def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
 
 
 def _names(
-    variables: Mapping[tuple[Any, ...], Any],
+    state: nnx.State, form: _Form, stacks: Mapping[KeyPath, tuple[int, ...]]
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
-    """The logical axes of variables by dotted path, and what the user should know of them."""
-    written = {path: _written(variable) for path, variable in variables.items()}
-    return fitted(written, {path: v.shape for path, v in variables.items()}, stacks=True)
-
-
-def _written(variable: Any) -> Any:
-    """The names that a variable has; an array that is an attribute of a module has none."""
-    metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
-    return next((metadata[key] for key in _NAME_KEYS if metadata.get(key) is not None), None)
+    """The logical axes of floating-point variables by dotted path, and what the user should know of
+    them.
+    """
+    names = [
+        one if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+        for one, leaf in zip(written(state), jax.tree.leaves(state), strict=True)
+    ]
+    return fitted(form.abstract, names, [stacks[path] for path in form.paths])
 
 
 def _with_rngs(constructor: Callable[..., Tree], name: str) -> Callable[[nnx.Rngs], Tree]:
@@ -257,6 +258,7 @@ class _Trees:
     def bind(self, loss: Callable[..., Tree]) -> PureLoss:
         """The user's loss as a pure function."""
 
+        @_jax_compat.unsharded_variables()
         def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             module = self.rebuild(params, state)
             with _jax_compat.unsharded_variables():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 
+from shardlib import _jax_compat
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.parts import Parts, is_array
 from shardlib.annotation.trees.paths import Tree
@@ -155,6 +156,7 @@ def bound(pair: Pair) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
     """
 
     def bind(loss: Callable[..., Tree]) -> Callable[..., Tree]:
+        @_jax_compat.unsharded_variables()
         def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             value, metrics, after = pair.after(loss(pair.whole(params, state), batch), state)
             return value, (metrics, after)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
 from shardlib.annotation.model import Model, PureLoss
-from shardlib.annotation.names import fitted
+from shardlib.annotation.names import beside, fitted, written
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.stateful import Pair, bound
 from shardlib.annotation.trees.exact import op_by_op
@@ -23,9 +23,6 @@ from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.jax_types import Index
 from shardlib.report import Finding
-
-#: Arrays that an error names.
-NAMED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +60,9 @@ def tree(
 
     Args:
         initialise: PRNG key -> params, or a module; with `stateful`, a pair (params, state).
-        axes: pytree like the params with a tuple of logical axes, or None, for each array; or these
-            by dotted path, for as many arrays as have names; None alone names nothing. With
-            `stateful`, of the params.
+        axes: tuples of logical axes, or `PartitionSpec`s, in the places of arrays in a pytree like
+            the params, or by dotted path, for as many arrays as have names; what boxes and
+            variables of Flax say in the params is read, too. With `stateful`, of the params.
         stateful: whether the initialiser makes a pair (params, state). The loss gets this pair, and
             returns `(loss, state)` or `(loss, metrics, state)` with the state of the next step.
 
@@ -95,6 +92,9 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
             trained, the names do not fit, or the predicate does not.
     """
     name = getattr(described.initialise, "__name__", "tree")
+    described = replace(
+        described, initialise=_jax_compat.unsharded_variables()(described.initialise)
+    )
 
     try:
         made = made_abstractly(described.initialise)
@@ -115,7 +115,7 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
         jax.eval_shape(lambda: made) if not jax.tree.leaves(made) else jax.tree.map(_abstract, made)
     )
     _check_trainable(params, name, every=wrt is None)
-    axes, findings = _named(params, _written(params, described.axes))
+    axes, findings = _named(params, params, described.axes)
     return Model(
         name=name,
         init=op_by_op(init),
@@ -141,7 +141,7 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     def init(seed: Index) -> tuple[Tree, Tree]:
         return parts.split(described.initialise(key_of(seed)))
 
-    axes, findings = _named(params, _of_module(parts, params, described.axes))
+    axes, findings = _named(params, made, described.axes)
     return Model(
         name=name,
         init=op_by_op(init),
@@ -163,7 +163,7 @@ def _stateful(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     def init(seed: Index) -> tuple[Tree, Tree]:
         return pair.split(described.initialise(key_of(seed)))
 
-    axes, findings = _named(params, _of_module(pair.model, params, described.axes))
+    axes, findings = _named(params, made[0], described.axes)
     return Model(
         name=name,
         init=op_by_op(init),
@@ -177,29 +177,19 @@ def _stateful(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     )
 
 
-def _of_module(parts: Parts, params: Tree, axes: Tree) -> list[Any]:
-    """What is written for every trained array: by path, in a tree like the whole module, or in one
-    like its arrays.
-    """
-    paths = [parts.paths[at] for at in parts.trained]
-    if isinstance(axes, Mapping) and axes.keys() <= set(paths):
-        return [axes.get(path) for path in paths]
-    if axes is None:
-        return _written(params, axes)
-    try:
-        every = parts.structure.flatten_up_to(axes)
-    except (ValueError, TypeError):
-        return _written(params, axes)
-    return [every[at] for at in parts.trained]
-
-
-def _named(params: Tree, given: list[Any]) -> tuple[Mapping[str, LogicalAxes], tuple[Finding, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return fitted(
-        dict(zip((path for path, _ in leaves), given, strict=True)),
-        {path: leaf.shape for path, leaf in leaves},
-        stacks=False,
+def _named(
+    params: Tree, whole: Tree, axes: Tree
+) -> tuple[Mapping[str, LogicalAxes], tuple[Finding, ...]]:
+    """The names of the trained arrays: in `axes`, or in boxes and variables of the whole tree."""
+    given = zip(beside(whole, axes, "params"), written(whole), strict=True)
+    names = dict(
+        zip(
+            (path for path, _ in jax.tree_util.tree_leaves_with_path(whole)),
+            (own if one is None else one for one, own in given),
+            strict=True,
+        )
     )
+    return fitted(params, [names[path] for path, _ in jax.tree_util.tree_leaves_with_path(params)])
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -229,53 +219,9 @@ def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
         )
 
 
-def _written(params: Tree, axes: Tree) -> list[Any]:
-    structure, paths = (
-        jax.tree.structure(params),
-        [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)],
-    )
-    if axes is None:
-        return [None] * structure.num_leaves
-    if isinstance(axes, Mapping) and axes.keys() <= set(paths):
-        return [axes.get(path) for path in paths]
-    try:
-        return structure.flatten_up_to(axes)
-    except (ValueError, TypeError) as error:
-        if isinstance(axes, Mapping) and all(map(_are_names, axes.values())):
-            _unknown(axes, paths)
-        raise AnnotationError(
-            f"axes do not have the tree structure of the params: {error}\nTry: one tuple of names,"
-            " or None, in the place of each array; or names by dotted path, of as many arrays as"
-            " you like"
-        ) from error
-
-
-def _are_names(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value)
-    )
-
-
-def _unknown(axes: Mapping[Any, Any], paths: list[str]) -> NoReturn:
-    """Refuses names by path of arrays that are not there."""
-    near = {key: difflib.get_close_matches(str(key), paths, 1) for key in axes if key not in paths}
-    raise_all(
-        AnnotationError,
-        "axes name arrays that the params do not have",
-        [
-            f"{key!r}{f'; did you mean {found[0]!r}?' if found else ''}"
-            for key, found in near.items()
-        ],
-        hint=(
-            "names by dotted path: arrays are"
-            f" {', '.join(paths[:NAMED])}"
-            f"{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}"
-        ),
-    )
-
-
 def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Tree]], PureLoss]:
     def bind(loss: Callable[..., Tree]) -> PureLoss:
+        @_jax_compat.unsharded_variables()
         def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
             value, metrics = loss_and_metrics(loss(rebuild(params, state), batch))
             return value, (metrics, state)

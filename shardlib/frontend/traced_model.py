@@ -20,7 +20,7 @@ from shardlib.frontend.arguments import require_arguments
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
 from shardlib.planning.search.process_settings import garbage_put_off
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.tracing.parameters import abstract
 from shardlib.tracing.trace import Traced, trace
 
@@ -118,6 +118,7 @@ def state_stays(model: Model, traced: Traced) -> bool:
     return not count or program.outputs[-count:] == program.inputs[parameters : parameters + count]
 
 
+@diagnostic
 def _unchanged(given: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
     """A finding where a step leaves all state of a Linen model as it is, `given` as it was read:
     its loss returns no updates.

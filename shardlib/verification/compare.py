@@ -15,7 +15,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
-from shardlib.report import SEVERITIES, Finding
+from shardlib.report import SEVERITIES, Finding, diagnostic
 from shardlib.verification.compare_collectives import SLACK, traffic, wire_dtypes
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.hlo.found import Found
@@ -24,6 +24,7 @@ from shardlib.verification.hlo.found import Found
 OPTIMISTIC = 0.02
 
 
+@diagnostic
 def compare(
     plan: Plan,
     topology: Topology,
@@ -58,6 +59,7 @@ def compare(
     return tuple(sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)))
 
 
+@diagnostic
 def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]:
     """Corrections of the prediction that were learned from another version of the compiler.
 
@@ -86,6 +88,7 @@ def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]
             )
 
 
+@diagnostic
 def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[Finding]:
     """Does it fit, and was that foreseen?
 
@@ -122,6 +125,7 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
         )
 
 
+@diagnostic
 def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
     """Is the predicted step shorter than what the compiler thinks of its kernels alone?"""
     parts, found = plan.estimate.seconds, compiled.compute_seconds
@@ -140,6 +144,7 @@ def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
         )
 
 
+@diagnostic
 def rematerialised(log: str) -> Iterable[Finding]:
     """Values that the partitioner replicated because it found no other way between two layouts."""
     lines = [
@@ -163,6 +168,7 @@ def rematerialised(log: str) -> Iterable[Finding]:
         )
 
 
+@diagnostic
 def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
     """Axes that shard nothing: their devices all do the same work.
 
@@ -189,6 +195,7 @@ def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
         )
 
 
+@diagnostic
 def replicated(plan: Plan, topology: Topology) -> Iterable[Finding]:
     """Large arrays that are replicated.
 
@@ -221,6 +228,7 @@ def _itemsize(dtype: str) -> int:
     return int(bits[1]) // 8 if bits else 1
 
 
+@diagnostic
 def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> Iterable[Finding]:
     """State whose memory is not reused for the next state.
 
@@ -244,6 +252,7 @@ def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> 
         )
 
 
+@diagnostic
 def unread(compiled: CompiledStep) -> Iterable[Finding]:
     """Parts of the program that the reader does not know."""
     if compiled.unread:

@@ -10,7 +10,7 @@ from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.hlo.found import REDUCTIONS, Found
 from shardlib.verification.hlo.shapes import BITS
@@ -26,6 +26,7 @@ HLO_NAMES: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16":
 RESHARDING = ("all-to-all", "collective-permute")
 
 
+@diagnostic
 def traffic(
     plan: Plan, topology: Topology, compiled: CompiledStep, found: Sequence[Found]
 ) -> Iterable[Finding]:
@@ -113,6 +114,7 @@ def _unplanned(
     )
 
 
+@diagnostic
 def _whole_reductions(
     plan: Plan, promised: dict[Key, int], real: dict[Key, int], noise: float, *, tiles: bool
 ) -> list[Finding]:
@@ -178,6 +180,7 @@ def _slow_axes(plan: Plan, topology: Topology) -> frozenset[str]:
     return frozenset(axis for axis, parts in spans.items() if any(part.tier == 0 for part in parts))
 
 
+@diagnostic
 def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
     """Gradients that are reduced in another dtype than the plan decides: in reductions over axes
     that shard the batch, those of a few numbers apart.

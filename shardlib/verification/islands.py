@@ -27,7 +27,7 @@ from shardlib.lowering.islands.stacked import abstract_mesh_of_all
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.verification import compare
 from shardlib.verification.compiled_step import CompiledStep
 from shardlib.verification.compiler_failures import failed
@@ -151,6 +151,7 @@ def _together(met: Sequence[CompiledStep]) -> CompiledStep:
     )
 
 
+@diagnostic
 def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator[Finding]:
     """What crosses between islands, and was not planned, or is wider than promised.
 

@@ -20,7 +20,7 @@ from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.cards import card, short
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.untrusted import construct, parse_json, shown
 from shardlib.untrusted.json_types import JsonObject
 from shardlib.verification.compiled_step import CompiledStep
@@ -152,6 +152,7 @@ def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
     ).collectives
 
 
+@diagnostic
 def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
     """One error for each kind and axes with more bytes or executions in `after` than `before`."""
     old_bytes, old_counts, new_counts = totals(before), counts(before), counts(after)

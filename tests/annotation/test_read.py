@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import shardlib._jax_compat as compat
+from shardlib.annotation.activations import planning_mesh
 from shardlib.annotation.linen import linen
 from shardlib.annotation.names import spelled
 from shardlib.annotation.read import read
@@ -154,6 +155,127 @@ def test_nnx_stack_with_a_name_keeps_it():
     assert model.axes == {"kernel": ("depth", "embed", "mlp")} and not model.findings
 
 
+def attention(rngs):
+    return nnx.MultiHeadAttention(
+        num_heads=2,
+        in_features=8,
+        kernel_init=nnx.with_partitioning(kernel_init, ("embed", "kv")),
+        decode=False,
+        rngs=rngs,
+    )
+
+
+def vmapped(make, *, axis=0, **metadata):
+    return lambda rngs: nnx.split_rngs(splits=3)(
+        nnx.vmap(make, in_axes=0, out_axes=axis, **metadata)
+    )(rngs)
+
+
+@pytest.mark.parametrize(
+    "build, query, shape, codes",
+    [
+        (attention, ("embed", "kv", None), (8, 2, 4), []),
+        (vmapped(attention), ("layers", "embed", "kv", None), (3, 8, 2, 4), ["unnamed"]),
+        (vmapped(attention, axis=1), ("embed", "layers", "kv", None), (8, 3, 2, 4), ["unnamed"]),
+        (
+            vmapped(attention, transform_metadata={nnx.PARTITION_NAME: "depth"}),
+            ("depth", "embed", "kv", None),
+            (3, 8, 2, 4),
+            [],
+        ),
+        (
+            vmapped(attention, axis=1, transform_metadata={nnx.PARTITION_NAME: None}),
+            ("embed", None, "kv", None),
+            (8, 3, 2, 4),
+            [],
+        ),
+        (
+            vmapped(vmapped(attention)),
+            ("layers", None, "embed", "kv", None),
+            (3, 3, 8, 2, 4),
+            ["unnamed"],
+        ),
+    ],
+    ids=["alone", "stack", "stack at 1", "named stack", "stack without name", "stack of stacks"],
+)
+def test_fewer_names_than_dims_are_those_of_the_leading_dims(build, query, shape, codes):
+    model = read(build)
+    assert model.params["query"]["kernel"].shape == shape
+    assert model.axes["query.kernel"] == query
+    assert [one.code.removeprefix("stacking-dim-") for one in model.findings] == codes
+
+
+def test_a_stack_of_zeros_and_one_by_a_loop():
+    def zeros(rngs):
+        return nnx.Linear(
+            4, 8, bias_init=nnx.with_partitioning(nnx.initializers.zeros, ("mlp",)), rngs=rngs
+        )
+
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+            def build(carry, key):
+                return carry, nnx.state(attention(nnx.Rngs(key)))["query"]["kernel"]
+
+            self.kernel = build(0, jax.random.split(rngs.params(), 5))[1]
+
+    assert read(vmapped(zeros)).axes == {"bias": ("layers", "mlp")}
+    assert read(Scanned).axes == {"kernel": ("layers", "embed", "kv", None)}
+
+
+SPELLINGS = {
+    "tuple": ("embed", "mlp"),
+    "spec": PartitionSpec("embed", "mlp"),
+    "one name": ("embed",),
+    "none": (None, "mlp"),
+    "merged": (("embed", "fsdp"), "mlp"),
+    "mesh axes": ("data", "tensor"),
+}
+
+
+@pytest.mark.parametrize("names", SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize("key", ["out_sharding", "sharding", "sharding_names", "wrapped", "linen"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_spelling_of_flax(names, key):
+    expected = (*spelled(names), None)[:2]
+    rules = (("embed", "fsdp"),)
+
+    def linear(rngs):
+        if key == "wrapped":
+            init = nnx.with_metadata(kernel_init, out_sharding=names, sharding_rules=rules)
+            return nnx.Linear(4, 8, kernel_init=init, rngs=rngs)
+        return nnx.Linear(4, 8, kernel_metadata={key: names}, rngs=rngs)
+
+    if key == "linen":
+        for box in (nn.with_partitioning, nn.with_logical_partitioning):
+            dense = nn.Dense(8, kernel_init=box(kernel_init, names))
+            assert read(linen(dense, jnp.ones((2, 4)))).axes == {"kernel": expected}
+            model = read(tree(lambda key, dense=dense: dense.init(key, jnp.ones((2, 4)))["params"]))
+            assert model.axes == {"kernel.value": expected}
+    else:
+        assert read(linear).axes == {"kernel": expected}
+
+
+def test_names_are_read_and_never_applied():
+    """Flax itself fails here: it applies three names to a flattened kernel of two dims."""
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    kernel = nn.with_partitioning(kernel_init, ("data", None, "model"), mesh=mesh)
+    module = nn.DenseGeneral((2, 4), kernel_init=kernel)
+    model = read(linen(module, jnp.ones((2, 8))))
+    assert model.axes == {"kernel": ("data", None, "model")}
+    loss = model.bind(lambda params, x: jnp.mean(module.apply({"params": params}, x) ** 2))
+    with planning_mesh(), nn.logical_axis_rules((("data", "nowhere"),)):
+        jaxpr = jax.make_jaxpr(loss)(model.params, {}, jnp.ones((2, 8)))
+        assert jax.eval_shape(model.init, 0)[0]["kernel"].shape == (8, 2, 4)
+    assert "sharding_constraint" not in str(jaxpr)
+    with pytest.raises(Exception, match="data"):
+        module.init(jax.random.key(0), jnp.ones((2, 8)))  # outside, Flax is as it was
+    eager = {"out_sharding": ("embed", "mlp"), "eager_sharding": True}
+    assert read(lambda rngs: nnx.Linear(4, 8, kernel_metadata=eager, rngs=rngs)).axes == {
+        "kernel": ("embed", "mlp")
+    }
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -211,12 +333,16 @@ def test_tree_names_numbers_and_mistakes():
     assert model.axes == {"w": ("embed", "mlp"), "parts.0": ("mlp",)}
     same(model.init(3)[0], init(jax.random.key(3)))
     assert read(tree(init)).axes == {}
-    with pytest.raises(AnnotationError, match="do not have the tree structure"):
-        read(tree(init, {"w": ("embed", "mlp"), "parts": (("mlp",),)}))
+    assert read(tree(init, {"w": ("embed",), "parts": (("mlp",),)})).axes == {
+        "w": ("embed", None),
+        "parts.0": ("mlp",),
+    }
+    with pytest.raises(AnnotationError, match="axes name arrays that the params do not have"):
+        read(tree(init, {"w": ("embed", "mlp"), "parts": (None, None, ("mlp",))}))
     with pytest.raises(
-        AnnotationError, match=r"w: 1 names \('embed',\) for an array of 2 dims \(4, 8\)"
+        AnnotationError, match=r"parts.0: 2 names \('mlp', None\) for an array of 1 dims \(8,\)"
     ):
-        read(tree(init, {"w": ("embed",), "parts": (None, None)}))
+        read(tree(init, {"parts": (("mlp", None), None)}))
     with pytest.raises(AnnotationError, match="w has dtype int32"):
         read(tree(lambda key: {"w": jnp.zeros(3, jnp.int32)}))
 
@@ -242,7 +368,8 @@ def test_names_of_a_tree_by_path():
         str(error.value)
         == "axes name arrays that the params do not have: 'embed.tabel'; did you mean"
         " 'embed.table'?\n"
-        "Try: names by dotted path: arrays are embed.table, parts.0, parts.1"
+        "Try: one tuple of names, or None, in the place of each array; or names by dotted path:"
+        " arrays are embed.table, parts.0, parts.1"
     )
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 from shardlib.annotation.trees.paths import Path, Tree, path_parts, path_text
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.jax_types import KeyPath, Leaf
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: What a user may give as `wrt`.
 Filter = Any
@@ -138,6 +138,7 @@ def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
     return frozenset(text for path, (text, _) in leaves.items() if path not in trained)
 
 
+@diagnostic
 def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
     """What the user should know who has adapters beside a base, and did not say what to train."""
     adapters = [path for path, variable in trained.items() if isinstance(variable, nnx.LoRAParam)]

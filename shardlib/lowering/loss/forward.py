@@ -28,7 +28,7 @@ from shardlib.lowering.mesh.shardings import (
 )
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.tracing.program import (
     with_frozen,
 )
@@ -78,6 +78,7 @@ def placed_loss(
     return loss
 
 
+@diagnostic
 def unused_loops(
     traced: LossJaxpr,
     plan: Plan,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from shardlib.axes import MeshShape
 from shardlib.errors import ShardlibError
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: What JAX calls the devices of a chip's vendor.
 PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 
 
+@diagnostic
 def idle_devices(shape: MeshShape, seen: int) -> tuple[Finding, ...]:
     """A finding where JAX sees more devices than a mesh uses.
 
@@ -35,6 +36,7 @@ def idle_devices(shape: MeshShape, seen: int) -> tuple[Finding, ...]:
     )
 
 
+@diagnostic
 def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
     """A finding where a program runs on devices of another kind than it was planned for.
 

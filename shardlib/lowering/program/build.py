@@ -36,7 +36,7 @@ from shardlib.lowering.runtime.batches import shapes_of_batch
 from shardlib.lowering.runtime.random_keys import with_keys
 from shardlib.lowering.weights.gathering import gather_updated
 from shardlib.planning.plan import Plan
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 
 def build_program(
@@ -191,6 +191,7 @@ def _step_parts(
     )
 
 
+@diagnostic
 def _each_once(*findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(itertools.chain(*findings)))
 

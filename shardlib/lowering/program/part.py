@@ -22,7 +22,7 @@ from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.reading.fused_dims import Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
 from shardlib.planning.plan import Plan
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,7 @@ def part_as_planned(
     return Part(traced=again, placements=placements, mesh=under)
 
 
+@diagnostic
 def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
     """Attention that is not computed as it was planned.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from shardlib.axes import MeshShape
 from shardlib.planning.assembly.situation import Situation
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.schedules.table import named
 
 #: Plain data parallelism that is at most this much slower is worth its simplicity; the threshold is
@@ -39,6 +39,7 @@ MULTIPLES: Mapping[str, tuple[int, int]] = {"nvidia": (8, 64), "google": (128, 1
 N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
 
 
+@diagnostic
 def advise(situation: Situation) -> tuple[Finding, ...]:
     """What the rules have to say about a plan."""
     found = (rule(situation) for rule in RULES)

@@ -15,11 +15,12 @@ from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.space.microbatching import coupled
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.quantity import percent_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.table import named
 
 
+@diagnostic
 def notes(
     load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...], most: int
 ) -> tuple[Finding, ...]:
@@ -81,6 +82,7 @@ def notes(
     return tuple(found)
 
 
+@diagnostic
 def _idle_devices(plan: PlanData, topology: Topology, most: int) -> list[Finding]:
     """Devices that the plan leaves idle: because no mesh could use them, or because it is faster
     so.
@@ -122,6 +124,7 @@ def _idle_devices(plan: PlanData, topology: Topology, most: int) -> list[Finding
     ]
 
 
+@diagnostic
 def _kept(load: Workload, plan: PlanData) -> list[Finding]:
     """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits
     whatever is recomputed, and the estimate does not know it.
@@ -148,6 +151,7 @@ def _kept(load: Workload, plan: PlanData) -> list[Finding]:
     ]
 
 
+@diagnostic
 def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
     """A finding where loops over tensor are pinned and take the place of no collective of the plan.
 
@@ -181,6 +185,7 @@ def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
     )
 
 
+@diagnostic
 def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Finding]:
     """What experts with a capacity are expected to drop; the price does not depend on it."""
     known = Pricer(topology, load.profile).constants.skew
@@ -206,6 +211,7 @@ def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Findin
     ]
 
 
+@diagnostic
 def without_effect(pins: Pins, plan: PlanData) -> tuple[Finding, ...]:
     """Pins that decide nothing in a plan: what they are about is not there.
 
@@ -230,6 +236,7 @@ def without_effect(pins: Pins, plan: PlanData) -> tuple[Finding, ...]:
     )
 
 
+@diagnostic
 def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
     """A finding where a plan puts state on disks whose rate is not known.
 
@@ -253,6 +260,7 @@ def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
     )
 
 
+@diagnostic
 def _doubled(load: Workload, plan: PlanData) -> list[Finding]:
     """Colours that the plan shards and that occur twice in some value, such as the sequence in
     attention scores.

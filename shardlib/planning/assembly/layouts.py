@@ -11,7 +11,7 @@ from shardlib.graph import Op
 from shardlib.graph.problem import Problem
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.rules import Rules
 
 #: A parameter larger than this that no axis shards deserves a word, bytes.
@@ -242,6 +242,7 @@ def batch_layouts(
     )
 
 
+@diagnostic
 def layout_findings(
     layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
 ) -> tuple[Finding, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from shardlib.axes import MeshShape
 from shardlib.planning.units.quantity import percent_text, seconds_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: Share of a step from which it is worth a word.
 WORTH = 0.01
@@ -16,6 +16,7 @@ WORTH = 0.01
 NAMED = 4
 
 
+@diagnostic
 def of_replicated(
     found: Mapping[tuple[str, ...], Mapping[str, float]], mesh: MeshShape, step_seconds: float
 ) -> tuple[Finding, ...]:

@@ -17,7 +17,7 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.planning.units.quantity import seconds_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.schedules.schedule import Pipelines
 from shardlib.schedules.table import named
 
@@ -25,6 +25,7 @@ from shardlib.schedules.table import named
 TOLD = 0.05
 
 
+@diagnostic
 def faster_as_programs(
     load: Workload, topology: Topology, candidate: Candidate, plan: PlanData
 ) -> tuple[Finding, ...]:

@@ -24,7 +24,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.islands.meeting import Meetings, meetings
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: Share of a step from which on waiting for the network is spoken of.
 TOLD = 0.05
@@ -36,6 +36,7 @@ MOST_EVERY = 500
 EXACT_AXES = ("data", "fsdp")
 
 
+@diagnostic
 def islands_instead(
     plan: PlanData, machine: Topology, rows: Collection[int]
 ) -> tuple[Finding, ...]:

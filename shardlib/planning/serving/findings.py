@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardlib.planning.serving.estimate import ServingEstimate, ServingPoint
 from shardlib.planning.serving.space import Asked
 from shardlib.planning.units.quantity import bytes_text, percent_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: Chips of the runs that the constants were learned from.
 LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
@@ -13,6 +13,7 @@ LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
 TIGHT = 0.98
 
 
+@diagnostic
 def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
     """What is worth knowing.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlib.errors import PinError, raise_all
 from shardlib.graph.rows import Rows
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: What is computed in every part of the batch by itself: note -> (what it is, what to try).
 _BY_ITSELF = {
@@ -46,6 +46,7 @@ def require_whole(rows: Rows, microbatches: int) -> None:
         )
 
 
+@diagnostic
 def coupled(rows: Rows, microbatches: int) -> list[Finding]:
     """Findings about a loss whose rows meet.
 

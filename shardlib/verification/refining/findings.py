@@ -7,7 +7,7 @@ from __future__ import annotations
 from shardlib.planning.decisions.compiled_trials import Refined, Trial
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import seconds_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: Compilations for each plan that is wanted, at most.
 COMPILATIONS = 3
@@ -33,6 +33,7 @@ def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int
     )
 
 
+@diagnostic
 def refine_findings(record: Refined, chosen: int) -> list[Finding]:
     """What refinement changed: another plan than predicted, plans that were cut, the bound.
 

@@ -18,7 +18,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.tracing.steps.traced_step import TracedStep
 
 
@@ -102,6 +102,7 @@ class MarkedStep:
                 return step, search(step.problem, machine, pins)
         return self, replace(plan, findings=(*plan.findings, *self._in_one_piece(plan)))
 
+    @diagnostic
     def _in_one_piece(self, plan: Plan) -> tuple[Finding, ...]:
         """What the plan counts in microbatches, and the step does for the whole batch."""
         taken = [self.traced.paths[at] for at in self.traced.unmarked.gradients]

@@ -14,7 +14,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import LogicalAxes
 from shardlib.graph.problem import Parameter, Problem
 from shardlib.jax_types import Value
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 from shardlib.tracing.steps.parts import tied_rows
 from shardlib.tracing.steps.total_loss import total_loss
 from shardlib.tracing.steps.traced_step import TracedStep
@@ -85,6 +85,7 @@ def total_problem(traced: TracedStep) -> Problem:
     )
 
 
+@diagnostic
 def _uncounted(traced: TracedStep) -> tuple[Finding, ...]:
     """What the problem leaves out."""
     if not traced.unmarked.unknown:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.shared.partition import Cut
 from shardlib.planning.plan import Plan
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 
+@diagnostic
 def repeated(stages: Stages) -> tuple[Finding, ...]:
     """A finding where what comes before and after the layers cannot be shared out."""
     if any(dim is not None for dim in stages.spread):
@@ -29,6 +30,7 @@ def repeated(stages: Stages) -> tuple[Finding, ...]:
     )
 
 
+@diagnostic
 def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
     """A finding where the plan gathers once, and nothing can be gathered beforehand.
 
@@ -56,6 +58,7 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
     )
 
 
+@diagnostic
 def gathered_at_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
     """A finding where the plan gathers once, and layers have frozen sharded weights, which are
     gathered at every use.
