@@ -3,12 +3,14 @@
 The call computes what `jax.value_and_grad` computes, so that a program that knows nothing of it is
 right. Who plans a step finds the call, takes the loss from its form, and puts another program of
 the same value and gradients in its place.
+
+Arrays of the step that the loss closes over are operands like its arguments, after them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +20,11 @@ from jax.extend import core as jex
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.functions.marks import marked
-from shardlib.jax_types import Aval, Function, Value
+from shardlib.jax_types import Value
 
 _NUMBERS = itertools.count()
+#: Leaves of the arguments -> (value, auxiliary results).
+FlatLoss = Callable[[Sequence[Value]], tuple[Value, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -29,25 +33,27 @@ class MarkedLoss:
 
     Attributes:
         name: of the user's function.
-        function: (params, batch, *rest) -> (value, auxiliary results).
-        inputs: structure of (params, batch, *rest).
-        trained: for each leaf of the params, whether its gradient is asked for.
-        jaxpr: open, over the leaves of the inputs.
+        function: leaves of the arguments -> (value, auxiliary results); what it closes over belongs
+            to one trace of the step.
+        paths: of all leaves: those of the arguments, then of what the loss closes over.
+        trained: for each of them, whether its gradient is asked for.
+        captured: how many of the last leaves the loss closes over.
+        arrays: of no trace that the loss computes with.
+        jaxpr: open, over all leaves.
         results: structure of the auxiliary results.
-        captured: of what the function closes over, the arrays of the step; with some, it cannot be
-            traced again.
         rows: whether to "prove" how it depends on the rows of the batch, or to take the user's word
             that it is their "mean".
         number: tells losses of the same name apart.
     """
 
     name: str
-    function: Function
-    inputs: jax.tree_util.PyTreeDef
+    function: FlatLoss
+    paths: tuple[str, ...]
     trained: tuple[bool, ...]
+    captured: int
+    arrays: tuple[Value, ...]
     jaxpr: jex.Jaxpr
     results: jax.tree_util.PyTreeDef
-    captured: tuple[Aval, ...] = ()
     rows: str = "prove"
     number: int = field(default_factory=lambda: next(_NUMBERS))
     kind: str = "value-and-gradient"
@@ -57,68 +63,76 @@ class MarkedLoss:
 
     @property
     def constants(self) -> int:
-        """How many operands of a call come before the leaves: what the function closes over."""
+        """How many operands of a call come before the leaves: arrays of no trace."""
         return len(self.jaxpr.constvars)
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Abstract leaves."""
+        avals: list[Any] = [var.aval for var in self.jaxpr.invars]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     def evaluated(self, operands: Sequence[Value]) -> list[Value]:
         """[value, *auxiliary results] for the operands of a call.
 
         Args:
-            operands: what the function closes over, then the leaves of (params, batch, *rest).
+            operands: arrays of no trace, then the leaves.
         """
         closed = jex.ClosedJaxpr(self.jaxpr, list(operands[: self.constants]))
         return jex.jaxpr_as_fun(closed)(*operands[self.constants :])
 
 
 def marked_loss(
-    function: Function,
+    function: FlatLoss,
     leaves: Sequence[Value],
-    inputs: jax.tree_util.PyTreeDef,
+    paths: Sequence[str],
     trained: Sequence[bool],
     name: str,
     rows: str = "prove",
-) -> tuple[MarkedLoss, list[Value]]:
-    """A loss, and by a marked call its value, its auxiliary results, and the gradients of the
-    trained leaves of the params.
+) -> tuple[Value, Any, list[Value]]:
+    """(value, auxiliary results, gradients of the trained leaves) of a loss, by a marked call.
 
     Args:
-        function: (params, batch, *rest) -> (value, auxiliary results).
-        leaves: of (params, batch, *rest); some are tracers.
-        inputs: structure of these.
-        trained: for each leaf of the params, whether its gradient is asked for.
+        function: leaves of the arguments -> (value, auxiliary results).
+        leaves: of the arguments; some are tracers.
+        paths: of the leaves.
+        trained: for each leaf, whether its gradient is asked for.
         name: of the user's function.
         rows: see `MarkedLoss`.
 
     Raises:
         TypeError: the value is no float scalar, as of `jax.value_and_grad`.
     """
-
-    def flat(*leaves: Any) -> tuple[Value, Any]:
-        return function(*inputs.unflatten(leaves))
-
     abstract = [jax.eval_shape(lambda leaf: leaf, leaf) for leaf in leaves]
-    closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*abstract)
-    jaxpr, _ = open_jaxpr(closed)
-    captured = tuple(
-        var.aval
-        for var, one in zip(jaxpr.constvars, closed.consts, strict=True)
-        if isinstance(one, Tracer)
+    closed, (_, aux) = jax.make_jaxpr(lambda *leaves: function(leaves), return_shape=True)(
+        *abstract
     )
+    inner, constants = open_jaxpr(closed)
+    captured = [one for one in constants if isinstance(one, Tracer)]
+    if captured:
+
+        def whole(*every: Value) -> list[Value]:
+            taken = iter(every[len(leaves) :])
+            given = [next(taken) if isinstance(one, Tracer) else one for one in constants]
+            closed = jex.ClosedJaxpr(inner, given)
+            return jex.jaxpr_as_fun(closed)(*every[: len(leaves)])
+
+        abstract += [jax.eval_shape(lambda leaf: leaf, one) for one in captured]
+        inner, constants = open_jaxpr(jax.make_jaxpr(whole)(*abstract))
     form = MarkedLoss(
         name=name,
-        function=_of_this_trace if captured else function,
-        inputs=inputs,
-        trained=tuple(trained),
-        jaxpr=jaxpr,
+        function=function,
+        paths=(*paths, *(f"closure.{at}" for at in range(len(captured)))),
+        trained=(*trained, *(False,) * len(captured)),
+        captured=len(captured),
+        arrays=tuple(constants),
+        jaxpr=inner,
         results=jax.tree.structure(aux),
-        captured=captured,
         rows=rows,
     )
-    return form, list(marked(form, _computed)(*closed.consts, *leaves))
-
-
-def _of_this_trace(*_: Any) -> tuple[Value, Any]:
-    raise AssertionError("a loss that closes over arrays of a trace is not traced again")
+    value, *others = marked(form, _computed)(*constants, *leaves, *captured)
+    count = form.results.num_leaves
+    return value, form.results.unflatten(others[:count]), others[count:]
 
 
 def _computed(form: MarkedLoss, *operands: Any) -> tuple[Any, ...]:

@@ -264,16 +264,6 @@ def by_rows(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     return error.mean(), error.mean(-1)
 
 
-def closing(grad: Any) -> Any:
-    def step(state: State, batch: Batch) -> Any:
-        def loss(params: State, x: jax.Array) -> jax.Array:
-            return ((net(params, x) - batch["y"]) ** 2).mean()
-
-        return state, grad(loss)(state, batch["x"])[0]
-
-    return step
-
-
 def made_of_several(state: State, batch: Batch) -> Any:
     def loss(weight: jax.Array, batch: Batch) -> jax.Array:
         return ((batch["x"] @ weight - batch["y"]) ** 2).mean()
@@ -286,7 +276,6 @@ def made_of_several(state: State, batch: Batch) -> Any:
     [
         (small(contrastive).step, {"microbatches": 2}, PinError, "rows meet other rows"),
         (small(by_rows, has_aux=True).step, {"microbatches": 2}, PinError, "aux.*every row"),
-        (closing(shardlib.value_and_grad), {}, TracingError, r"closes over float32\[16,8\]"),
         (made_of_several, {}, TracingError, "no arrays of the state"),
         (small(masked, has_aux=True).step, {"offload": ["optimizer"]}, PinError, "updates its"),
         (small(masked, has_aux=True).step, {"moment_dtype": "bfloat16"}, PinError, "updates its"),

@@ -2,41 +2,57 @@
 
 An operand of a loss is an array of the state, or made of one element by element, as updated weights
 are: that array is its *root*. Params and weights among the rest are planned and laid out as their
-roots are.
+roots are. What has rows of the batch has no root.
+
+A loss may close over arrays of the step. It cannot be traced by itself then for another number of
+rows: the whole step is, and the loss taken out of that trace. What is as many times as long there
+as the batch are rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
 
 from shardlib.errors import TracingError, raise_all
 from shardlib.functions.losses import MarkedLoss
 from shardlib.graph.graph import Graph
+from shardlib.jax_types import Value
 from shardlib.tracing.graph_parts import PlacedCall
 from shardlib.tracing.program import Call
 
 #: Categories of operations that make something else of an array.
 _OTHERS = frozenset({"matmul", "convolution", "scatter", "reduction", "gather"})
+#: How many times as many rows the batch has -> the losses that the step marks then, in order.
+Again = Callable[[Fraction], Sequence[MarkedLoss]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FoundLoss:
     """A marked loss in a step.
 
     Attributes:
         call: where it stands.
         form: the loss.
-        operands: values of the step's graph, one for each leaf of (params, batch, *rest).
+        operands: values of the step's graph, one for each leaf.
         roots: for each leaf the number of the array of the state that it is made of; None for those
-            of the batch, and of what is made of no weight.
+            with rows of the batch, and of what is made of no weight.
+        number: of the loss among those of the step.
+        again: traces the step for other batches.
     """
 
     call: Call
     form: MarkedLoss
     operands: tuple[int, ...]
     roots: tuple[int | None, ...]
+    number: int
+    again: Again
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -54,23 +70,73 @@ class FoundLoss:
         """Positions of the leaves that are no weights."""
         return tuple(at for at, root in enumerate(self.roots) if root is None)
 
-    def of_batch(self, position: int) -> bool:
-        """Whether a leaf belongs to the batch."""
-        _, first, last = parts(self.form)[:3]
-        return first <= position < last
+    @cached_property
+    def rows(self) -> Mapping[int, int] | None:
+        """Positions of the leaves with rows of the batch -> their dim of rows, by the trace of a
+        batch with more rows; None where the step has no such trace.
+        """
+        ratio = Fraction(2)
+        try:
+            shapes = [one.shape for one in self._other(ratio).shapes]
+            pairs = zip([one.shape for one in self.form.shapes], shapes, strict=True)
+            grown = [
+                [at for at, (old, new) in enumerate(zip(one, two, strict=True)) if new != old]
+                for one, two in pairs
+            ]
+        except Exception:  # whatever a user's step raises for another batch
+            return None
+        return {
+            at: dims[0]
+            for at, dims in enumerate(grown)
+            if dims and shapes[at][dims[0]] == ratio * self.form.shapes[at].shape[dims[0]]
+        }
 
+    def function(self, leaves: Sequence[Value]) -> tuple[Value, Any]:
+        """(value, auxiliary results) of the loss, for any number of rows that it can be traced for.
 
-def parts(form: MarkedLoss) -> list[int]:
-    """[0, leaves of the params, of the batch too, of the rest too ...]."""
-    return [
-        0,
-        *accumulate(one.num_leaves for one in form.inputs.children()),
-        form.inputs.num_leaves,
-    ]
+        Args:
+            leaves: arrays or tracers.
+
+        Raises:
+            TracingError: no trace of the step has a loss of such arrays.
+        """
+        if not self.form.captured:
+            return self.form.function(leaves)
+        shapes = [jnp.shape(leaf) for leaf in leaves]
+        form = self.form
+        if shapes != [one.shape for one in form.shapes]:
+            form = self._other(self._ratio(shapes))
+        if shapes != [one.shape for one in form.shapes]:
+            raise TracingError(
+                f"the loss {form.name} closes over arrays whose sizes do not follow the rows of the"
+                " batch"
+            )
+        closed = jex.ClosedJaxpr(form.jaxpr, list(form.arrays))
+        value, *aux = jex.jaxpr_as_fun(closed)(*leaves)
+        return value, form.results.unflatten(aux)
+
+    def _ratio(self, shapes: Sequence[tuple[int, ...]]) -> Fraction:
+        """How many times as many rows arrays have as those that were traced."""
+        return next(
+            Fraction(new, old)
+            for one, shape in zip(self.form.shapes, shapes, strict=True)
+            for old, new in zip(one.shape, shape, strict=True)
+            if old != new
+        )
+
+    def _other(self, ratio: Fraction) -> MarkedLoss:
+        """The same loss in a trace of the step for other batches."""
+        return self.again(ratio)[self.number]
 
 
 def found_losses(
-    calls: Mapping[str, PlacedCall], graph: Graph, state: int, weights: Collection[int], step: str
+    calls: Mapping[str, PlacedCall],
+    graph: Graph,
+    state: int,
+    weights: Collection[int],
+    step: str,
+    rows: Collection[tuple[int, int]],
+    again: Again,
 ) -> tuple[FoundLoss, ...]:
     """The marked losses of a step, in order.
 
@@ -80,34 +146,47 @@ def found_losses(
         state: how many arrays the state has.
         weights: numbers of those that the step computes with.
         step: what to call it in messages.
+        rows: (value, dim) of dims of the graph that are rows of the batch.
+        again: traces the step for other batches.
 
     Raises:
-        TracingError: a loss closes over what the step computes, or params are made of no array of
-            the state; all of them are listed.
+        TracingError: params of a loss are made of no array of the state; all of them are listed.
     """
     marked = [
         (call, values) for call, values in calls.values() if isinstance(call.form, MarkedLoss)
     ]
-    captured = [
-        f"{call.form.name} closes over {', '.join(aval.str_short() for aval in call.form.captured)}"
-        for call, _ in marked
-        if call.form.captured
-    ]
-    if captured:
-        raise_all(
-            TracingError,
-            f"losses of the step {step} get arrays of the step otherwise than as arguments",
-            captured,
-            hint="shardlib.value_and_grad(loss)(params, batch, rest), and no closure",
-        )
     numbers = {
         value: at
         for at, value in enumerate(graph.inputs[:state])
         if "float" in graph.values[value].dtype
     }
-    found = [_found(call, values, graph, numbers, weights) for call, values in marked]
+    of_rows = {value for value, _ in rows}
+    forms = list(dict.fromkeys(call.form for call, _ in marked))
+    found: list[FoundLoss] = []
+    for call, values in marked:
+        form: MarkedLoss = call.form
+        operands = values[form.constants :]
+        known = {value: at for value, at in numbers.items() if at in weights}
+        roots = [
+            _first(_root(graph, value, known), _root(graph, value, numbers))
+            if flag
+            else None
+            if value in of_rows
+            else _root(graph, value, known)
+            for value, flag in zip(operands, form.trained, strict=True)
+        ]
+        found.append(
+            FoundLoss(
+                call=call,
+                form=form,
+                operands=operands,
+                roots=tuple(roots),
+                number=forms.index(form),
+                again=again,
+            )
+        )
     rootless = [
-        f"{one.form.name}: leaf {at}, {graph.values[one.operands[at]].dtype}"
+        f"{one.form.name}: {one.form.paths[at]}, {graph.values[one.operands[at]].dtype}"
         f"{list(graph.values[one.operands[at]].shape)}"
         for one in found
         for at in one.trained
@@ -122,28 +201,6 @@ def found_losses(
             hint="params from the state; or jax.value_and_grad, which marks nothing",
         )
     return tuple(found)
-
-
-def _found(
-    call: Call,
-    values: tuple[int, ...],
-    graph: Graph,
-    numbers: Mapping[int, int],
-    weights: Collection[int],
-) -> FoundLoss:
-    form: MarkedLoss = call.form
-    operands = values[form.constants :]
-    _, first, last = parts(form)[:3]
-    known = {value: at for value, at in numbers.items() if at in weights}
-    roots = [
-        None
-        if first <= at < last
-        else _root(graph, value, known)
-        if at >= first or not form.trained[at]
-        else _first(_root(graph, value, known), _root(graph, value, numbers))
-        for at, value in enumerate(operands)
-    ]
-    return FoundLoss(call=call, form=form, operands=operands, roots=tuple(roots))
 
 
 def _first(one: int | None, other: int | None) -> int | None:

@@ -8,8 +8,10 @@ which prices an update by its bytes. The program that runs is the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import jax
@@ -28,8 +30,8 @@ from shardlib.graph.prune import prune
 from shardlib.jax_types import Leaf
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
 from shardlib.tracing.jaxpr_to_graph import translated
-from shardlib.tracing.program import Program, flatten
-from shardlib.tracing.steps.marked_losses import FoundLoss, found_losses
+from shardlib.tracing.program import Program, called, flatten
+from shardlib.tracing.steps.marked_losses import Again, FoundLoss, found_losses
 from shardlib.tracing.steps.parts import rows_of, tied_parts
 from shardlib.tracing.steps.state_roles import StateRoles, state_roles
 from shardlib.tracing.steps.unmarked import UnmarkedGradients, unmarked_gradients
@@ -118,7 +120,9 @@ def trace_step(
     closed, out = _traced(step, shapes, name)
     pair = _is_pair(shapes[0], out, name)
     new, metrics = out if pair else (out, {})
-    paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0]))
+    paths = tuple(
+        path_text(path) or "state" for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])
+    )
     _requiresame_form(shapes[0], new)
     program = flatten(closed)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
@@ -127,7 +131,15 @@ def trace_step(
     rows = _rows(graph, len(paths), described)
     graph = tied_parts(graph, rows)
     roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
-    losses = found_losses(calls, graph, len(paths), roles.weights, name)
+    losses = found_losses(
+        calls,
+        graph,
+        len(paths),
+        roles.weights,
+        name,
+        _rows(graph, len(paths), described),
+        _again(step, shapes, described),
+    )
     unmarked = unmarked_gradients(program, found.values, roles.gradients, losses, len(paths))
     return TracedStep(
         name=name,
@@ -171,6 +183,30 @@ def _traced(step: Step, shapes: tuple[Tree, Tree], name: str) -> tuple[jex.Close
             f"the step {name} cannot be traced: {type(error).__name__}: {error}"
         ) from error
     return closed, out
+
+
+def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]) -> Again:
+    """Traces the step for batches of so many times as many rows: the losses that it marks then."""
+    leaves, structure = jax.tree.flatten(shapes[1])
+
+    def sized(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes, ratio: Fraction) -> Leaf:
+        sizes = [
+            size * ratio if axis == "batch" else Fraction(size)
+            for size, axis in zip(leaf.shape, axes, strict=True)
+        ]
+        if any(size.denominator > 1 for size in sizes):
+            raise TracingError(f"the batch has not {ratio} times as many rows")
+        return jax.ShapeDtypeStruct(tuple(map(int, sizes)), leaf.dtype)
+
+    @cache
+    def again(ratio: Fraction) -> tuple[MarkedLoss, ...]:
+        pairs = zip(leaves, described, strict=True)
+        batch = structure.unflatten([sized(leaf, axes, ratio) for leaf, (*_, axes) in pairs])
+        closed = jax.make_jaxpr(step)(shapes[0], batch)
+        forms = dict.fromkeys(form for form, _ in called(closed) if isinstance(form, MarkedLoss))
+        return tuple(forms)
+
+    return again
 
 
 def _is_pair(state: Tree, out: Any, name: str) -> bool:

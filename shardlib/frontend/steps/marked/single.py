@@ -7,7 +7,7 @@ step's plan are rules of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardlib._jax_compat import open_jaxpr
 from shardlib.annotation import activations
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.frontend.traced_model import Loss, TracedModel
-from shardlib.functions.losses import MarkedLoss
 from shardlib.jax_types import Value
 from shardlib.propagation.colours import Colouring
 from shardlib.tracing.steps.marked_losses import FoundLoss
@@ -73,22 +71,15 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
         TracingError: it is no float scalar.
     """
     names, form = colouring.forward, found.form
-    shapes = [_abstract(found, at) for at in range(len(found.operands))]
+    shapes = form.shapes
     weights = [*found.trained, *found.frozen]
     params = _unique([(traced.paths[_root(found, at)], at) for at in weights])
-    written = [
-        path_text(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(
-            form.inputs.unflatten(range(form.inputs.num_leaves))
-        )
-    ]
-    batch = _unique([(written[at], at) for at in found.others])
-    rows = _rows(traced)
+    batch = _unique([(form.paths[at], at) for at in found.others])
+    sizes = _rows(traced), found.rows
     axes = {
-        path: _named(names[found.operands[at]], shapes[at].shape, rows, found.of_batch(at))
-        for path, at in batch
+        path: _named(names[found.operands[at]], shapes[at].shape, at, *sizes) for path, at in batch
     }
-    loss = _pure(form, params, batch)
+    loss = _pure(found, params, batch)
     model = Model(
         name=form.name,
         init=lambda seed: ({}, {}),
@@ -126,16 +117,16 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
 
 
 def _pure(
-    form: MarkedLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
+    found: FoundLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
 ) -> PureLoss:
     """(params, state, batch) -> (loss, (auxiliary results by name, state))."""
 
     def loss(given: Tree, state: Tree, rows: Tree) -> Any:
-        leaves: list[Any] = [None] * form.inputs.num_leaves
+        leaves: list[Any] = [None] * len(found.operands)
         for values, paths in ((given, params), (rows, batch)):
             for path, at in paths:
                 leaves[at] = values[path]
-        value, aux = form.function(*form.inputs.unflatten(leaves))
+        value, aux = found.function(leaves)
         return value, ({name: jnp.asarray(leaf) for name, leaf in _results(aux)}, state)
 
     return loss
@@ -156,11 +147,6 @@ def _results(aux: Tree) -> list[tuple[str, Any]]:
     return [
         (f"{at:04}.{path_text(path)}".rstrip("."), leaf) for at, (path, leaf) in enumerate(leaves)
     ]
-
-
-def _abstract(found: FoundLoss, at: int) -> jax.ShapeDtypeStruct:
-    aval = open_jaxpr(found.form.jaxpr)[0].invars[at].aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _root(found: FoundLoss, at: int) -> int:
@@ -191,13 +177,29 @@ def _rows(traced: TracedStep) -> int | None:
 
 
 def _named(
-    names: LogicalAxes, shape: tuple[int, ...], rows: int | None, of_batch: bool
+    names: LogicalAxes,
+    shape: tuple[int, ...],
+    position: int,
+    count: int | None,
+    rows: Mapping[int, int] | None,
 ) -> LogicalAxes:
-    """The names of an array beside the params: rows are dims of the batch alone."""
+    """The names of an array beside the params.
+
+    Args:
+        names: that the colouring of the step gives.
+        shape: of the array.
+        position: among the leaves of the loss.
+        count: rows of the batch, None where it has several numbers.
+        rows: dims of rows by position; None where they are read off names and sizes.
+    """
     once = _once(names)
-    if not of_batch:
-        return tuple(None if name == "batch" else name for name in once)
-    if "batch" in once or not shape or shape[0] != rows or once[0] is not None:
+    if rows is not None:
+        dim = rows.get(position)
+        return tuple(
+            "batch" if at == dim else None if name == "batch" else name
+            for at, name in enumerate(once)
+        )
+    if "batch" in once or not shape or shape[0] != count or once[0] is not None:
         return once
     return ("batch", *once[1:])
 
