@@ -134,7 +134,8 @@ def plan(
         batch = rows_of_one(batch, batch_axes, exchange_of(None, pin))
         traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         if compiled:
-            return compiled_choice.refined_by_compiler(traced, machine, pin, compiled, limits)
+            found = compiled_choice.refined_by_compiler(traced, machine, pin, compiled, limits)
+            return choice.with_model(found, traced)
         return choice.searched(traced, topology, pin, framework=framework)[1]
 
 

@@ -31,8 +31,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 CODE = re.compile(r"(?m)^```(\w*)\n((?:.*\n)*?)```$|((?:^(?: {4}.*)\n)+)")
 #: What a command of shardlib begins with.
 BEGIN = re.compile(r"^(?:\$ )?(?:\./run |shardlib )(?=[a-z])")
-#: Packages that a page says how to install, and that tests do without.
-OPTIONAL = {"flwr", "mlflow", "peft", "penzai", "ray", "torch", "wandb"}
+#: Packages that a page says how to install, or modules that it writes, and that tests do without.
+OPTIONAL = {"flwr", "mlflow", "peft", "penzai", "ray", "sharded_step", "torch", "wandb"}
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:

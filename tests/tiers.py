@@ -36,6 +36,7 @@ TESTS = {
     "launching": "processes",
     "islands": "compile",
     "lowering": "compile",
+    "lowering/plain/test_emitted.py": "processes",
     "lowering/test_sharding_tree.py": "processes",
     "models": "compile",
     "planning": "unit",

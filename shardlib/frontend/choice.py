@@ -115,7 +115,7 @@ def searched(
         found = search(problem, machine, pin)
     if not isinstance(found.exchange, Exact):
         require_carried(model, found, found.exchange)
-    found = _asked_of_islands(found, model)
+    found = with_model(found, model)
     rows = [
         shape[axes.index("batch")]
         for _, shape, _, axes in model.traced.problem.batch
@@ -125,12 +125,26 @@ def searched(
     return model, found.with_findings(*instead, *model.model.findings)
 
 
-def _asked_of_islands(plan: Plan, model: TracedModel) -> Plan:
-    """The plan, which also answers what other numbers of islands would take."""
+def with_model(plan: Plan, model: TracedModel) -> Plan:
+    """The plan, which also answers what other numbers of islands would take, and writes itself as
+    plain JAX.
+
+    Args:
+        plan: made for the model.
+        model: the traced model.
+    """
     if not isinstance(plan.source, Prepared):
         return plan
+
+    def written(plan: Plan) -> str:
+        from shardlib.frontend.plain_jax import plain_text  # planning does without the lowering
+
+        return plain_text(model, plan)
+
     source = replace(
-        plan.source, on_islands=partial(problem_on_islands, model, plan.exchange.islands)
+        plan.source,
+        on_islands=partial(problem_on_islands, model, plan.exchange.islands),
+        written=written,
     )
     return replace(plan, source=source)
 

@@ -50,18 +50,27 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
         planned=PlannedLoss(
             traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
-            placements=_placements(traced, plan, plan.rules),
+            placements=placements_of(traced, plan, plan.rules),
             around=(
-                _placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None
+                placements_of(traced, plan, _around(traced, plan))
+                if plan.mesh["stage"] > 1
+                else None
             ),
             rows=traced.problem.rows,
-            interleaving=_interleaving(traced, plan),
+            interleaving=interleaving_of(traced, plan),
         ),
         options=BuildOptions(**where),
     )
 
 
-def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
+def placements_of(traced: Traced, plan: Plan, rules: Rules) -> Placements:
+    """The layouts of values of a traced loss under a plan.
+
+    Args:
+        traced: the loss.
+        plan: the decisions.
+        rules: those of the plan, or others in their place.
+    """
     colouring, parameters = _colouring(traced, plan), _parameters(traced)
     loss = LossReading(program=traced.program, parameters=parameters)
     wanted = dict(loss.operands)
@@ -77,7 +86,13 @@ def _parameters(traced: Traced) -> int:
     return len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))
 
 
-def _interleaving(traced: Traced, plan: Plan) -> Interleaving:
+def interleaving_of(traced: Traced, plan: Plan) -> Interleaving:
+    """What a traced loss does otherwise where fused dims are interleaved.
+
+    Args:
+        traced: the loss.
+        plan: the decisions.
+    """
     names, problem = _colouring(traced, plan).forward, traced.problem
     return interleaving(
         problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardlib.decisions.pin_words import aliased
 from shardlib.decisions.pins import PinMapping, Pins
@@ -27,12 +27,16 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.emission.emit import emit
+from shardlib.planning.emission.shardings import PlanShardings, plan_shardings
 from shardlib.planning.pictures.shown_plan import ShownPlan
 from shardlib.planning.pictures.timelines import ShownTimeline, shown
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.untrusted import parse_json
 from shardlib.untrusted.json_types import Json
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class Source(Protocol):
 
     Attributes:
         load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
+        written: the plan as a file of plain JAX; None where the model is not at hand.
     """
 
     @property
@@ -67,6 +72,8 @@ class Source(Protocol):
     @property
     def pins(self) -> Pins: ...
 
+    @property
+    def written(self) -> Callable[[Plan], str] | None: ...
     def under(self, pins: Pins) -> Source:
         """The same problem under other pins."""
         ...
@@ -247,13 +254,48 @@ class Plan(ShownPlan):
         """
         return source_of(self).replan(self, topology, lost=lost, anew=anew)
 
-    def emit(self) -> str:
-        """The configuration of the plan's framework (`docs/frameworks.md`).
+    def emit(self, form: str | None = None) -> str:
+        """The configuration of the plan's framework, or the plan as a file of plain JAX
+        (`docs/frameworks.md`).
+
+        Args:
+            form: "jax" for a Python file with the mesh, the sharding of every array by path,
+                constraints of activations by name and the remat policy, which needs no shardlib;
+                None for the configuration of the framework that the plan is made for.
 
         Raises:
-            PlanError: there is none, or it has no words for the plan.
+            PlanError: there is no framework, or it has no words for the plan; or the plan has what
+                plain JAX cannot express, or carries no model; all reasons are listed.
         """
-        return emit(self)
+        if form is None:
+            return emit(self)
+        if form != "jax":
+            raise PlanError(f"no plan is written as {form!r}\nTry: 'jax'")
+        if self.framework is not None:
+            raise PlanError(
+                f"the plan is made for {self.framework.name}\nTry: plan.emit(), or a plan without"
+                " framework="
+            )
+        written = source_of(self).written
+        if written is None:
+            raise PlanError(
+                "only plans of a model and its loss are written as plain JAX\nTry:"
+                " shardlib.plan(init, loss, ...).emit('jax')"
+            )
+        return written(self)
+
+    def shardings(self, mesh: Mesh | AbstractMesh) -> PlanShardings:
+        """The sharding of every parameter, gradient, optimizer state and array of the batch by
+        path, over a mesh of the user's.
+
+        Args:
+            mesh: a `jax.sharding.Mesh`, or an abstract one, that has the axes of the plan that are
+                larger than 1 (`jax.make_mesh((4, 2), ("fsdp", "tensor"))`); others are free.
+
+        Raises:
+            LayoutError: the mesh lacks axes of the plan, or has them in other sizes.
+        """
+        return plan_shardings(self, mesh)
 
     def to_json(self) -> str:
         """The plan as JSON text, with a checksum of its content; `from_json` gives an equal

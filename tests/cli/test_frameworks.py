@@ -24,7 +24,8 @@ import pytest
         (
             ("--emit", "flags.txt"),
             "error: the plan is made for programs of shardlib, which need no configuration\n"
-            "Try: a framework, one of deepspeed, levanter, maxtext, megatron-core, torchtitan\n",
+            "Try: 'jax', for a file of plain JAX, or a framework, one of deepspeed, levanter, maxtext,"
+            " megatron-core, torchtitan\n",
         ),
         (
             ("--framework", "torchtitan", "--refine", "2"),
@@ -84,3 +85,32 @@ def test_configuration_is_written(shell, card: Path, tmp_path: Path) -> None:
     assert code == 0, err
     code, _, err = shell("explain", str(stored), "--why-not", "zero=1")
     assert code == 2 and "framework 'torchtitan' cannot do what is pinned: zero=1" in err
+
+
+@pytest.mark.parametrize(("emit", "name"), [("jax", "sharded_step.py"), ("jax:own.py", "own.py")])
+def test_a_plan_as_plain_jax(
+    shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emit: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", "tests.cli.perceptron:make", "-t", "cpu:8", "--pin", "mesh.tensor=8")
+    code, _, err = shell(*words, "--emit", emit)
+    assert code == 0 and f"plain JAX: {name}\n" in err
+    text = (tmp_path / name).read_text()
+    compile(text, name, "exec")
+    assert "MESH: Mapping[str, int] = {'tensor': 8}" in text
+    assert "    'up': ((1024, 4096), P(None, 'tensor')," in text
+
+
+def test_a_reference_model_is_not_written_as_plain_jax(
+    shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", str(card), "-t", "cpu:8", "--batch", "16", "--seq", "64", "--emit", "jax")
+    code, out, err = shell(*words)
+    assert (code, out) == (2, "") and not (tmp_path / "sharded_step.py").exists()
+    assert err == (
+        "error: plain JAX cannot express the plan of small:\n"
+        "  - a kernel of attention (attention=blocks)\n"
+        "  - calls of shardlib.attention or shardlib.functions\n"
+        "Try: pin decisions away, or run the plan with shardlib.compile\n"
+    )

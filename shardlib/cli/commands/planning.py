@@ -32,6 +32,23 @@ class Sizes:
     )
 
 
+#: Where `--emit jax` writes.
+PLAIN_FILE = "sharded_step.py"
+
+
+def _plain_file(emit: str | None) -> Path | None:
+    """The file that a plan is written to as plain JAX; None where `--emit` says something else."""
+    form, colon, file = (emit or "").partition(":")
+    return Path(file if colon else PLAIN_FILE) if form == "jax" else None
+
+
+def _emitted(emit: str | None) -> str | None:
+    """What `--emit` says, if its file can be written."""
+    if emit is not None:
+        writable(_plain_file(emit) or Path(emit))
+    return emit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Searching:
     """What is searched, and how."""
@@ -64,9 +81,13 @@ class Searching:
         ),
     ] = None
     emit: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--emit", callback=writable, help="Write the configuration of the --framework here."
+            "--emit",
+            metavar="FILE|jax[:FILE]",
+            callback=_emitted,
+            help="Write the configuration of the --framework here; or with jax the plan as a file"
+            f" of plain JAX, {PLAIN_FILE} unless it is named.",
         ),
     ] = None
 
@@ -109,7 +130,8 @@ def plan_command(
         plan_to_serve(model, topology, serving, searching.pin or [], out, as_json)
         return
     pins = {**parse_pins(searching.pin or []), **parse_allow(searching.allow or [])}
-    if searching.emit is not None:
+    plain = _plain_file(searching.emit) if searching.framework is None else None
+    if searching.emit is not None and plain is None:
         require_written(searching.framework)
     with quiet_stdout(as_json):
         found = make_plan(
@@ -121,8 +143,11 @@ def plan_command(
             searching.refine,
             framework=searching.framework,
         )
-    if searching.emit is not None:
-        write(searching.emit, found.emit())
+    if plain is not None:
+        write(plain, found.emit("jax"))
+        echo(f"plain JAX: {plain}", err=True)
+    elif searching.emit is not None:
+        write(Path(searching.emit), found.emit())
     if out is not None:
         write(out, found.to_json() + "\n")
     cost = run.cost(found)

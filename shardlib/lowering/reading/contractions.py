@@ -70,7 +70,7 @@ class Pins:
         return Pins(
             operands=tuple(named_sharding(mesh, operand) for operand in operands),
             result=named_sharding(mesh, result),
-            settles=not _follows(placements.get((equation.path, 0)), operands, result),
+            settles=not follows(placements.get((equation.path, 0)), operands, result),
             arriving=tuple(
                 None if layout is None else named_sharding(mesh, layout)
                 for layout in (placements.get(arriving(equation.path, at)) for at in (0, 1))
@@ -100,7 +100,7 @@ class Pins:
         return held(value, self.result)
 
 
-def _follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
+def follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
     """Whether the layout that is asked of a result is that of the operation, but for partial sums
     that are scattered.
 

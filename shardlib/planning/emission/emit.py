@@ -113,8 +113,8 @@ def require_written(name: str | None) -> None:
     written = ", ".join(one for one, its in known.items() if its.emits)
     if name is None:
         raise PlanError(
-            "the plan is made for programs of shardlib, which need no configuration\nTry: a"
-            f" framework, one of {written}"
+            "the plan is made for programs of shardlib, which need no configuration\nTry: 'jax',"
+            f" for a file of plain JAX, or a framework, one of {written}"
         )
     able = {
         word for one, its in known.items() if its.emits in _FORMS for word in (one, *its.releases)

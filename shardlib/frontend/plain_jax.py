@@ -1,0 +1,372 @@
+"""A plan as a file of plain JAX that needs no shardlib: tables of layouts, and the text of
+`shardlib.lowering.plain.step`, which carries them out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+
+from shardlib._jax_compat import scan_counts
+from shardlib.axes import INNER_AXES
+from shardlib.errors import PlanError, raise_all
+from shardlib.exchanges.values import Exact
+from shardlib.frontend.lowered import interleaving_of, placements_of
+from shardlib.frontend.traced_model import TracedModel
+from shardlib.hardware.placement import device_order
+from shardlib.layout import Layout
+from shardlib.lowering.accumulation.microbatches import part_of
+from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.mesh.shardings import batch_dims, parameter_order
+from shardlib.lowering.plain import step
+from shardlib.lowering.reading.contractions import follows
+from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
+from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import Plan, source_of
+from shardlib.planning.units.quantity import seconds_text
+from shardlib.propagation.contractions import arriving, returned, used
+from shardlib.tracing.program import (
+    CUSTOM,
+    REMAT,
+    Equation,
+    Program,
+    callee,
+    flatten,
+    result_path,
+    with_frozen,
+)
+from shardlib.tracing.rewriting.repeats import find_repeats
+from shardlib.tracing.rows.step import line_of
+
+#: Path of an operation and index of its result -> what a file calls it, its shape, the user's line.
+Values = Mapping[tuple[str, int], tuple[str, tuple[int, ...], str]]
+
+
+def plain_text(model: TracedModel, plan: Plan) -> str:
+    """A plan as a file of plain JAX.
+
+    Args:
+        model: what the plan was made for.
+        plan: its decisions.
+
+    Raises:
+        PlanError: the plan, or the model, has something that such a file cannot express; all of it
+            is listed.
+    """
+    whole = LossJaxpr(closed_jaxpr=model.traced.closed_jaxpr, out_tree=model.traced.out_tree)
+    _require([*_of_plan(plan), *_of_model(model, plan, whole)], plan)
+    loss = _loss_of_part(model, plan, whole)
+    placements, values = placements_of(model.traced, plan, plan.rules), _values(loss)
+    tables = {
+        **_where(plan),
+        **_arrays(model, plan, loss),
+        **_layouts(plan, placements, values, loss),
+    }
+    return _written(plan, tables)
+
+
+def _require(failures: Sequence[str], plan: Plan) -> None:
+    if failures:
+        raise_all(
+            PlanError,
+            f"plain JAX cannot express the plan of {plan.model}",
+            failures,
+            hint="pin decisions away, or run the plan with shardlib.compile",
+        )
+
+
+def _of_plan(plan: Plan) -> list[str]:
+    """Decisions that a plain `jax.jit` of the loss cannot carry out."""
+    facts = {
+        f"pipeline stages (stage={plan.mesh['stage']})": plan.mesh["stage"] > 1,
+        f"islands (exchange={plan.exchange})": not isinstance(plan.exchange, Exact),
+        f"a context axis (context={plan.context})": plan.mesh["context"] > 1,
+        f"routed experts (experts={plan.experts})": plan.experts != "none",
+        f"a kernel of attention (attention={plan.attention})": plan.attention != "traced",
+        "collectives in pieces (collective_matmul=loop)": plan.collective_matmul == "loop",
+        f"memory of the host (offload={list(plan.offload)})": bool(plan.offload),
+        f"dtypes of the plan ({dict(plan.dtypes)})": bool(dict(plan.dtypes)),
+        "rematerialisation of some layers alone (remat_layers, remat_classes)": bool(
+            plan.remat_layers or plan.remat_classes
+        ),
+    }
+    return [what for what, holds in facts.items() if holds]
+
+
+def _of_model(model: TracedModel, plan: Plan, loss: LossJaxpr) -> list[str]:
+    """What of a model and its loss such a file has no form for."""
+    rows, reading = model.traced.problem.rows, loss.read(len(jax.tree.leaves(model.model.params)))
+    frozen = [one.path for one in plan.parameters if not one.trained]
+    grouped = [
+        line_of(equation)
+        for equation in _all(loss.program)
+        if equation.name == "conv_general_dilated"
+        and (equation.params["feature_group_count"], equation.params["batch_group_count"]) != (1, 1)
+    ]
+    interleaved = interleaving_of(model.traced, plan)
+    facts = {
+        "state of the model beside its parameters, such as statistics and random streams": bool(
+            jax.tree.leaves(model.model.state)
+        ),
+        f"frozen parameters ({', '.join(frozen[:4])})": bool(frozen),
+        "calls of shardlib.attention or shardlib.functions": bool(reading.calls),
+        f"convolutions in groups ({', '.join(grouped[:4])}), whose gradients XLA gets wrong": bool(
+            grouped
+        ),
+        "a fused dim whose pieces are interleaved": bool(
+            interleaved.parameters or interleaved.slices
+        ),
+        f"{plan.microbatches} microbatches of a loss that is no mean over rows": (
+            plan.microbatches > 1
+            and rows is not None
+            and any(one.kind not in ("mean", "constant") for _, one in rows.all)
+        ),
+    }
+    return [what for what, holds in facts.items() if holds]
+
+
+def _loss_of_part(model: TracedModel, plan: Plan, whole: LossJaxpr) -> LossJaxpr:
+    """The loss of one microbatch.
+
+    Raises:
+        PlanError: it computes other operations than the loss of the batch.
+    """
+    if plan.microbatches == 1:
+        return whole
+    part = part_of(model.batch, _rows(model), plan.microbatches)
+    bound = model.model.bind(model.loss)
+    again = trace_loss(bound, model.model.params, model.model.state, part, None)
+    if not same_program(whole, again):
+        _require(["a loss that computes other operations on a microbatch"], plan)
+    return again
+
+
+def _rows(model: TracedModel) -> Mapping[str, int | None]:
+    return batch_dims({path: axes for path, _, _, axes in model.traced.problem.batch})
+
+
+def _all(program: Program) -> Iterator[Equation]:
+    """All equations of a program, those of loops, branches and custom derivatives too."""
+    for equation in program.equations:
+        yield equation
+        inner = [equation.params[key] for key in ("jaxpr", "body_jaxpr") if key in equation.params]
+        inner += list(equation.params.get("branches", ()))
+        if equation.name in CUSTOM:
+            inner = [callee(equation.eqn)]
+        for jaxpr in inner:
+            yield from _all(flatten(jaxpr, f"{equation.path}/"))
+
+
+def _values(loss: LossJaxpr) -> Values:
+    """What a file calls the values of a loss that it can reach: those of the loss itself, and of
+    layers under a scan or under rematerialisation.
+    """
+    found: dict[tuple[str, int], tuple[str, tuple[int, ...], str]] = {}
+    names = _names(loss)
+
+    def walk(program: Program) -> None:
+        for equation in program.equations:
+            path, name, line = equation.path, names[equation.path], line_of(equation)
+            shapes = [tuple(var.aval.shape) for var in equation.eqn.outvars]
+            if equation.name == "scan":
+                body = flatten(equation.params["jaxpr"], f"{path}/body/")
+                constants, carried = scan_counts(equation.params)
+                inner = [tuple(body.avals[number].shape) for number in body.inputs[constants:]]
+                for kind, some in (
+                    ("carry", inner[:carried]),
+                    ("enter", inner[carried:]),
+                    ("final", shapes[:carried]),
+                    ("exit", shapes[carried:]),
+                ):
+                    for k, shape in enumerate(some):
+                        found[f"{path}/{kind}/{k}", 0] = f"{name} {kind} {k}", shape, line
+                walk(body)
+            elif equation.name in REMAT:
+                walk(flatten(callee(equation.eqn), f"{path}/"))
+            else:
+                for k, shape in enumerate(shapes):
+                    key = result_path(equation, k) or (path, k)
+                    found[key] = f"{name} {k}" if k else name, shape, line
+
+    walk(loss.program)
+    return found
+
+
+def _names(loss: LossJaxpr) -> Mapping[str, str]:
+    return step.names(step.flatten(loss.closed_jaxpr))
+
+
+def _where(plan: Plan) -> dict[str, str]:
+    """The mesh, and the order of its devices."""
+    sizes = {axis: plan.mesh[axis] for axis in INNER_AXES if plan.mesh[axis] > 1} or {"data": 1}
+    order = device_order(plan.mesh, source_of(plan).topology, plan.axis_order)
+    numbers = [] if order is None else [int(number) for number in order.reshape(-1)]
+    usual = numbers in ([], list(range(len(numbers))))
+    return {
+        "MESH": repr(sizes),
+        "DEVICE_ORDER": "None" if usual else repr(numbers),
+        "MICROBATCHES": repr(plan.microbatches),
+        "REMAT": repr(plan.remat),
+    }
+
+
+def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr) -> dict[str, str]:
+    """Layouts of parameters and of the batch."""
+    order = parameter_order(plan, model.model.params)
+    reading = loss.read(len(order))
+    stacked = set(reading.slices.values())
+
+    def spec(layout: Layout) -> str:
+        return _spec(plan, layout)
+
+    def whole(number: int, one: ParameterLayout) -> bool:
+        shape = one.shape[1:] if number in stacked else one.shape
+        return number in reading.tables or tuple(shape) in reading.kernels
+
+    parameters = [plan.parameters[at] for at in order]
+    return {
+        "PARAMETERS": _rows_text(
+            (
+                f"{one.path!r}: ({_shape(one.shape)}, {spec(one.rest)}, {spec(one.gradient)},"
+                f" {spec(one.state)})",
+                "",
+            )
+            for one in parameters
+        ),
+        "GATHERED": _rows_text(
+            (f"{one.path!r}: {spec(one.compute)}", "")
+            for number, one in enumerate(parameters)
+            if whole(number, one)
+        ),
+        "BATCH": _rows_text(
+            (f"{_inside(path)!r}: {spec(layout)}", "") for path, layout in plan.batch_layouts
+        ),
+        "ROWS": _rows_text((f"{_inside(path)!r}: {dim}", "") for path, dim in _rows(model).items()),
+    }
+
+
+def _layouts(plan: Plan, placements: Placements, values: Values, loss: LossJaxpr) -> dict[str, str]:
+    """Layouts of values and of contractions, and layers."""
+    order = [one.path for one in plan.parameters]
+    reading = loss.read(len(order))
+    activations: list[tuple[str, str]] = []
+    contractions: list[tuple[str, str]] = []
+    cotangents: list[tuple[str, str]] = []
+    for key, (name, shape, line) in values.items():
+        path = key[0]
+        layout = placements.get(key)
+        if layout is not None:
+            activations.append((f"{name!r}: ({_shape(shape)}, {_spec(plan, layout)})", line))
+        back = placements.get(returned(path))
+        if back is not None and key[1] == 0:
+            cotangents.append((f"{name!r}: {_spec(plan, back)}", line))
+        count = next((n for n in (3, 2) if used(path, n) in placements), None)
+        if count is None or key[1]:
+            continue
+        *operands, result = [placements[used(path, at)] for at in range(count + 1)]
+        before = [placements.get(arriving(path, at)) for at in (0, 1)]
+        contractions.append(
+            (
+                f"{name!r}: ({_tuple(_spec(plan, one) for one in operands)},"
+                f" {_spec(plan, result)}, {not follows(layout, operands, result)},"
+                f" {_tuple('None' if one is None else _spec(plan, one) for one in before)})",
+                line,
+            )
+        )
+    names = _names(loss)
+    runs = find_repeats(with_frozen(loss.program, ())) if plan.remat != "none" else ()
+    return {
+        "ACTIVATIONS": _rows_text(activations),
+        "CONTRACTIONS": _rows_text(contractions),
+        "COTANGENTS": _rows_text(cotangents),
+        "LAYERS": _rows_text(
+            (f"{values[path, 0][0]!r}: {order[number]!r}", "")
+            for path, number in reading.slices.items()
+            if (path, 0) in values
+        ),
+        "BLOCKS": repr(
+            [(names[loss.program.equations[run.start].path], run.period, run.count) for run in runs]
+        ),
+    }
+
+
+def _spec(plan: Plan, layout: Layout) -> str:
+    dims = [tuple(axis for axis in dim if plan.mesh[axis] > 1) for dim in layout]
+    return (
+        "P("
+        + ", ".join("None" if not dim else repr(dim[0] if len(dim) == 1 else dim) for dim in dims)
+        + ")"
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return repr(tuple(int(size) for size in shape))
+
+
+def _tuple(items: Iterable[str]) -> str:
+    return "(" + "".join(f"{item}, " for item in items).rstrip() + ")"
+
+
+def _rows_text(rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"    {row}," + (f"  # {line}" if line else "") for row, line in rows]
+    return "{\n" + "\n".join(lines) + "\n}" if lines else "{}"
+
+
+def _inside(path: str) -> str:
+    """The path of an array within the batch."""
+    return path.partition(".")[2]
+
+
+def _written(plan: Plan, tables: Mapping[str, str]) -> str:
+    """The file: what it is, the tables, and what carries them out."""
+    text = inspect.getsource(step)
+    text = text[text.index("from __future__") :]
+    for name, value in tables.items():
+        text, count = re.subn(
+            rf"^({name}\b[^=\n]*) = .*$",
+            lambda match, value=value: f"{match[1]} = {value}",
+            text,
+            count=1,
+            flags=re.MULTILINE,
+        )
+        assert count, name
+    return f'"""{_head(plan)}"""\n\n# ruff: noqa\n{text}'
+
+
+#: How a file differs from the programs of this library.
+_NOTES = (
+    "Mesh axes are Auto: XLA lays out what no constraint names. An axis is one axis of the mesh,"
+    " also where it lies along several dims of a torus.",
+    "Gradients are reduced by XLA's partitioner, in every microbatch. Programs of shardlib reduce"
+    " the partial sums of weights themselves where devices are joined by links, and once a step"
+    " with ZeRO 0 and 1.",
+    "Inside of while loops, branches and custom derivatives nothing is constrained.",
+)
+
+
+def _head(plan: Plan) -> str:
+    notes = "\n".join(
+        textwrap.fill(note, 98, initial_indent="- ", subsequent_indent="  ") for note in _NOTES
+    )
+    return f"""The sharding of {plan.model} on {plan.topology} in plain JAX: mesh {plan.mesh}.
+
+Written by shardlib from plan {plan.digest} with JAX {jax.__version__};
+{seconds_text(plan.estimate.step_seconds)} a step predicted. It needs jax and optax alone:
+
+    mesh = make_mesh()
+    params = jax.device_put(params, parameter_shardings(params, mesh))
+    opt_state = init_optimizer(optimizer, params, mesh)
+    step = make_step(loss, optimizer, params, batch, mesh)  # loss: (params, batch) -> scalar
+    params, opt_state, metrics = step(params, opt_state, batch)
+
+`params` is a tree of arrays with the paths of `PARAMETERS`: of Flax NNX, the state of
+`graph, params = nnx.split(model)` and a loss of `nnx.merge(graph, params)`. Values of the loss
+are named by their operation and its number; lines are those of the model. What differs from a
+program of shardlib:
+
+{notes}
+"""

@@ -1,0 +1,144 @@
+"""Models of a user who does not have shardlib, and the run of an emitted file with them.
+
+    python models.py FILE CASE
+
+prints as JSON the losses of five steps, and what XLA compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+STEPS = 5
+RANDOM = np.random.default_rng(0)
+TOKENS = {name: RANDOM.integers(0, 64, (16, 8)).astype(np.int32) for name in ("x", "y")}
+ROWS = {name: RANDOM.normal(size=(16, 16)).astype(np.float32) for name in ("x", "y")}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(32, 128, rngs=rngs), nnx.Linear(128, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(jax.nn.silu(self.up(x)))  # a custom derivative
+
+
+class Model(nnx.Module):
+    """Layers that are written out."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def nnx_loss(model: Model, batch: Any) -> Any:
+    logits = model(batch["x"])
+    return cross_entropy(logits, batch["y"]), {"largest": jnp.abs(logits).mean()}
+
+
+def layers(key: jax.Array) -> dict[str, jax.Array]:
+    """Layers under a scan; square weights, whose names meet on one mesh axis."""
+    first, second, third = jax.random.split(key, 3)
+    return {
+        "up": jax.random.normal(first, (4, 16, 64)) / 4,
+        "down": jax.random.normal(second, (4, 64, 16)) / 8,
+        "square": jax.random.normal(third, (16, 16)) / 4,
+    }
+
+
+def scan_loss(params: dict[str, jax.Array], batch: Any) -> jax.Array:
+    @jax.checkpoint
+    def layer(x: jax.Array, weights: Any) -> Any:
+        up, down = weights
+        return x + jnp.tanh(x @ up) @ down, None
+
+    x, _ = jax.lax.scan(layer, batch["x"] @ params["square"], (params["up"], params["down"]))
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+class Convolved(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(64, 32)(tokens)
+        x = nn.gelu(nn.Conv(64, (3,))(x))
+        return nn.Dense(64)(nn.LayerNorm()(x))
+
+
+MODULE = Convolved()
+
+
+def linen_loss(params: Any, batch: Any) -> jax.Array:
+    return cross_entropy(MODULE.apply({"params": params}, batch["x"]), batch["y"])
+
+
+def graph_and_params() -> Any:
+    return nnx.split(Model(nnx.Rngs(0)))
+
+
+def cases() -> dict[str, tuple[Any, Any, Any]]:
+    """Case -> params, pure loss, batch."""
+    graph, params = graph_and_params()
+    return {
+        "nnx": (params, lambda some, batch: nnx_loss(nnx.merge(graph, some), batch), TOKENS),
+        "scan": (layers(jax.random.key(0)), scan_loss, ROWS),
+        "linen": (
+            MODULE.init(jax.random.key(0), TOKENS["x"])["params"],
+            linen_loss,
+            TOKENS,
+        ),
+    }
+
+
+def run(file: str, case: str) -> dict[str, Any]:
+    """Trains a case with an emitted file."""
+    spec = importlib.util.spec_from_file_location("sharded", file)
+    assert spec is not None and spec.loader is not None
+    sharded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sharded)
+    params, loss, batch = cases()[case]
+    optimizer, mesh = optax.adam(1e-2), sharded.make_mesh()
+    params = jax.device_put(params, sharded.parameter_shardings(params, mesh))
+    state = sharded.init_optimizer(optimizer, params, mesh)
+    step = sharded.make_step(loss, optimizer, params, batch, mesh)
+    text = step.lower(params, state, batch).compile().as_text()
+    metrics: list[dict[str, float]] = []
+    for _ in range(STEPS):
+        params, state, found = step(params, state, batch)
+        metrics.append({name: float(value) for name, value in found.items()})
+    return {"metrics": metrics, "text": text}
+
+
+if __name__ == "__main__":
+    found: list[dict[str, Any]] = []
+    for argument in sys.argv[1:]:
+        file, _, case = argument.partition("=")
+        found.append(run(file, case))
+    try:
+        import shardlib  # noqa: F401
+
+        raise SystemExit("shardlib can be imported here")
+    except ImportError:
+        print(json.dumps(found))

@@ -1,0 +1,209 @@
+"""A plan as a file of plain JAX: run with the user's model where shardlib cannot be imported, it
+has the numbers and the collectives of the program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib
+from shardlib.verification.hlo.traffic import read_traffic
+from tests.lowering.plain import models
+
+LINEN = shardlib.linen(models.MODULE, models.TOKENS["x"])
+#: Case -> initialiser, loss, batch, pin.
+CASES: dict[str, tuple[Any, Any, Any, Any]] = {
+    "nnx": (
+        models.Model,
+        models.nnx_loss,
+        models.TOKENS,
+        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "remat": "dots"},
+    ),
+    "scan": (
+        shardlib.tree(models.layers),
+        models.scan_loss,
+        models.ROWS,
+        {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2},
+    ),
+    "linen": (
+        LINEN,
+        models.linen_loss,
+        models.TOKENS,
+        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 1, "remat": "none"},
+    ),
+}
+
+
+def compiled(case: str) -> shardlib.Program:
+    init, loss, batch, pin = CASES[case]
+    return shardlib.compile(init, loss, optax.adam(1e-2), batch, topology="cpu:8", pin=pin)
+
+
+def traffic(text: str, program: shardlib.Program) -> Counter[Any]:
+    """Collectives by kind, mesh axes and bytes."""
+    found: Counter[Any] = Counter()
+    for one in read_traffic(text, program.plan.mesh).collectives:
+        found[one.kind, one.axes, round(one.bytes)] += round(one.count)
+    return found
+
+
+def test_emitted_files_train_without_shardlib_as_the_program_does(tmp_path: Path) -> None:
+    programs = {case: compiled(case) for case in CASES}
+    for case, program in programs.items():
+        (tmp_path / f"sharded_{case}.py").write_text(program.plan.emit("jax"))
+    environ = {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    script = tmp_path / "models.py"
+    script.write_text(Path(models.__file__).read_text())
+    (tmp_path / "shardlib.py").write_text("raise ImportError('not here')")
+    ended = subprocess.run(
+        [sys.executable, str(script), *(f"{tmp_path}/sharded_{case}.py={case}" for case in CASES)],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for (case, program), theirs in zip(programs.items(), json.loads(ended.stdout), strict=True):
+        batch, state = CASES[case][2], program.init(0)
+        for found in theirs["metrics"]:
+            state, metrics = program.step(state, batch)
+            ours = {name: float(value) for name, value in metrics.items()}
+            assert ours.keys() == found.keys()
+            np.testing.assert_allclose(
+                list(found.values()), [ours[name] for name in found], rtol=1e-5, err_msg=case
+            )
+        here = traffic(program.compiled().as_text(), program)
+        assert here and traffic(theirs["text"], program) == here, case
+
+
+def test_the_file_has_the_tables_of_the_plan() -> None:
+    plan = compiled("scan").plan
+    text = plan.emit("jax")
+    assert "shardlib" not in [line.split()[1] for line in text.splitlines() if "import " in line]
+    tables: dict[str, Any] = {}
+    exec(text, {"__name__": "emitted"}, tables)
+    shardings = plan.shardings(jax.make_mesh((4, 2), ("fsdp", "tensor")))
+    assert tables["MESH"] == {"fsdp": 4, "tensor": 2} and tables["REMAT"] == "full"
+    assert tables["PARAMETERS"].keys() == shardings.parameters.keys() == {"up", "down", "square"}
+    for path, (_, stored, gradient, optimizer) in tables["PARAMETERS"].items():
+        assert stored == shardings.parameters[path].spec
+        assert gradient == shardings.gradients[path].spec
+        assert optimizer == shardings.optimizer[path].spec
+    assert {f"batch.{path}": spec for path, spec in tables["BATCH"].items()} == {
+        path: sharding.spec for path, sharding in shardings.batch.items()
+    }
+    assert set(tables["LAYERS"].values()) == {"up", "down"}
+
+
+def test_shardings_are_those_of_the_program() -> None:
+    program = compiled("nnx")
+    mesh = jax.make_mesh((1, 2, 2, 2), ("island", "data", "fsdp", "tensor"))
+    shardings = program.plan.shardings(mesh)
+    stored = jax.tree_util.tree_leaves_with_path(program.state.params)
+    assert len(shardings.parameters) == len(stored)
+    for path, leaf in stored:
+        name = ".".join(str(getattr(one, "key", getattr(one, "idx", one))) for one in path)
+        assert shardings.parameters[name].is_equivalent_to(
+            jax.sharding.NamedSharding(mesh, leaf.sharding.spec), leaf.ndim
+        )
+    with pytest.raises(shardlib.LayoutError) as caught:
+        program.plan.shardings(jax.make_mesh((4, 2), ("fsdp", "tensor")))
+    assert str(caught.value) == (
+        "the mesh {'fsdp': 4, 'tensor': 2} is not that of the plan, data=2 x fsdp=2 x tensor=2:\n"
+        "  - data is 2 in the plan and missing in the mesh\n"
+        "  - fsdp is 2 in the plan and 4 in the mesh\n"
+        "Try: jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'tensor'))"
+    )
+
+
+class Noisy(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out, self.noise = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.noise(x))
+
+
+def noisy_loss(model: Noisy, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def test_what_plain_jax_cannot_express_is_listed() -> None:
+    staged = shardlib.plan(
+        *CASES["scan"][:2],
+        optax.adam(1e-2),
+        models.ROWS,
+        topology="cpu:8",
+        pin={"mesh": {"stage": 2, "data": 2}, "param_dtype": "bfloat16"},
+    )
+    assert refused(staged) == (
+        "plain JAX cannot express the plan of layers:\n"
+        "  - pipeline stages (stage=2)\n"
+        "  - dtypes of the plan ({'param_dtype': 'bfloat16'})\n"
+        "Try: pin decisions away, or run the plan with shardlib.compile"
+    )
+    stateful = shardlib.plan(
+        Noisy,
+        noisy_loss,
+        optax.adam(1e-2),
+        models.ROWS,
+        topology="cpu:8",
+        pin={"mesh": {"data": 8}},
+        wrt=lambda path, leaf: "bias" in path,
+    )
+    assert refused(stateful) == (
+        "plain JAX cannot express the plan of Noisy:\n"
+        "  - state of the model beside its parameters, such as statistics and random streams\n"
+        "  - frozen parameters (out.kernel)\n"
+        "Try: pin decisions away, or run the plan with shardlib.compile"
+    )
+    read = shardlib.Plan.from_json(stateful.to_json())
+    assert refused(read) == (
+        "this plan was read from a file and does not carry its model\nTry: the command line"
+        " (`shardlib explain plan.json ...`), which traces the model again; or plan again"
+    )
+    assert refused(staged, "torch") == "no plan is written as 'torch'\nTry: 'jax'"
+
+
+def refused(plan: shardlib.Plan, form: str = "jax") -> str:
+    with pytest.raises(shardlib.PlanError) as caught:
+        plan.emit(form)
+    return str(caught.value)
+
+
+def test_another_loss_or_other_parameters_are_told() -> None:
+    tables: dict[str, Any] = {"__name__": "emitted"}
+    exec(compiled("scan").plan.emit("jax"), tables)
+    mesh, params = tables["make_mesh"](), models.layers(jax.random.key(0))
+    with pytest.raises(ValueError) as caught:
+        tables["parameter_shardings"]({"up": params["up"], "down": params["up"]}, mesh)
+    assert str(caught.value) == (
+        "these are not the parameters that were planned: down is (4, 16, 64) here, (4, 64, 16) in"
+        " the plan; square is missing here, (16, 16) in the plan"
+    )
+    with pytest.raises(ValueError, match=r"the loss has no (dot_general|scan)\.\d"):
+        tables["make_step"](
+            lambda params, batch: jnp.mean(params["up"]),
+            optax.adam(1e-2),
+            params,
+            models.ROWS,
+            mesh,
+        )
