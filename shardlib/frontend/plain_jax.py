@@ -87,7 +87,7 @@ def _of_plan(plan: Plan) -> list[str]:
         f"a context axis (context={plan.context})": plan.mesh["context"] > 1,
         f"routed experts (experts={plan.experts})": plan.experts != "none",
         f"a kernel of attention (attention={plan.attention})": plan.attention != "traced",
-        "collectives in pieces (collective_matmul=loop)": plan.collective_matmul == "loop",
+        "collective matmul (collective_matmul=loop)": plan.collective_matmul == "loop",
         f"memory of the host (offload={list(plan.offload)})": bool(plan.offload),
         f"dtypes of the plan ({dict(plan.dtypes)})": bool(dict(plan.dtypes)),
         "rematerialisation of some layers alone (remat_layers, remat_classes)": bool(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shardlib.decisions.pin_words import aliased
 from shardlib.decisions.pins import PinMapping, Pins
@@ -27,16 +27,13 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.decisions.stored import read
 from shardlib.planning.emission.emit import emit
-from shardlib.planning.emission.shardings import PlanShardings, plan_shardings
+from shardlib.planning.emission.shardings import AxisSizes, PlanShardings, plan_shardings
 from shardlib.planning.pictures.shown_plan import ShownPlan
 from shardlib.planning.pictures.timelines import ShownTimeline, shown
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.untrusted import parse_json
 from shardlib.untrusted.json_types import Json
-
-if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +281,7 @@ class Plan(ShownPlan):
             )
         return written(self)
 
-    def shardings(self, mesh: Mesh | AbstractMesh) -> PlanShardings:
+    def shardings(self, mesh: AxisSizes) -> PlanShardings:
         """The sharding of every parameter, gradient, optimizer state and array of the batch by
         path, over a mesh of the user's.
 

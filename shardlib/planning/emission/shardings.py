@@ -5,14 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from shardlib.errors import LayoutError, raise_all
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import PlanData
 
-if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh, Mesh, NamedSharding
+#: A `jax.sharding.NamedSharding`.
+NamedSharding = Any
+
+
+class AxisSizes(Protocol):
+    """What is read of a `jax.sharding.Mesh` or an abstract one."""
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Size of every axis by its name."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +44,7 @@ class PlanShardings:
     batch: Mapping[str, NamedSharding]
 
 
-def plan_shardings(plan: PlanData, mesh: Mesh | AbstractMesh) -> PlanShardings:
+def plan_shardings(plan: PlanData, mesh: AxisSizes) -> PlanShardings:
     """The shardings of a plan over a mesh that has its axes.
 
     Args:
