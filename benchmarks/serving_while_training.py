@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             assert training.poll() is None, "the run has ended"
             time.sleep(0.2)
         serving = subprocess.Popen(
-            [*command, "serve", str(home / "run"), "--port", "0", "--refresh", "1", "--json"],
+            [*command, "serve", str(home / "run"), "--port", "0", "--refresh", "1s", "--json"],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,

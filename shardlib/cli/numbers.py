@@ -2,10 +2,12 @@
 
 >>> numbers("0-3,8", "--lost"), sizes("8..64"), sizes("8,24,16")
 ((0, 1, 2, 3, 8), (8, 16, 32, 64), (8, 16, 24))
->>> duration("500ms", "--ttft"), duration("0.5", "--ttft"), duration("3h", "--mtbf")
-(0.5, 0.5, 10800.0)
+>>> duration("500ms", "--ttft"), duration("3h", "--mtbf")
+(0.5, 10800.0)
 >>> quantity("15T", "--tokens")
 15000000000000.0
+>>> price("2.40", "--price"), price("2.40/h", "--price"), price("48/d", "--price")
+(2.4, 2.4, 2.0)
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import itertools
 import re
 
 from shardlib.errors import PlanError
+
+#: Quantities below it are spelled with a unit.
+LEAST = 1_000_000
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
@@ -61,21 +66,24 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def duration(text: str, what: str) -> float:
-    """Seconds: "500ms", "2s", "300us", "10m", "3h", "30d", or a plain number of them.
+    """Seconds of "500ms", "2s", "300us", "10m", "3h" or "30d".
 
     Args:
         text: as it is spelled.
         what: the option, for messages.
 
     Raises:
-        PlanError: something else is written there.
+        PlanError: something else is written there, or no unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m|h|d|)\s*", text)
+    if match is not None and not match[2]:
+        likely = f"{match[1]}s, {match[1]}h or {match[1]}d"
+        raise PlanError(f"{what} {text!r} has no unit: us, ms, s, m, h or d\nTry: {what} {likely}")
     if match is None or not float(match[1]):
         more = ", above 0" if match is not None else ", a number and us, ms, s, m, h or d"
         many = "; a number of devices after @ is for `shardlib compare`" if "@" in text else ""
         raise PlanError(f"{what} {text!r} is no duration{more}{many}\nTry: {what} 3h, or 500ms")
-    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     return float(match[1]) * units[match[2]]
 
 
@@ -87,11 +95,35 @@ def quantity(text: str, what: str) -> float:
         what: the option, for messages.
 
     Raises:
-        PlanError: something else is written there.
+        PlanError: something else is written there, or a number so small that a unit is missing.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMBGT]?)\s*", text.upper())
+    if match is not None and not match[2] and 0 < float(match[1]) < LEAST:
+        raise PlanError(
+            f"{what} {text!r} has no unit, K, M, B or T, and is less than {LEAST:,}\nTry: {what}"
+            f" {match[1]}B or {match[1]}T"
+        )
     if match is None or not float(match[1]):
         raise PlanError(
             f"{what} {text!r} is no number above 0, which K, M, B or T may follow\nTry: {what} 15T"
         )
     return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
+
+
+def price(text: str, what: str) -> float:
+    """Money of an hour: "2.40", "2.40/h", or "57.60/d".
+
+    Args:
+        text: as it is spelled.
+        what: the option, for messages.
+
+    Raises:
+        PlanError: something else is written there.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:/\s*(h|d))?\s*", text)
+    if match is None:
+        raise PlanError(
+            f"{what} {text!r} is no price: a number in your own money, of an hour, or with /h or"
+            f" /d\nTry: {what} 2.40/h"
+        )
+    return float(match[1]) / {None: 1.0, "h": 1.0, "d": 24.0}[match[2]]

@@ -34,9 +34,11 @@ def parse_pins(words: list[str]) -> JsonObject:
             hint="for example --pin mesh.tensor=8 --pin remat=full",
         )
     if pins:
+        from shardlib.decisions.pin_words import aliased
         from shardlib.decisions.pins import Pins
 
         Pins.parse(pins)
+        pins = {**aliased(pins)}
     return pins
 
 

@@ -53,7 +53,6 @@ def pin_words(word: str, value: PinValue) -> JsonObject:
 def unknown(word: str) -> str:
     """That a word is no decision, and which one may be meant."""
     near = difflib.get_close_matches(word, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
-    near = [alias(word)] if alias(word) != word else near
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{word!r} is no decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
 
@@ -70,11 +69,24 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
     """
     found: dict[str, PinValue] = {}
     for given, value in pin.items():
-        decision = given in ENTRIES and isinstance(value, str)
-        word = given if decision else alias(given)
+        word = word_of(given, value)
         if str(found.setdefault(word, value)) != str(value):
             raise PinError(f"{given}={value!r} contradicts {word}={found[word]!r}{HINT}{word} once")
     return found
+
+
+def word_of(word: str, value: PinValue) -> str:
+    """The pin word that a keyword stands for beside its value: a mesh axis becomes "mesh.tensor",
+    unless it is a decision as well and the value is no size.
+
+    >>> word_of("tensor", 8), word_of("context", 4), word_of("context", "ring")
+    ('mesh.tensor', 'mesh.context', 'context')
+
+    Args:
+        word: as a user writes it.
+        value: beside it.
+    """
+    return word if word in ENTRIES and isinstance(value, str) else alias(word)
 
 
 def alias(word: str) -> str:

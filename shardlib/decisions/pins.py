@@ -25,7 +25,7 @@ from shardlib.decisions.dtypes import (
     ordered,
     read_dtype,
 )
-from shardlib.decisions.pin_words import ENTRIES, pin_words, unknown
+from shardlib.decisions.pin_words import ENTRIES, pin_words, unknown, word_of
 from shardlib.decisions.readers import GroupPolicies, PinValue
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import HINT, PinError, ShardlibError, hoisted, raise_all
@@ -135,7 +135,9 @@ class Pins:
             try:
                 if not isinstance(word, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                     failures.append(f"{word!r} is no decision; a decision is a word such as 'zero'")
-                elif word.startswith("mesh."):
+                    continue
+                word = word_of(word, value)
+                if word.startswith("mesh."):
                     axis = mesh_axis(word.removeprefix("mesh."))
                     size = MeshShape({axis: value})[axis]
                     if axes.setdefault(axis, size) != size:

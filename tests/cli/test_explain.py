@@ -82,3 +82,9 @@ def test_evidence_of_another_plan_does_not_stand_beside_it(shell, plan_file: Pat
         found, _, err = shell(*words)
         assert found == code
     assert f"is of plan 0123456789ab, and the page is of plan {PLAN.digest}" in err
+
+
+def test_a_mesh_axis_is_a_pin_by_its_own_name(shell, plan_file: Path):
+    asked = [shell("explain", str(plan_file), "--why-not", word) for word in ("tensor=1", "tp=1")]
+    whole = shell("explain", str(plan_file), "--why-not", "mesh.tensor=1")
+    assert asked == [whole, whole]

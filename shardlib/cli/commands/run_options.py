@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli.numbers import duration, quantity
+from shardlib.cli.numbers import duration, price, quantity
 from shardlib.errors import PlanError
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ class Run:
         ),
     ] = None
     price: Annotated[
-        float | None, typer.Option("--price", help="With --tokens: of a device and hour.")
+        str | None,
+        typer.Option(
+            "--price", metavar="MONEY[/h]", help="With --tokens: of a device and hour, or /d."
+        ),
     ] = None
     mtbf: Annotated[
         str | None,
@@ -52,6 +55,6 @@ class Run:
             return None
         return plan.run_cost(
             quantity(self.tokens, "--tokens"),
-            price=self.price,
+            price=None if self.price is None else price(self.price, "--price"),
             mtbf=None if self.mtbf is None else duration(self.mtbf, "--mtbf"),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardlib.axes import INNER_AXES
+from shardlib.decisions.pin_words import aliased
 from shardlib.decisions.pins import PinMapping
 from shardlib.decisions.readers import PinValue
 from shardlib.errors import PinError, raise_all
@@ -43,7 +44,7 @@ def step_pins(pin: PinMapping | None) -> PinMapping:
     Raises:
         PinError: it needs the loss apart from its update.
     """
-    given = dict(pin or {})
+    given = aliased(pin or {})
     refused = [
         word
         for word in given
@@ -78,7 +79,7 @@ def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMap
     Raises:
         PinError: they ask for what is outside of the losses, or what this step cannot have.
     """
-    given = dict(pin or {})
+    given = aliased(pin or {})
     refused = [word for word in given if word in CLOSED and given[word] != CLOSED[word]]
     if refused:
         raise PinError(

@@ -14,7 +14,7 @@ from shardlib.booking.fitting import TOKENS_PER_PARAMETER
 from shardlib.cli.app import AsJson, PinList
 from shardlib.cli.commands.booking.targets import failures
 from shardlib.cli.groups import spread
-from shardlib.cli.numbers import duration, quantity
+from shardlib.cli.numbers import duration, price, quantity
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import PlanError
@@ -47,7 +47,10 @@ class Limits:
         typer.Option("--tokens", metavar="15T", help="Of the run, whatever the size, instead."),
     ] = None
     price: Annotated[
-        float | None, typer.Option("--price", help="Of a chip and hour, in your own money.")
+        str | None,
+        typer.Option(
+            "--price", metavar="MONEY[/h]", help="Of a chip and hour, or /d, in your own money."
+        ),
     ] = None
     mtbf: Annotated[
         str | None,
@@ -83,7 +86,7 @@ def fit_model_command(
         deadline=duration(limits.deadline, "--deadline"),
         tokens_per_parameter=limits.per_parameter or TOKENS_PER_PARAMETER,
         tokens=None if limits.tokens is None else quantity(limits.tokens, "--tokens"),
-        price=limits.price,
+        price=None if limits.price is None else price(limits.price, "--price"),
         failures=failures(limits.mtbf),
     )
     with quiet_stdout(as_json), status(f"planning sizes of {model} for {asked.topology}"):

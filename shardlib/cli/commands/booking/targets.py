@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from shardlib.booking.target import Failures
-from shardlib.cli.numbers import duration
+from shardlib.cli.numbers import duration, price
 from shardlib.errors import PlanError
 
 
@@ -28,8 +28,8 @@ class Terms:
         list[str] | None,
         typer.Option(
             "--price",
-            metavar="CHIP=MONEY",
-            help="Of one such chip and hour, in your own money: h100=2.40,v5p=4.20. Repeatable.",
+            metavar="CHIP=MONEY[/h]",
+            help="Of a chip and hour, or /d, in your own money: h100=2.40,v5p=4.20. Repeatable.",
         ),
     ] = None
     mtbf: Annotated[
@@ -50,11 +50,11 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for word in (part.strip() for text in words for part in text.split(",")):
-        match = re.fullmatch(r"([\w-]+)=(\d+(?:\.\d*)?|\.\d+)", word)
+        match = re.fullmatch(r"([\w-]+)=(.+)", word)
         if match is None or match[1] in found:
             twice = " stands there twice" if match else " says no price"
             raise PlanError(f"--price {word!r}{twice}\nTry: --price h100=2.40,v5p=4.20")
-        found[match[1]] = float(match[2])
+        found[match[1]] = price(match[2], f"--price {match[1]}")
     return found
 
 

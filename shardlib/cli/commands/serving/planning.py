@@ -199,7 +199,7 @@ def _pins(words: list[str]) -> Mapping[str, Any]:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value.lstrip("-").isdigit():
             raise PinError(f"{word!r} is no KEY=NUMBER\nTry: --pin mesh.tensor=8")
-        key = {"mesh.tensor": "tensor", "mesh.data": "replicas"}.get(key, key)
+        key = {"mesh.tensor": "tensor", "mesh.data": "replicas", "data": "replicas"}.get(key, key)
         if key in found:
             raise PinError(f"{key!r} is given twice")
         found[key] = int(value)

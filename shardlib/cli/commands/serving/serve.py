@@ -13,6 +13,7 @@ from shardlib.cli.app import AsJson
 from shardlib.cli.commands.serving.beside import Adapted, Guesses, beside, folders_of
 from shardlib.cli.commands.serving.sizes import Planned, Room, devices_of, sizes_of
 from shardlib.cli.groups import spread
+from shardlib.cli.numbers import duration
 from shardlib.cli.output import echo, quiet_stdout
 from shardlib.errors import ArgumentError, MissingPackageError
 
@@ -40,15 +41,19 @@ class Place:
         int, typer.Option("--waiting", min=0, help="Requests of a model that wait at most.")
     ] = 64
     drain: Annotated[
-        float, typer.Option("--drain", help="Seconds that answers have to end in after SIGTERM.")
-    ] = 60.0
+        str,
+        typer.Option(
+            "--drain", metavar="60s", help="Time that answers have to end in after SIGTERM."
+        ),
+    ] = "60s"
     seconds: Annotated[
         float | None,
         typer.Option("--seconds", help="That an answer may take; it ends with what it has then."),
     ] = None
     refresh: Annotated[
-        float, typer.Option("--refresh", help="Seconds between looks for newer checkpoints.")
-    ] = 10.0
+        str,
+        typer.Option("--refresh", metavar="10s", help="Time between looks for newer checkpoints."),
+    ] = "10s"
 
 
 @spread
@@ -91,8 +96,8 @@ def serve_command(
     limits = settings.Settings(
         tokens=tokens,
         waiting=place.waiting,
-        drain_seconds=place.drain,
-        refresh_seconds=place.refresh,
+        drain_seconds=duration(place.drain, "--drain"),
+        refresh_seconds=duration(place.refresh, "--refresh"),
         answer_seconds=place.seconds,
     )
     if place.host not in LOOPBACK and not tokens:
