@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend import core as jex
 
 from shardlib._jax_compat import open_jaxpr
+from shardlib.functions.mapped_axes import bound_axes, whole_batch
 from shardlib.functions.marks import marked
 from shardlib.jax_types import Value
 
@@ -103,8 +104,9 @@ def marked_loss(
     Raises:
         TypeError: the value is no float scalar, as of `jax.value_and_grad`.
     """
+    function = whole_batch(function, bound_axes())
     abstract = [jax.eval_shape(lambda leaf: leaf, leaf) for leaf in leaves]
-    closed, (_, aux) = jax.make_jaxpr(lambda *leaves: function(leaves), return_shape=True)(
+    closed, (_, aux) = jax.make_jaxpr(lambda *leaves: function(list(leaves)), return_shape=True)(
         *abstract
     )
     inner, constants = open_jaxpr(closed)

@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
@@ -27,6 +29,9 @@ from shardlib.jax_types import Aval, Eqn, EqnParams, Jaxpr, Value
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
+#: Reductions over named axes, and what `jax.vmap` leaves of them where it has the axis: the same
+#: over dims.
+_REDUCED = {"psum": jnp.sum, "psum_invariant": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
 #: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps
 #: them.
 REMAT: tuple[str, ...] = ("remat2", "remat", "checkpoint")
@@ -171,6 +176,11 @@ class _Numbering:
         for index, eqn in enumerate(jaxpr.eqns):
             inputs = tuple(map(read, eqn.invars))
             inner_scope = join_scope(scope, str(eqn.source_info.name_stack))
+            if eqn.primitive.name in _REDUCED and _over_dims(eqn):
+                inner, _ = open_jaxpr(_reduction(eqn))
+                outputs = self.walk(inner, (), inputs, f"{prefix}{index}/", inner_scope, within)
+                numbers.update(zip(eqn.outvars, outputs, strict=True))
+                continue
             if eqn.primitive.name in self.inlined:
                 inner, inner_constants = open_jaxpr(callee(eqn))
                 first = len(self.equations)
@@ -200,6 +210,21 @@ class _Numbering:
                     )
                 )
         return list(map(read, jaxpr.outvars))
+
+
+def _over_dims(eqn: Eqn) -> bool:
+    """Whether a reduction is over no named axis."""
+    return not any(isinstance(axis, str) for axis in eqn.params["axes"])
+
+
+def _reduction(eqn: Eqn) -> Jaxpr:
+    """A reduction over dims, or over nothing, by operations that are known."""
+    reduce, axes = _REDUCED[eqn.primitive.name], tuple(map(int, eqn.params["axes"]))
+
+    def reduced(*arrays: Value) -> list[Value]:
+        return [reduce(one, axis=axes).astype(one.dtype) if axes else one for one in arrays]
+
+    return jax.make_jaxpr(reduced)(*(atom.aval for atom in eqn.invars))
 
 
 def flatten(

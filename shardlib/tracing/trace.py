@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, ShardlibError, TracingError, raise_all
 from shardlib.functions.attention import Attention
 from shardlib.functions.kernels import Wanted
+from shardlib.functions.mapped_axes import found_axes, mapped_finding, whole_batch
 from shardlib.graph import Graph
 from shardlib.graph.check import check
 from shardlib.graph.kernels import KINDS
@@ -152,15 +153,16 @@ def trace(
     described = describe_batch(batch, batch_axes)
     require_rows(described)
     shapes = (abstract(model.params), abstract(model.state), abstract(batch))
-    closed, out_shape = _trace_loss(model, loss, shapes)
+    model, mapped, closed, out_shape = _trace_loss(model, loss, shapes)
     program = flatten(closed)
     settled = freeze(model, constant_state(program, shapes))
     if settled is not model:
         model, shapes = settled, (abstract(settled.params), abstract(settled.state), shapes[2])
-        closed, out_shape = _trace_loss(model, loss, shapes)
+        model, _, closed, out_shape = _trace_loss(model, loss, shapes)
         program = flatten(closed)
     inputs = named_inputs(model, shapes)
     forward = graph_from_program(program, inputs)
+    forward = replace(forward, findings=(*forward.findings, *mapped_finding(mapped)))
     check_counts(
         (value.path or f"a value of {model.name}", value.shape) for value in forward.values
     )
@@ -210,9 +212,17 @@ def trace(
 
 def _trace_loss(
     model: Model, loss: Callable[..., Tree], shapes: tuple[Tree, Tree, Tree]
-) -> tuple[Any, Any]:
+) -> tuple[Model, tuple[str, ...], Any, Any]:
+    """The model with its mapped axes bound, their names, the jaxpr and the abstract results."""
+
+    def traced(mapped: tuple[str, ...]) -> Any:
+        bound = model
+        if mapped:
+            bound = replace(model, bind=lambda loss: whole_batch(model.bind(loss), mapped))
+        return bound, mapped, *jax.make_jaxpr(bound.bind(loss), return_shape=True)(*shapes)
+
     try:
-        closed, out_shape = jax.make_jaxpr(model.bind(loss), return_shape=True)(*shapes)
+        bound, mapped, closed, out_shape = found_axes(traced)
     except ShardlibError:
         raise
     except Exception as error:
@@ -237,7 +247,7 @@ def _trace_loss(
             f"the loss {function_name(loss)} returned {dtype_name(value)}{list(value.shape)};"
             " a loss is one floating-point number\nTry: take the mean, jnp.mean(...)"
         )
-    return require_none(closed, model.name), out_shape
+    return bound, mapped, require_none(closed, model.name), out_shape
 
 
 def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:

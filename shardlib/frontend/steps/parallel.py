@@ -12,6 +12,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.steps.compiled import StepProgram, stepping
+from shardlib.functions.mapped_axes import found_axes, whole_batch
 from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import TopologyLike
 from shardlib.lowering.steps.step_program import copied
@@ -84,7 +85,7 @@ class Parallel:
 
     def _made(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
         shapes = jax.tree.map(abstract_leaf, (state, batch))
-        out = jax.eval_shape(self._function, *shapes)
+        out = found_axes(lambda names: jax.eval_shape(whole_batch(self._function, names), *shapes))
         alone = same_form(out, shapes[0])
         pair = isinstance(out, tuple) and len(out) == 2 and same_form(out[0], shapes[0])
         steps = alone or pair

@@ -23,6 +23,7 @@ from shardlib.annotation.trees.static_parts import static_difference
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, ShardlibError, StateError, TracingError, raise_all
 from shardlib.functions.losses import MarkedLoss
+from shardlib.functions.mapped_axes import found_axes, mapped_finding, whole_batch
 from shardlib.graph.check import check
 from shardlib.graph.graph import Graph
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
@@ -117,7 +118,7 @@ def trace_step(
     if not described:
         raise BatchError("the batch has no rows: it holds no arrays\nTry: at least one array")
     require_rows(described)
-    closed, out = _traced(step, shapes, name)
+    step, mapped, closed, out = _traced(step, shapes, name)
     pair = _is_pair(shapes[0], out, name)
     new, metrics = out if pair else (out, {})
     paths = tuple(
@@ -145,7 +146,7 @@ def trace_step(
         name=name,
         closed=closed,
         program=program,
-        problem=_problem(graph, roles, paths, described, axes or {}, name),
+        problem=_problem(graph, roles, paths, described, axes or {}, name, mapped),
         roles=roles,
         paths=paths,
         state=shapes[0],
@@ -173,16 +174,23 @@ def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(found.shape, dtype)
 
 
-def _traced(step: Step, shapes: tuple[Tree, Tree], name: str) -> tuple[jex.ClosedJaxpr, Any]:
+def _traced(
+    step: Step, shapes: tuple[Tree, Tree], name: str
+) -> tuple[Step, tuple[str, ...], jex.ClosedJaxpr, Any]:
+    """The step with its mapped axes bound, their names, its jaxpr and its abstract results."""
+
+    def traced(mapped: tuple[str, ...]) -> Any:
+        bound = whole_batch(step, mapped)
+        return bound, mapped, *jax.make_jaxpr(bound, return_shape=True)(*shapes)
+
     try:
-        closed, out = jax.make_jaxpr(step, return_shape=True)(*shapes)
+        return found_axes(traced)
     except ShardlibError:
         raise
     except Exception as error:
         raise TracingError(
             f"the step {name} cannot be traced: {type(error).__name__}: {error}"
         ) from error
-    return closed, out
 
 
 def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]) -> Again:
@@ -270,13 +278,15 @@ def _problem(
     described: tuple[Described, ...],
     axes: Mapping[str, LogicalAxes],
     name: str,
+    mapped: Sequence[str],
 ) -> Problem:
     count = len(paths)
     kind = {at: "parameter" if at in roles.gradients else "frozen" for at in roles.weights}
     values = list(graph.values)
     for at, role in kind.items():
         values[graph.inputs[at]] = replace(values[graph.inputs[at]], role=role)
-    whole = replace(graph, values=tuple(values))
+    findings = (*graph.findings, *mapped_finding(mapped))
+    whole = replace(graph, values=tuple(values), findings=findings)
     trained = [at for at in roles.weights if at in roles.gradients]
     gradients = tuple(roles.gradients[at] for at in trained)
     step = prune(replace(whole, outputs=(*graph.outputs[count:], *gradients)))

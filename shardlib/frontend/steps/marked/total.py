@@ -78,7 +78,14 @@ def total_problem(traced: TracedStep) -> Problem:
     kept = {one.path: one for one in traced.problem.parameters}
     return replace(
         found,
-        forward=replace(found.forward, findings=(*found.forward.findings, *_uncounted(traced))),
+        forward=replace(
+            found.forward,
+            findings=(
+                *found.forward.findings,
+                *(one for one in traced.problem.forward.findings if one.code == "mapped-axis"),
+                *_uncounted(traced),
+            ),
+        ),
         parameters=tuple(_with_state(one, kept.get(one.path)) for one in found.parameters),
         state_bytes=traced.problem.state_bytes,
         tokens=traced.problem.tokens,
