@@ -1,6 +1,6 @@
 """Do several processes compute what one does, and what happens when one of them fails?
 
-    python benchmarks/launch_faults.py [--only equality|faults|overhead] [--steps 10]
+    python benchmarks/launch_faults.py [--only equality|faults|overhead|idle] [--steps 10]
 
 - `equality`: a small transformer is trained by 4 processes of 2 simulated devices and by one
   process of 8, for meshes whose fsdp, tensor, stage and expert axes cross the borders of the
@@ -17,11 +17,16 @@
 - `overhead`: seconds from the start of 4 processes to the end of all, where each finds the others
   and asks JAX for its devices: with `shardlib launch` and `shardlib.join()`, against a bare script
   that starts the same processes with `jax.distributed.initialize`. In turns, medians.
+- `idle`: 2 and 4 processes of 2 simulated devices train on a mesh of all, half or one of them, so
+  that some own no device of it. The last process is killed after a checkpoint, and 4 or 2 processes
+  go on: steps at which they resume, exit codes, and the largest relative difference of a loss
+  from one process on one device. By version of JAX.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -36,6 +41,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +378,61 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+#: Devices of the mesh, by processes of two devices.
+USED: dict[str, Callable[[int], int]] = {
+    "all": lambda processes: 2 * processes,
+    "half": lambda processes: processes,
+    "one": lambda processes: 1,
+}
+
+
+def idle(root: Path, steps: int) -> list[dict[str, Any]]:
+    """A row for each number of processes and mesh."""
+    card, one = root / "idle.toml", root / "idle-one"
+    card.write_text(CARD)
+    whole = dict.fromkeys(("stage", "data", "expert", "context", "tensor"), 1)
+    subprocess.run(
+        shardlib(train(one, card, 1, whole | {"fsdp": 1}, steps)),
+        env=environ(),
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    alone, rows = losses(one), []
+    for (processes, others), (used, count) in itertools.product(((2, 4), (4, 2)), USED.items()):
+        folder = root / f"idle-{processes}-{used}"
+
+        def begun(
+            number: int, folder: Path = folder, count: Callable[[int], int] = count
+        ) -> Launched:
+            command = train(folder, card, 2 * number, whole | {"fsdp": count(number)}, steps)
+            return Launched(["-n", str(number), "--devices-per-process", "2"], command)
+
+        first = begun(processes)
+        trained(folder, 7)
+        os.kill(pid_of(folder, processes - 1), signal.SIGKILL)
+        codes = [first.end()]
+        begin = time.monotonic()
+        second = begun(others)
+        codes.append(second.end())
+        found = losses(folder)
+        assert codes[1] == 0 and len(found) == steps, second.lines
+        events = [record for record in read_records(RunFolder(folder).metrics) if "event" in record]
+        rows.append(
+            {
+                "processes": processes,
+                "then": others,
+                "mesh": used,
+                "devices": [count(processes), count(others)],
+                "codes": codes,
+                "resumed_at": [one["step"] for one in events if one["event"] == "resumed"],
+                "error": max(abs(found[step] - alone[step]) / abs(alone[step]) for step in alone),
+                "seconds": time.monotonic() - begin,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
 BARE = """
 import subprocess, sys
 one = "import sys, jax; jax.config.update('jax_num_cpu_devices', 1); jax.distributed.initialize(sys.argv[1], 4, int(sys.argv[2])); assert len(jax.devices()) == 4"
@@ -428,7 +489,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("equality", "faults", "overhead"))
+    parser.add_argument("--only", choices=("equality", "faults", "overhead", "idle"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)
     given = parser.parse_args()
@@ -439,6 +500,10 @@ def main() -> None:
             "overhead": lambda: overhead(given.pairs),
             "equality": lambda: equality(Path(name), given.steps),
             "faults": lambda: faults(Path(name), 3 * given.steps),
+            "idle": lambda: {
+                **found.get("idle", {}),
+                f"jax {version('jax')}": idle(Path(name), given.steps + 2),
+            },
         }
         for part, run in parts.items():
             if given.only in (None, part):

@@ -85,6 +85,10 @@ class Source(Protocol):
         """
         ...
 
+    def on_all_devices(self) -> Plan:
+        """The best plan that leaves no device idle."""
+        ...
+
     def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under other pins."""
         ...

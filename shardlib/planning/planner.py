@@ -101,6 +101,20 @@ class Prepared:
             front=front,
         )
 
+    def on_all_devices(self) -> Plan:
+        """The best plan for the same problem that leaves no device idle, under the same pins but
+        for those of the mesh.
+
+        Raises:
+            PinError: no mesh of all devices fits.
+            InfeasibleError: none of its plans fits the memory.
+        """
+        pins = self.pins.but(mesh=None, axes=())
+        found = searching.search(
+            self.load.problem, self.topology, pins, load=self.load, all_devices=True
+        )
+        return replace(found, source=self.under(pins))
+
     def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under different pins, for the same model and topology.
 

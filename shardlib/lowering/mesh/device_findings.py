@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardlib.axes import MeshShape
 from shardlib.errors import ShardlibError
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.processes.agreement import processes_text
 from shardlib.report import Finding, diagnostic
 
 #: What JAX calls the devices of a chip's vendor.
@@ -12,12 +15,13 @@ PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 
 
 @diagnostic
-def idle_devices(shape: MeshShape, seen: int) -> tuple[Finding, ...]:
+def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> tuple[Finding, ...]:
     """A finding where JAX sees more devices than a mesh uses.
 
     Args:
         shape: sizes of the mesh axes.
         seen: number of devices that JAX sees.
+        processes: numbers of those that own none of the mesh.
     """
     idle = seen - shape.devices
     if not idle:
@@ -29,7 +33,7 @@ def idle_devices(shape: MeshShape, seen: int) -> tuple[Finding, ...]:
             where=str(shape),
             message=(
                 f"the plan uses {shape.devices} of the {seen} devices that JAX sees; {idle} stay"
-                " idle."
+                f" idle{', all of ' + processes_text(processes) if processes else ''}."
             ),
             hint="plan for a topology of all devices",
         ),

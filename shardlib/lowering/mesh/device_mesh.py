@@ -31,6 +31,7 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.mesh.device_findings import idle_devices, other_machine
 from shardlib.planning.plan import Plan
 from shardlib.processes.devices import let_collectives_wait
+from shardlib.processes.values import idle_processes
 from shardlib.report import Finding
 
 T = TypeVar("T")
@@ -168,9 +169,12 @@ def device_mesh(
             " in the environment, or "
             f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used'
         )
-    findings = (*idle_devices(shape, len(found)), *other_machine(topology, found[0].platform))
     names, sizes = axis_names(shape, parts or {})
     ordered = _ordered(shape, found, topology, order)
+    findings = (
+        *idle_devices(shape, len(found), idle_processes(ordered.flat)),
+        *other_machine(topology, found[0].platform),
+    )
     return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings
 
 

@@ -97,6 +97,7 @@ def priced_space(
     slack: float = np.inf,
     *,
     any_plan: bool = False,
+    all_devices: bool = False,
 ) -> PricedSpace:
     """Prices the space of a model under pins.
 
@@ -108,13 +109,16 @@ def priced_space(
         slack: with a ranking, leave out candidates of which no plan can be faster than so many
             times the fastest.
         any_plan: end when a plan fits.
+        all_devices: leave out meshes of fewer devices than the machine has.
 
     Raises:
         PinError: the pins make no sense, or allow no plan.
     """
     rules = _require_possible(load, topology, pins)
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
-    rooms, runs = _explorers(load, topology, pins, rules, wanted, any_plan=any_plan)
+    rooms, runs = _explorers(
+        load, topology, pins, rules, wanted, any_plan=any_plan, all_devices=all_devices
+    )
     apart = within_slow_links(topology)
     if ranking is None and not any_plan:
         if apart:
@@ -177,12 +181,13 @@ def _explorers(
     wanted: int,
     *,
     any_plan: bool,
+    all_devices: bool,
 ) -> tuple[list[Space], list[tuple[int, Explorer]]]:
     """The spaces, one for each way to compute attention in each dtype, and an explorer for each
     number of devices that a plan may use; 0 devices where a space has no plan.
 
     Args:
-        load, topology, pins, any_plan: as `priced_space` takes them.
+        load, topology, pins, any_plan, all_devices: as `priced_space` takes them.
         rules: pinned rules, in the colours of the model.
         wanted: devices that a plan should use.
     """
@@ -199,7 +204,11 @@ def _explorers(
         decisions = replace(strategy.decisions, dtypes=dtypes)
         one = load.under(dtypes, decisions.fused)
         rooms.append(build(one, pins, fixed, replace(strategy, decisions=decisions)))
-        counts = list(_counts(rooms[-1], one, topology, wanted))
+        counts = [
+            count
+            for count in _counts(rooms[-1], one, topology, wanted)
+            if count == topology.devices or not all_devices
+        ]
         explorers: dict[Topology, Explorer] = {}
         for devices in counts or [wanted]:
             machine = topology.in_use(devices)

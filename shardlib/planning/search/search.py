@@ -53,6 +53,7 @@ def search(
     *,
     load: Workload | None = None,
     profile: FrameworkProfile | str | None = None,
+    all_devices: bool = False,
 ) -> Plan:
     """Finds the fastest plan that fits.
 
@@ -63,6 +64,7 @@ def search(
         load: the problem already prepared, to search it again.
         profile: framework profile, or its name: the software that will run it; by default that of
             `load`, or one program of JAX ("xla").
+        all_devices: leave out plans that leave devices idle.
 
     Returns:
         The plan, with its certificate.
@@ -77,14 +79,19 @@ def search(
         return planned_on_islands(
             pins.exchange,
             topology,
-            lambda island: search(problem, island, inside(pins), load=load, profile=profile),
+            lambda island: search(
+                problem, island, inside(pins), load=load, profile=profile, all_devices=all_devices
+            ),
         )
     load = prepared(problem, topology, load, profile, pins)
     if left_open(load, pins):
         return fastest_form(
-            pins, lambda form: search(problem, topology, form, load=load, profile=profile)
+            pins,
+            lambda form: search(
+                problem, topology, form, load=load, profile=profile, all_devices=all_devices
+            ),
         )
-    space = priced_space(load, topology, pins)
+    space = priced_space(load, topology, pins, all_devices=all_devices)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
     found = space.best.seconds

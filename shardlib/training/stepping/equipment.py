@@ -21,6 +21,7 @@ from shardlib.processes.watchdog import Watchdog
 from shardlib.training.measures.profiler import Profiler
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.run.held import Held
+from shardlib.training.stepping.idle import idle_text
 from shardlib.training.stepping.records import Records
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
@@ -61,6 +62,8 @@ class Equipment:
         with self.watchdog.phase("agree", patience=10):
             meant = task.meant(self.held.trace if self.held is not None else None)
             agree("program", {**versions(), **user_code(), **meant})
+            if jax.process_count() > 1 and (text := idle_text(task.program)):
+                say(text)
         seconds = task.settings.doctor_seconds
         if seconds is None or jax.process_count() == 1:
             return

@@ -1,0 +1,65 @@
+"""Processes that own all, some or none of the devices of a mesh."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import child, free_port
+from tests.training.idle_fit import EVERY, STEPS, batch_of, compiled, described, fitted
+
+#: Devices of the mesh by processes of two devices.
+USED = {"all": lambda count: 2 * count, "half": lambda count: count, "one": lambda count: 1}
+
+
+@cache
+def reference() -> dict[str, Any]:
+    """The run of one process on one device that was left alone."""
+    program = compiled(1)
+    return described(program, fitted(program, batch_of, None))
+
+
+def trained(folder: Path, count: int, used: str, how: str) -> list[dict[str, Any]]:
+    """What each process comes to; nothing where they are killed."""
+    process = child("tests.training.idle_fit", count, free_port(), folder, USED[used](count), how)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == (1 if how == "kill" else 0), errors[-3000:]
+    texts = [path.read_text() for path in sorted(folder.glob("found-*"))]
+    assert len(texts) == (0 if how == "kill" else count), errors[-3000:]
+    return [json.loads(text) for text in texts]
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["kill", "term"])
+@pytest.mark.parametrize("used", list(USED))
+@pytest.mark.parametrize(("count", "others"), [(2, 4), (4, 2)])
+def test_a_run_goes_on_with_another_number_of_processes(
+    tmp_path: Path, count: int, others: int, used: str, how: str
+):
+    """Killed at step 4, or asked to stop, and gone on with: the numbers are those of one device, in
+    processes with devices of the mesh as in those without.
+    """
+    stopped = trained(tmp_path, count, used, how)
+    at = EVERY
+    if how == "term":
+        at = 10
+        assert {(one["steps"], bool(one["stopped"])) for one in stopped} == {(at, True)}
+        for path in tmp_path.glob("found-*"):
+            path.unlink()
+    found, expected = trained(tmp_path, others, used, ""), reference()
+    for one in found:
+        assert one == found[0], "processes have other numbers"
+        assert (one["resumed"], one["steps"], one["stopped"]) == (at, STEPS, "")
+        assert len(one["losses"]) == STEPS and list(one["validations"]) == ["6", "12"]
+        for name in ("losses", "loss", "loss of the average", "next loss"):
+            np.testing.assert_allclose(one[name], expected[name], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(one["parameters"], expected["parameters"], atol=2e-5)
+        for step, metrics in expected["validations"].items():
+            assert one["validations"][step] == pytest.approx(metrics, rel=2e-5)
