@@ -66,6 +66,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "PYTEST_XDIST_WORKER" in
 
 #: Markers of unit tests that a quick run leaves out.
 FULL = ("matrix", "long")
+#: Of the command of a process that may be started in any tier.
+CONFINED = "confined_child.py"
 #: What the test that runs now has compiled and started.
 compiled: list[str] = []
 started: list[str] = []
@@ -171,7 +173,9 @@ def watch() -> None:
             compiled.append(str(about.get("fun_name", "?")))
 
     def starting(event: str, about: tuple[Any, ...]) -> None:
-        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and CONFINED not in str(
+            about
+        ):
             started.append(str(about[1]) if event != "os.fork" else "a copy of itself")
 
     jax.monitoring.register_event_duration_secs_listener(compiling)

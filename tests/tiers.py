@@ -2,7 +2,8 @@
 
 - `unit`: plain Python and tracing; nothing is compiled and no process is started, which
   `conftest.py` holds them to.
-- `compile`: programs are compiled and run on simulated CPU devices of this process.
+- `compile`: programs are compiled and run on simulated CPU devices of this process. Small processes
+  of `shardlib.untrusted.confined`, which have no JAX, may be started in any tier.
 - `processes`: other processes are started: launchers, workers of data and checkpoints, runs that
   are killed, compilers of other machines.
 """

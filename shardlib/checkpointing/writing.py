@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+from collections.abc import Iterator
 
 import orbax.checkpoint as ocp
 
@@ -37,10 +39,13 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
     options = processes.options(owners)
 
     def write() -> None:
-        with ocp.Checkpointer(
-            reading.handler(options, own=bool(snapshot.stored) or len(owners) == 1),
-            multiprocessing_options=options,
-        ) as checkpointer:
+        with (
+            _said_once(),
+            ocp.Checkpointer(
+                reading.handler(options, own=bool(snapshot.stored) or len(owners) == 1),
+                multiprocessing_options=options,
+            ) as checkpointer,
+        ):
             checkpointer.save(
                 folder.checkpoint(step),
                 ocp.args.Composite(
@@ -53,6 +58,23 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
         by_owners(f"checkpoints in {folder.path}", owners, write)
     except Exception as error:
         raise _not_written(folder, step, error) from error
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Orbax and asyncio log a failure in each of their threads; it is raised here, too."""
+
+    def without_errors(record: logging.LogRecord) -> bool:
+        return record.exc_info is None and "raised an exception" not in record.getMessage()
+
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for one in loggers:
+        one.addFilter(without_errors)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(without_errors)
 
 
 def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
@@ -90,6 +112,7 @@ def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
         text in str(error) for text in ("No space left", "Disk quota", "File too large")
     )
+    why = "the disk is full, or files may not be so large" if full else said(error)
     hint = (
         "make room, or keep fewer checkpoints; the state is as before"
         if full
@@ -97,5 +120,5 @@ def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError
     )
     return CheckpointError(
         f"the checkpoint of step {step} could not be written to {folder.path}"
-        f" ({said(error)}); earlier ones are as before\nTry: {hint}"
+        f" ({why}); earlier ones are as before\nTry: {hint}"
     )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardlib.federated.parameters import arrays
     from shardlib.federated.privacy import epsilon
     from shardlib.federated.request import Answer, Request
-    from shardlib.federated.server import metrics, record, state
+    from shardlib.federated.server import metrics, record, state, tolerant
     from shardlib.federated.trainer import program
 
 _HOME = {
@@ -52,6 +52,7 @@ _HOME = {
     "program": "shardlib.federated.trainer",
     "record": "shardlib.federated.server",
     "state": "shardlib.federated.server",
+    "tolerant": "shardlib.federated.server",
     "train": "shardlib.federated.local",
 }
 
@@ -68,6 +69,7 @@ __all__ = [
     "program",
     "record",
     "state",
+    "tolerant",
     "train",
 ]
 

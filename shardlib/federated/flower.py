@@ -45,6 +45,10 @@ class Message(Protocol):
     content: RecordDict
     metadata: Metadata
 
+    def has_error(self) -> bool:
+        """Whether it says an error in place of content."""
+        ...
+
 
 class Context(Protocol):
     """What a client is, and what it keeps between messages."""

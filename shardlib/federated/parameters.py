@@ -83,7 +83,10 @@ def received(program: Program, found: Arrays | Sequence[np.ndarray]) -> dict[str
             f"the parameters are those of another model than {program.plan.model}",
             bounded(failures),
         )
+    with np.errstate(over="ignore"):  # what a smaller dtype cannot hold is infinite in it
+        held = {path: found[path].astype(leaf.dtype) for path, leaf in asked.items()}
     require_finite(found, "parameters that were received")
+    require_finite(held, "parameters that were received, in the dtypes of the model,")
     return {path: found[path].reshape(leaf.shape) for path, leaf in asked.items()}
 
 
@@ -94,7 +97,7 @@ def _differing(asked: Mapping[str, jax.ShapeDtypeStruct], found: Arrays) -> list
             failures.append(f"{path} is missing")
         elif np.shape(found[path]) not in (leaf.shape, leaf.shape or (1,)):
             failures.append(f"{path} is {list(np.shape(found[path]))}, not {list(leaf.shape)}")
-        elif found[path].dtype.kind not in "fc":
+        elif found[path].dtype.kind != _plain(np.empty(0, leaf.dtype)).dtype.kind:
             failures.append(f"{path} is {found[path].dtype}, not {leaf.dtype}")
     return failures
 

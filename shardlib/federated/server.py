@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from shardlib.errors import LaunchError
-from shardlib.federated.flower import ArrayRecord, MetricRecord, RecordDict, flower
+from shardlib.federated.flower import ArrayRecord, Message, MetricRecord, RecordDict, flower
 from shardlib.federated.parameters import Arrays, arrays, placed
 from shardlib.federated.records import CLIENT, WEIGHT, arrays_of, record_of
 
 if TYPE_CHECKING:
     from shardlib.lowering.program.program import Program
     from shardlib.lowering.runtime.state import TrainState
+
+
+LOG = logging.getLogger("shardlib.federated")
+
+
+class Strategy(Protocol):
+    """What of a strategy of Flower is used."""
+
+    aggregate_train: Callable[[int, Iterable[Message]], object]
+    aggregate_evaluate: Callable[[int, Iterable[Message]], object]
 
 
 def record(program: Program, state: TrainState) -> ArrayRecord:
@@ -65,7 +77,8 @@ def _by_path(found: ArrayRecord | Arrays) -> Arrays:
 
 def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricRecord:
     """Metrics of a round: Flower's weighted means, the sum of the rows, and the number of clients.
-    For `FedAvg(train_metrics_aggr_fn=federated.metrics)` and other strategies.
+    For `FedAvg(train_metrics_aggr_fn=federated.metrics)` and other strategies. Replies without
+    metrics that can be averaged do not count; see `tolerant`.
 
     Args:
         replies: of the clients.
@@ -74,17 +87,85 @@ def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricR
     Raises:
         LaunchError: two clients have the same partition.
     """
+    replies = [one for one in replies if _has_metrics(one, weighted_by)]
     said = [one.config_records.get(CLIENT, {}).get("partition") for one in replies]
-    taken = Counter(partition for partition in said if partition is not None)
+    taken = Counter(partition for partition in said if isinstance(partition, int))
     twice = sorted(str(partition) for partition, many in taken.items() if many > 1)
     if twice:
         raise LaunchError(
             f"several clients have partition {', '.join(twice)}: its rows would count"
             " more than once\nTry: another partition-id in the --node-config of each SuperNode"
         )
+    if not replies:
+        return flower().MetricRecord({"rows": 0, "clients": 0})
     strategies = flower("flwr.serverapp.strategy.strategy_utils")
     found = strategies.aggregate_metricrecords(list(replies), weighted_by)
     records = [next(iter(one.metric_records.values())) for one in replies]
-    found["rows"] = sum(one["rows"] for one in records)
+    found["rows"] = sum(one.get("rows", 0) for one in records)
     found["clients"] = len(records)
     return found
+
+
+def tolerant(strategy: Strategy) -> Strategy:
+    """A strategy whose rounds go on without replies that cannot be averaged: those without metrics,
+    or with other arrays and metrics than most clients have. Flower ends the run at the first.
+
+    Args:
+        strategy: of `flwr.serverapp.strategy`; its methods are replaced.
+
+    Returns:
+        The same strategy.
+    """
+    train, evaluate = strategy.aggregate_train, strategy.aggregate_evaluate
+    weighted_by = str(getattr(strategy, "weighted_by_key", WEIGHT))
+
+    def aggregate_train(server_round: int, replies: Iterable[Message]) -> object:
+        return train(server_round, _alike(replies, weighted_by, arrays=True))
+
+    def aggregate_evaluate(server_round: int, replies: Iterable[Message]) -> object:
+        return evaluate(server_round, _alike(replies, weighted_by, arrays=False))
+
+    strategy.aggregate_train, strategy.aggregate_evaluate = aggregate_train, aggregate_evaluate
+    return strategy
+
+
+def _alike(replies: Iterable[Message], weighted_by: str, *, arrays: bool) -> list[Message]:
+    """Errors, and the replies that have the same records as most; the others are logged."""
+    every = list(replies)
+    kinds = {
+        number: kind
+        for number, one in enumerate(every)
+        if not one.has_error()
+        and (kind := _kind(one.content, weighted_by, arrays=arrays)) is not None
+    }
+    most = Counter(kinds.values()).most_common(1)[0][0] if kinds else None
+    kept = list[Message]()
+    for number, one in enumerate(every):
+        if one.has_error() or (number in kinds and kinds[number] == most):
+            kept.append(one)
+        else:
+            LOG.warning(
+                "the reply of node %s has no metrics, or not the records of the others: the round"
+                " goes on without it",
+                getattr(one.metadata, "src_node_id", "?"),
+            )
+    return kept
+
+
+def _kind(
+    reply: RecordDict, weighted_by: str, *, arrays: bool
+) -> tuple[tuple[str, frozenset[str]], ...] | None:
+    """Names of the records of a reply and of their entries; None where it cannot be averaged."""
+    if not _has_metrics(reply, weighted_by) or (arrays and len(reply.array_records) != 1):
+        return None
+    records = [*reply.metric_records.items(), *(reply.array_records.items() if arrays else ())]
+    return tuple((name, frozenset(record)) for name, record in records)
+
+
+def _has_metrics(reply: RecordDict, weighted_by: str) -> bool:
+    """Whether a reply has one record of metrics, with finite numbers and a weight."""
+    if len(reply.metric_records) != 1:
+        return False
+    record = next(iter(reply.metric_records.values()))
+    numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in record.values())
+    return numbers and record.get(weighted_by, 0) > 0

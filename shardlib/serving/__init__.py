@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlib.serving.engine import Engine
     from shardlib.serving.folders.folder import read_folder
-    from shardlib.serving.sampling.guides import spelt
+    from shardlib.serving.folders.text import spelt
     from shardlib.serving.scheduling.capacity import Capacity, Storage
     from shardlib.serving.scheduling.forms import Form
     from shardlib.serving.scheduling.requests import Asked, Event, Request, Told
@@ -54,7 +54,7 @@ _HOME = {
     "Told": "shardlib.serving.scheduling.requests",
     "named": "shardlib.serving.words",
     "read_folder": "shardlib.serving.folders.folder",
-    "spelt": "shardlib.serving.sampling.guides",
+    "spelt": "shardlib.serving.folders.text",
 }
 
 __all__ = [

@@ -31,6 +31,10 @@ from shardlib.serving.scheduling.requests import LATE, LENGTH, Asked, Event, Req
 from shardlib.serving.scheduling.schedule import Share
 from shardlib.serving.step import Step
 
+#: Seconds that masks of forms are waited for where nothing else is to be done; and otherwise, as a
+#: share of the last step.
+IDLE_SECONDS, PATIENCE = 0.05, 0.1
+
 
 class Engine(Answers):
     """Serves a model: any number of requests, some of them at a time.
@@ -80,7 +84,7 @@ class Engine(Answers):
         self._fresh: tuple[Tree, Tree] | None = None
         self.schedule = scheduled(data, self.capacity, chunk=made.chunk)
         self._drafts: Drafts = Ngrams()
-        self._guided = Guided()
+        self._guided, self._patience = Guided(), 0.0
         self._sources: Sources | None = None
         self._adapters, self._base = Adapters(self.capacity.adapters), self.compute.weights
         self.steps = 0
@@ -172,6 +176,11 @@ class Engine(Answers):
         self._drafts = draft_model(init, forward, weights, beside=self.compute, sizes=self.capacity)
 
     @property
+    def guides(self) -> Guides | None:
+        """Of answers that have a form; None before `spell`."""
+        return self._guided.guides
+
+    @property
     def room(self) -> int:
         """Tokens of a request at most, prompt and answer together."""
         return self.capacity.room
@@ -234,6 +243,9 @@ class Engine(Answers):
             self.schedule.closed = False
         before = [*self.schedule.running, *self.schedule.waiting]
         self._end_late()
+        alone = all(request.late for request in before)
+        for request, why in self._guided.settled(IDLE_SECONDS if alone else self._patience):
+            self.schedule.end(request, why)
         guesses = (
             self._drafts.guessed(self.schedule.running, self.capacity.drafts)
             if self.capacity.drafts
@@ -247,12 +259,15 @@ class Engine(Answers):
             shares = self._drafts.filled(shares)
         if self._sources is not None:
             self.compute.weights = self._sources.wrapped(self._base, shares)
-        found = self.compute(shares, self._guided.masks(shares))
+        masks, began = self._guided.masks(shares), time.monotonic()
+        found = self.compute(shares, masks)
         self.steps += 1
+        self._patience = PATIENCE * (time.monotonic() - began)
         kept = {
             share.request.number: self._take(share, told, events)
             for share, told in zip(shares, found, strict=True)
         }
+        self._guided.ask()
         self.schedule.done(shares, kept)
         self._drafts.done(shares, kept)
         for share in shares:
@@ -281,10 +296,10 @@ class Engine(Answers):
             return 0
         for one, guess in zip(told[scored:], (*share.drafted, None), strict=True):
             request.took(one.token, one.logprob, one.likeliest)
-            self._guided.took(request, one.token)
+            follows = self._guided.took(request, one.token)
             new = None if one.token in request.asked.stop else one.token
             events.append(Event(request=request, token=new))
-            if request.ended is not None or one.token != guess:
+            if request.ended is not None or not follows or one.token != guess:
                 break
             kept += 1
         return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -126,3 +127,87 @@ def test_islands_and_statistics_are_no_client() -> None:
 def test_without_flower_it_says_what_to_install() -> None:
     with pytest.raises(shardlib.MissingPackageError, match=r"pip install 'shardlib\[federated\]'"):
         federated.client(job())
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.full((4, 8), 1e300), "in the dtypes of the model, are not finite: up"),
+        (np.full((4, 8), 1j, np.complex64), "up is complex64, not float32"),
+        (np.ones((4, 8), "i4"), "up is int32, not float32"),
+    ],
+    ids=["too large", "imaginary", "whole"],
+)
+def test_parameters_that_the_model_cannot_hold(array: np.ndarray, says: str) -> None:
+    program = federated.program(job(), "cpu:1")
+    with pytest.raises(shardlib.ShardlibError, match=says):
+        federated.state(program, first() | {"up": array})
+    federated.state(program, first() | {"up": np.full((4, 8), 0.5)})
+
+
+@dataclass
+class Records:
+    """Of a reply, as Flower has them."""
+
+    array_records: dict[str, Any]
+    metric_records: dict[str, Any]
+    config_records: dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """A message with records."""
+
+    content: Records
+    metadata: Any = None
+    error: bool = False
+
+    def has_error(self) -> bool:
+        return self.error
+
+
+class Average:
+    """A strategy that ends at what Flower's end at."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> float:
+        return self._mean(replies, arrays=True)
+
+    def aggregate_evaluate(self, server_round: int, replies: Any) -> float:
+        return self._mean(replies, arrays=False)
+
+    def _mean(self, replies: Any, *, arrays: bool) -> float:
+        good = [one.content for one in replies if not one.has_error()]
+        records = [one.metric_records["metrics"] for one in good]
+        assert len({frozenset(one) for one in records}) == 1
+        if arrays:
+            assert len({frozenset(one.array_records["arrays"]) for one in good}) == 1
+        weight = sum(one["num-examples"] for one in records)
+        return sum(one["loss"] * one["num-examples"] for one in records) / weight
+
+
+def test_replies_that_cannot_be_averaged_do_not_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def reply(arrays: dict[str, Any], **metrics: Any) -> Reply:
+        found = {"metrics": metrics} if metrics else {}
+        return Reply(Records({"arrays": arrays} if arrays else {}, found, {}))
+
+    good = [
+        reply({"a": 1}, loss=1.0, **{"num-examples": 3}),
+        reply({"a": 2}, loss=2.0, **{"num-examples": 1}),
+    ]
+    bad = [
+        reply({"a": 1}),
+        reply({}, loss=9.0, **{"num-examples": 3}),
+        reply({"b": 1}, loss=9.0, **{"num-examples": 3}),
+        reply({"a": 1}, loss=9.0),
+        reply({"a": 1}, loss=float("nan"), **{"num-examples": 3}),
+        reply({"a": 1}, loss=9.0, **{"num-examples": 0}),
+        reply({"a": 1}, loss=9.0, more=1, **{"num-examples": 3}),
+        reply({"a": 1}, loss=9.0, **{"num-examples": [3]}),
+    ]
+    failed = Reply(Records({}, {}, {}), error=True)
+    strategy: Any = federated.tolerant(Average())
+    assert strategy.aggregate_train(1, iter([bad[0], *good, *bad[1:], failed])) == 1.25
+    assert caplog.text.count("the round goes on without it") == len(bad)
+    assert strategy.aggregate_evaluate(1, [*good, bad[0], bad[6]]) == 1.25

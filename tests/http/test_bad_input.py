@@ -321,6 +321,8 @@ def test_who_has_no_token_learns_nothing(url: str, head: dict[str, str]):
     for method, path in (("GET", "models"), ("POST", "completions"), ("GET", "nothing")):
         found = httpx2.request(method, f"{url}/v1/{path}", headers=head)
         assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
+    assert httpx2.get(f"{url}/openapi.json", headers=head).status_code == 401
+    assert httpx2.get(f"{url}/openapi.json", headers=HEAD).status_code == 200
     assert httpx2.get(f"{url}/health").status_code == 200
 
 

@@ -23,9 +23,9 @@ def engine(folder: Deployment) -> serving.Engine:
 def test_a_conversation_is_what_the_template_writes(
     folder_client: openai.OpenAI, folder: Deployment, engine: serving.Engine
 ):
-    tokenizer: Any = folder.served.text
+    tokenizer = folder.served.text
     written = "<s>[user]größer als 7?</s>[assistant]"
-    tokens = tokenizer.tokenizer.encode(written, add_special_tokens=False).ids
+    tokens = tokenizer.encode(written, begin=False)
     assert (tokens[0], tokens.count(0), tokens.count(1)) == (0, 1, 1)
     found = folder_client.chat.completions.create(
         model="tiny-llama", messages=MESSAGES, seed=3, max_tokens=20
@@ -35,7 +35,7 @@ def test_a_conversation_is_what_the_template_writes(
     asked = serving.Asked(prompt=tuple(tokens), most=20, sampling=how, stop=frozenset({1}))
     request = engine.add(asked)
     engine.run()
-    text = tokenizer.tokenizer.decode(request.answer, skip_special_tokens=True)
+    text = tokenizer.decode(request.answer)
     assert found.choices[0].message.content == text
     assert found.choices[0].finish_reason == request.ended
     again = folder_client.chat.completions.create(
@@ -47,7 +47,7 @@ def test_a_conversation_is_what_the_template_writes(
 def test_a_prompt_begins_with_the_token_that_the_model_wants(
     folder_client: openai.OpenAI, folder: Deployment, engine: serving.Engine
 ):
-    tokenizer: Any = folder.served.text
+    tokenizer = folder.served.text
     found = folder_client.completions.create(
         model="tiny-llama",
         prompt="value_1",
@@ -55,9 +55,9 @@ def test_a_prompt_begins_with_the_token_that_the_model_wants(
         temperature=0,
         extra_body={"ignore_eos": True, "top_k": 0},
     )
-    prompt = [0, *tokenizer.tokenizer.encode("value_1", add_special_tokens=False).ids]
+    prompt = [0, *tokenizer.encode("value_1", begin=False)]
     (answer,) = engine.generate([prompt], 12)
-    assert found.choices[0].text == tokenizer.tokenizer.decode(answer, skip_special_tokens=True)
+    assert found.choices[0].text == tokenizer.decode(answer)
     assert found.usage is not None and found.usage.prompt_tokens == len(prompt)
 
 

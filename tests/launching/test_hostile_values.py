@@ -426,3 +426,23 @@ def test_files_of_a_submission_are_private_and_its_secrets_in_none(
         and secret not in str(words) + str(made) + (tmp_path / "out" / TASK).read_text()
     )
     assert stat.S_IMODE((tmp_path / "out" / TASK).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("value", ["a\0b", "a\udcffb", "\ud800"])
+@pytest.mark.parametrize(
+    "option", ["partition", "account", "qos", "reservation", "gpu_type", "interface"]
+)
+def test_options_that_no_script_can_have_are_refused(option: str, value: str):
+    job = Job(name="a", command=("train",), topology="2*h100:8", run="/r")
+    with pytest.raises(LaunchError, match=r"Slurm cannot be given NUL(.|\n)*job\.sbatch would"):
+        slurm(job, SlurmSettings(**{option: value}))
+
+
+def test_a_folder_of_a_submission_may_have_any_name(tmp_path: Path):
+    made = Submission(engine="Test", files={"a": "text"}, commands=(("false",),))
+    strange = tmp_path / os.fsdecode(b"a\xffb")
+    with pytest.raises(LaunchError, match=r"did not take the job(.|\n)*a\\udcffb; mend it there"):
+        submit(made, strange)
+    assert (strange / "a").read_text() == "text"
+    with pytest.raises(LaunchError, match=r"cannot be written into .*null byte"):
+        submit(made, tmp_path / "a\0b")

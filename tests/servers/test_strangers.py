@@ -18,8 +18,10 @@ from shardlib import Asynchronous
 from shardlib.errors import LaunchError
 from shardlib.servers.server.listening import Listening
 from shardlib.servers.server.service import Service
+from shardlib.servers.wire import door as door_module
 from shardlib.servers.wire import frames, secret
 from shardlib.servers.wire.connection import Connection, address_file, listed
+from shardlib.servers.wire.door import Door
 from shardlib.servers.wire.messages import Ask, MessageError, read_ask
 
 SECRET = "the secret of the run"
@@ -97,9 +99,13 @@ def test_a_server_that_does_not_know_the_secret(tmp_path: Path) -> None:
         (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", "refused a stranger: it does not begin"),
         (frame(b"{}"), "it has no line"),
         (frame(b'{"line": "{}"}'), "refused a stranger"),
-        (frame(b"[" * 10_000), "nested deeper"),
+        (frame(b"[" * 4_000), "nested deeper"),
         (frame(b"{}", b"x"), "refused a stranger: its header has 2 bytes and its body 1"),
         (struct.pack("<4sIQ", frames.MARK, 2**32 - 1, 0), "refused a stranger: its header has"),
+        (
+            struct.pack("<4sIQ", frames.MARK, 4097, 0),
+            "has 4,097 bytes and its body 0; the most are",
+        ),
     ],
 )
 def test_garbage_before_the_secret(server: Listening, data: bytes, says: str) -> None:
@@ -186,3 +192,114 @@ def test_a_frame_that_stops_halfway_stops_nobody(server: Listening) -> None:
         with greeted(server, 1) as other:
             frames.send(other, {"kind": "fetch", "worker": 1}, {})
             assert frames.receive(other, most=1 << 20).header["kind"] == "ok"
+
+
+@contextlib.contextmanager
+def dripping(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Strangers who begin a frame and send a byte of it now and then."""
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    ended = threading.Event()
+
+    def drip() -> None:
+        for one in strangers:
+            one.sendall(struct.pack("<4sIQ", frames.MARK, 4000, 0))
+        while not ended.wait(0.1):
+            for one in strangers:
+                with contextlib.suppress(OSError):
+                    one.send(b"0")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield strangers
+    finally:
+        ended.set()
+        thread.join()
+        for one in strangers:
+            one.close()
+
+
+def test_strangers_who_drip_hold_up_nobody(server: Listening, tmp_path: Path) -> None:
+    with dripping(server.port, 60):
+        begun = time.monotonic()
+        link = connection(tmp_path, 1)
+        assert link.ask(Ask(kind="fetch", worker=1))[0].kind == "ok"
+        assert time.monotonic() - begun < 1
+        link.close()
+
+
+def test_a_greeting_has_one_deadline_and_refusals_are_noted_ever_more_rarely() -> None:
+    listener, notes, refused = socket.create_server(("127.0.0.1", 0)), list[str](), list[int]()
+    door = Door(
+        listener,
+        SECRET,
+        0,
+        enter=lambda stream, who: stream.close(),
+        refused=lambda: refused.append(1),
+        note=notes.append,
+        seconds=0.5,
+    )
+    threading.Thread(target=door.serve, daemon=True).start()
+    begun = time.monotonic()
+    with dripping(listener.getsockname()[1], 20) as strangers:
+        for one in strangers:
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(1 << 10):
+                    pass
+    assert 0.4 < time.monotonic() - begun < 3
+    assert len(refused) == 20 and len(notes) == 9
+    assert "it has not said who it is within 0.5 s" in notes[0]
+    door.close()
+
+
+def test_of_too_many_strangers_those_of_one_address_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door_module, "STRANGERS", 4)
+    listener, came = socket.create_server(("0.0.0.0", 0)), list[int]()
+
+    def enter(stream: socket.socket, who: int) -> None:
+        came.append(who)
+        stream.close()
+
+    door = Door(listener, SECRET, 0, enter=enter)
+    threading.Thread(target=door.serve, daemon=True).start()
+    port = listener.getsockname()[1]
+    other = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+    many = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
+    for one in many[:3]:  # the first of them are sent away
+        while one.recv(1 << 10):
+            pass
+    secret.introduce(other, SECRET, 0, 7)
+    secret.introduce(many[-1], SECRET, 0, 8)
+    until = time.monotonic() + 5
+    while sorted(came) != [7, 8]:
+        assert time.monotonic() < until, came
+        time.sleep(0.01)
+    door.close()
+    for one in (other, *many):
+        one.close()
+
+
+def test_a_stage_of_a_chain_is_reached_past_strangers() -> None:
+    pytest.importorskip("jax")
+    from shardlib.serving.edge.stage import DRIVER, Entrance
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    entrance, port = Entrance(listener, SECRET), listener.getsockname()[1]
+    with dripping(port, 5), contextlib.closing(entrance):
+        begun = time.monotonic()
+        gone, before, driver = (socket.create_connection(("127.0.0.1", port)) for _ in range(3))
+        secret.introduce(gone, SECRET, 0, DRIVER)
+        gone.close()
+        secret.introduce(before, SECRET, 0, 3)
+        secret.introduce(driver, SECRET, 0, DRIVER)
+        with entrance.accepted(DRIVER, 5.0) as taken, entrance.accepted(3, 5.0) as other:
+            assert time.monotonic() - begun < 1
+            driver.sendall(b"a")
+            before.sendall(b"b")
+            assert (taken.recv(1), other.recv(1)) == (b"a", b"b")
+        with pytest.raises(TimeoutError):
+            entrance.accepted(DRIVER, 0.01)
+        before.close()
+        driver.close()

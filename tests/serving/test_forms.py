@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardlib import models
-from shardlib.errors import ArgumentError
+from shardlib.errors import ArgumentError, ModelError
 from shardlib.serving.engine import Engine
-from shardlib.serving.folders.text import read_text
-from shardlib.serving.sampling.guides import spelt
+from shardlib.serving.folders.text import read_text, spelt
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.forms import Form
 from shardlib.serving.scheduling.requests import Asked, Request
@@ -229,5 +228,5 @@ def test_tokens_of_a_file_of_hugging_face_spell_what_it_decodes(tmp_path: Path):
     told = [tokens[one] or b"\xff" for one in alone]  # llguidance says nothing of this byte
     assert len(alone) > 100 and [text.raw(one) for one in alone] == told
     path.write_text("{")
-    with pytest.raises(ArgumentError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is no tokenizer"):
         spelt(path)

@@ -459,3 +459,20 @@ def test_the_folder_of_a_run_is_not_that_of_its_checkpoints(folder: RunFolder):
             Checkpoints(folder.path, read_only=read_only)
     assert not (folder.path / "owner").exists()
     Checkpoints(folder.checkpoints).close()
+
+
+@pytest.mark.parametrize("kind", ["link", "name", "pipe"])
+def test_metrics_are_not_added_to_what_belongs_to_somebody_else(tmp_path: Path, kind: str):
+    other, place = tmp_path / "other", tmp_path / "metrics.jsonl"
+    other.write_text("theirs\n")
+    if kind == "link":
+        place.symlink_to(other)
+    elif kind == "name":
+        place.hardlink_to(other)
+    else:
+        os.mkfifo(place)
+    with pytest.raises(OSError, match=r"metrics\.jsonl|No such device"):
+        JsonLines(place, own=True)
+    assert other.read_text() == "theirs\n"
+    if kind == "link":
+        JsonLines(place).close()  # a file that the user names is the user's

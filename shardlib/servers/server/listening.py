@@ -1,24 +1,25 @@
-"""The connections of a server: a thread each, and none can stop another."""
+"""The connections of a server: a thread each, and none can stop another.
+
+Those that have shown the secret have places of their own; see `shardlib.servers.wire.door` for the
+others.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardlib.launching.meeting.wire import StrangerError
 from shardlib.servers.ownership import Flat
 from shardlib.servers.wire.bodies import Outgoing
-from shardlib.servers.wire.connection import keep_alive
+from shardlib.servers.wire.door import Door
 from shardlib.servers.wire.frames import ClosedError, FrameError, receive, send
 from shardlib.servers.wire.messages import Answer, Ask, MessageError, read_ask
-from shardlib.servers.wire.secret import GREETING_SECONDS, greet
 
 #: Bytes of parameters that a server takes before it knows how many there are.
 MOST_FIRST_BYTES = 1 << 36
-#: Connections beyond two for each worker: strangers, and those that break.
+#: Connections that have shown the secret, beyond two for each worker: some break unseen.
 SPARE = 32
 
 
@@ -77,6 +78,14 @@ class Listening:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._socket = socket.create_server((self.host, self.wanted), family=family, backlog=256)
         self._room = threading.Semaphore(2 * self.service.askers + SPARE)
+        self._door = Door(
+            self._socket,
+            self.secret,
+            self.service.server,
+            enter=self._entered,
+            refused=self._refused,
+            note=self.service.note,
+        )
 
     @property
     def port(self) -> int:
@@ -85,44 +94,28 @@ class Listening:
 
     def serve(self) -> None:
         """Takes connections, until the socket is closed."""
-        while True:
-            try:
-                stream, _ = self._socket.accept()
-            except OSError:
-                return
-            if not self._room.acquire(blocking=False):
-                self.service.note("refused a connection: there are too many")
-                stream.close()
-                continue
-            threading.Thread(target=self._connection, args=(stream,), daemon=True).start()
+        self._door.serve()
 
     def close(self) -> None:
         """Takes no more connections."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._door.close()
 
-    def _connection(self, stream: socket.socket) -> None:
-        try:
-            with stream:
-                self._talk(stream)
-        finally:
-            self._room.release()
+    def _refused(self) -> None:
+        self.service.refused += 1
 
-    def _talk(self, stream: socket.socket) -> None:
+    def _entered(self, stream: socket.socket, who: int) -> None:
+        with stream:
+            if not self._room.acquire(blocking=False):
+                self.service.note(f"refused a connection of {self.service.name(who)}: too many")
+                return
+            try:
+                self._talk(stream, who)
+            finally:
+                self._room.release()
+
+    def _talk(self, stream: socket.socket, who: int) -> None:
         service, this = self.service, object()
-        try:
-            stream.settimeout(GREETING_SECONDS)
-            keep_alive(stream)
-            who = greet(stream, self.secret, service.server)
-        except (StrangerError, FrameError) as error:
-            service.refused += 1
-            service.note(f"refused a stranger: {error}")
-            return
-        except OSError:
-            return
         self._newest[who] = this
-        stream.settimeout(None)
         try:
             while True:
                 self._one(stream, who)

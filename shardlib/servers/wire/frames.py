@@ -67,7 +67,17 @@ class Frame:
     arrays: Mapping[str, np.ndarray]
 
 
-def send(stream: socket.socket, header: JsonMapping, arrays: Outgoing) -> None:
+class Stream(Protocol):
+    """What frames are read from and sent to; as `socket.socket`."""
+
+    def recv(self, count: int, flags: int = 0, /) -> bytes: ...
+
+    def sendall(self, data: bytes | memoryview, /) -> None: ...
+
+    def gettimeout(self) -> float | None: ...
+
+
+def send(stream: Stream, header: JsonMapping, arrays: Outgoing) -> None:
     """Sends a frame, its arrays in the order in which they are given.
 
     Args:
@@ -82,23 +92,24 @@ def send(stream: socket.socket, header: JsonMapping, arrays: Outgoing) -> None:
         stream.sendall(chunk)
 
 
-def receive(stream: socket.socket, *, most: int) -> Frame:
+def receive(stream: Stream, *, most: int, header: int = HEADER_BYTES) -> Frame:
     """Reads one frame.
 
     Args:
         stream: a connected socket.
         most: bytes that its arrays may have; 0 for none.
+        header: bytes that its header may have.
 
     Raises:
         FrameError: it is none, or too large.
         ClosedError: the connection was closed.
         OSError: it broke, or nothing came in time.
     """
-    header, body = _header(stream, most)
-    return Frame(header=header, arrays=unpack(_exactly(stream, body)))
+    said, body = _header(stream, most, header)
+    return Frame(header=said, arrays=unpack(_exactly(stream, body)))
 
 
-def receive_in_order(stream: socket.socket, *, most: int, taken: Taken) -> Frame:
+def receive_in_order(stream: Stream, *, most: int, taken: Taken) -> Frame:
     """Reads one frame, and gives each of its arrays away as soon as it is there.
 
     Args:
@@ -124,15 +135,15 @@ def receive_in_order(stream: socket.socket, *, most: int, taken: Taken) -> Frame
     return Frame(header=header, arrays={})
 
 
-def _header(stream: socket.socket, most: int) -> tuple[JsonObject, int]:
+def _header(stream: Stream, most: int, longest: int = HEADER_BYTES) -> tuple[JsonObject, int]:
     """The header of a frame, and the bytes of its body, which come next."""
     mark, header, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size))
     if mark != MARK:
         raise FrameError("it does not begin as a frame does")
-    if header > HEADER_BYTES or body > (most + AROUND_BYTES if most else 0):
+    if header > longest or body > (most + AROUND_BYTES if most else 0):
         raise FrameError(
             f"its header has {header:,} bytes and its body {body:,}; the most are"
-            f" {HEADER_BYTES:,} and {most:,}"
+            f" {longest:,} and {most:,}"
         )
     return _object(_exactly(stream, header)), body
 
@@ -167,7 +178,7 @@ def _object(text: bytes) -> JsonObject:
     return found
 
 
-def _exactly(stream: socket.socket, count: int) -> bytes:
+def _exactly(stream: Stream, count: int) -> bytes:
     """So many bytes; of a socket without a timeout in one piece, with no copy."""
     blocking, chunks, left = stream.gettimeout() is None, list[bytes](), count
     while left:

@@ -9,22 +9,53 @@ trusted.
 from __future__ import annotations
 
 import socket
+import time
 
 from shardlib.launching.meeting.wire import StrangerError, number, opened, sealed
 from shardlib.servers.wire.frames import FrameError, receive, send
 from shardlib.untrusted.json_types import JsonMapping
 
-#: Seconds that either end has.
+#: Seconds that either end has, for all of it.
 GREETING_SECONDS = 20.0
+#: Bytes of a header before the secret is known.
+GREETING_BYTES = 1 << 12
 
 
-def greet(stream: socket.socket, secret: str, server: int) -> int:
+class _Hurried:
+    """A socket of which everything that is read and sent together has one deadline."""
+
+    def __init__(self, stream: socket.socket, seconds: float) -> None:
+        self._stream, self._until = stream, time.monotonic() + seconds
+
+    def gettimeout(self) -> float:
+        """Seconds that are left."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the greeting has taken too long")
+        self._stream.settimeout(left)
+        return left
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        """See `socket.socket`."""
+        self.gettimeout()
+        return self._stream.recv(count, flags)
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        """See `socket.socket`."""
+        self.gettimeout()
+        self._stream.sendall(data)
+
+
+def greet(
+    stream: socket.socket, secret: str, server: int, seconds: float = GREETING_SECONDS
+) -> int:
     """The server's side.
 
     Args:
         stream: a new connection.
         secret: of the run.
         server: number of the server.
+        seconds: that it may take.
 
     Returns:
         Number of the worker.
@@ -34,26 +65,37 @@ def greet(stream: socket.socket, secret: str, server: int) -> int:
         FrameError: what it says is no frame.
         OSError: it is gone, or too slow.
     """
-    own = number()
-    send(stream, {"number": own}, {})
-    said = opened(secret, own, "worker", _line(receive(stream, most=0).header))
+    hurried, own = _Hurried(stream, seconds), number()
+    send(hurried, {"number": own}, {})
+    said = opened(secret, own, "worker", _line(_header(hurried)))
     worker, theirs = said.get("worker"), said.get("number")
     if not isinstance(worker, int) or not isinstance(theirs, str):
         raise StrangerError("it does not say who it is")
-    send(stream, {"line": sealed(secret, theirs, "server", {"server": server}).decode()}, {})
+    send(hurried, {"line": sealed(secret, theirs, "server", {"server": server}).decode()}, {})
     return worker
 
 
-def introduce(stream: socket.socket, secret: str, server: int, worker: int) -> None:
+def introduce(
+    stream: socket.socket,
+    secret: str,
+    server: int,
+    worker: int,
+    seconds: float = GREETING_SECONDS,
+) -> None:
     """The worker's side; arguments and errors as those of `greet`."""
-    theirs, own = receive(stream, most=0).header.get("number"), number()
+    hurried = _Hurried(stream, seconds)
+    theirs, own = _header(hurried).get("number"), number()
     if not isinstance(theirs, str):
         raise StrangerError("it is no server of parameters that listens there")
     line = sealed(secret, theirs, "worker", {"worker": worker, "number": own})
-    send(stream, {"line": line.decode()}, {})
-    said = opened(secret, own, "server", _line(receive(stream, most=0).header))
+    send(hurried, {"line": line.decode()}, {})
+    said = opened(secret, own, "server", _line(_header(hurried)))
     if said.get("server") != server:
         raise StrangerError(f"it is another server than number {server}")
+
+
+def _header(stream: _Hurried) -> JsonMapping:
+    return receive(stream, most=0, header=GREETING_BYTES).header
 
 
 def _line(header: JsonMapping) -> bytes:

@@ -17,7 +17,7 @@ from shardlib.servers.wire.connection import keep_alive
 from shardlib.servers.wire.frames import receive, send
 from shardlib.servers.wire.secret import GREETING_SECONDS, introduce
 from shardlib.serving.edge.cutting import StageProgram
-from shardlib.serving.edge.stage import BROKEN, DRIVER, MOST_BYTES, SILENT_SECONDS, accepted
+from shardlib.serving.edge.stage import BROKEN, DRIVER, MOST_BYTES, SILENT_SECONDS, Entrance
 from shardlib.serving.edge.workers import Workers
 
 #: Seconds that a stage has to load and compile its part.
@@ -151,7 +151,8 @@ def connected(
                 drivers.append(opened.enter_context(_to(workers, addresses[stage])))
             # Where the first stage sees this process: loopback for processes of this machine.
             host = drivers[0].getsockname()[0]
-            with socket.create_server((host, 0)) as listener:
+            listener = socket.create_server((host, 0))
+            with contextlib.closing(Entrance(listener, workers.secret)) as entrance:
                 after = [*addresses[1:], (host, listener.getsockname()[1])]
                 for stage, one in enumerate(stages):
                     header, arrays = _told(one, stage, after[stage], least_s[stage])
@@ -162,7 +163,7 @@ def connected(
                 for stage in range(count):
                     send(drivers[stage], {"go": True}, {})
                 stage = count - 1  # a stage is let in once the next one is
-                last = accepted(listener, workers.secret, stage, 0, GREETING_SECONDS)
+                last = entrance.accepted(stage, GREETING_SECONDS)
                 opened.enter_context(last)
             stage = 0
             first = opened.enter_context(_to(workers, addresses[0]))

@@ -29,8 +29,9 @@ from jax import export
 
 from shardlib.launching.meeting.wire import StrangerError
 from shardlib.servers.wire.connection import keep_alive
+from shardlib.servers.wire.door import Door
 from shardlib.servers.wire.frames import ClosedError, Frame, FrameError, receive, send
-from shardlib.servers.wire.secret import GREETING_SECONDS, greet, introduce
+from shardlib.servers.wire.secret import GREETING_SECONDS, introduce
 from shardlib.serving.edge.places import listener, long_enough, read_address, read_secret
 
 #: Number by which whoever drives the chain introduces itself; stages have theirs from 0 on.
@@ -39,6 +40,8 @@ DRIVER = 1 << 20
 ALIVE_SECONDS, SILENT_SECONDS = 0.5, 5.0
 #: Bytes of arrays of a message, at most.
 MOST_BYTES = 1 << 36
+#: Connections that have shown the secret and wait for their turn.
+MOST_WAITING = 64
 #: Batches that wait on either side of the computation.
 WAITING = 2
 SECRET = "SHARDLIB_EDGE_SECRET"
@@ -72,6 +75,82 @@ class Part:
             one.close()
 
 
+class Entrance:
+    """Where the driver and the stage before connect; strangers hold up nobody.
+
+    Args:
+        listener: a listening socket, which it owns.
+        secret: of the chain.
+    """
+
+    def __init__(self, listener: socket.socket, secret: str) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, socket.socket]] = []
+        self._door = Door(listener, secret, 0, enter=self._entered, note=_say)
+        threading.Thread(target=self._door.serve, daemon=True).start()
+
+    def accepted(self, wanted: int, seconds: float | None) -> socket.socket:
+        """The first connection from whom it is wanted.
+
+        Args:
+            wanted: number of who is.
+            seconds: that it may take; None for as long as it takes.
+
+        Raises:
+            TimeoutError: nobody came in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._from(wanted), seconds):
+                raise TimeoutError(f"nobody has connected within {seconds} s")
+            first = self._from(wanted)[0]
+            self._waiting.remove((wanted, first))
+            return first
+
+    def forget(self, but: int) -> None:
+        """Connections that wait are of a chain that has broken.
+
+        Args:
+            but: number of those who stay.
+        """
+        with self._changed:
+            for _, stream in [one for one in self._waiting if one[0] != but]:
+                stream.close()
+            self._waiting = [one for one in self._waiting if one[0] == but]
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        self._door.close()
+        self.forget(-1)
+
+    def _entered(self, stream: socket.socket, who: int) -> None:
+        with self._changed:
+            self._waiting.append((who, stream))
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.pop(0)[1].close()
+            self._changed.notify_all()
+
+    def _from(self, wanted: int) -> list[socket.socket]:
+        """Connections of a number that wait and are not closed at the other end."""
+        gone = [one for one in self._waiting if one[0] == wanted and _is_closed(one[1])]
+        for _, stream in gone:
+            stream.close()
+        self._waiting = [one for one in self._waiting if one not in gone]
+        return [stream for who, stream in self._waiting if who == wanted]
+
+
+def _is_closed(stream: socket.socket) -> bool:
+    try:
+        return not stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def serve(listener: socket.socket, secret: str) -> None:
     """Takes one part after the other.
 
@@ -79,43 +158,16 @@ def serve(listener: socket.socket, secret: str) -> None:
         listener: where the driver and the stage before connect.
         secret: of the chain.
     """
+    entrance = Entrance(listener, secret)
     while True:
         with contextlib.suppress(*BROKEN):
-            driver = accepted(listener, secret, DRIVER, 0, None)
+            driver = entrance.accepted(DRIVER, None)
+            entrance.forget(DRIVER)
             with contextlib.closing(driver):
-                _one_chain(listener, driver, secret)
+                _one_chain(entrance, driver, secret)
 
 
-def accepted(
-    listener: socket.socket, secret: str, wanted: int, own: int, seconds: float | None
-) -> socket.socket:
-    """The next connection from whom it is wanted; strangers are turned away.
-
-    Args:
-        listener: where they connect.
-        secret: of the chain.
-        wanted: number of who is.
-        own: number of who listens.
-        seconds: that it may take; None for as long as it takes.
-
-    Raises:
-        OSError: nobody came in time.
-    """
-    listener.settimeout(seconds)
-    while True:
-        stream, _ = listener.accept()
-        try:
-            stream.settimeout(GREETING_SECONDS)
-            keep_alive(stream)
-            if greet(stream, secret, own) == wanted:
-                stream.settimeout(None)
-                return stream
-        except BROKEN:
-            pass
-        stream.close()
-
-
-def _one_chain(listener: socket.socket, driver: socket.socket, secret: str) -> None:
+def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
     part = _part(receive(driver, most=MOST_BYTES))
     send(driver, {"ready": part.number}, {})
     part.links.append(driver)
@@ -130,7 +182,7 @@ def _one_chain(listener: socket.socket, driver: socket.socket, secret: str) -> N
     try:
         after = _connect(part, secret)
         before = part.number - 1 if part.number else DRIVER
-        came = accepted(listener, secret, before, 0, GREETING_SECONDS)
+        came = entrance.accepted(before, GREETING_SECONDS)
         part.links += [after, came]
         _batches(part, came, after)
     finally:

@@ -1,16 +1,30 @@
-"""The tokenizer of a folder: `tokenizer.json`, and the template of conversations beside it."""
+"""The tokenizer of a folder: `tokenizer.json`, and the template of conversations beside it.
+
+The file is a stranger's, and its reader is native code: it is read, and texts are encoded, in
+processes with limits (`tokenizing.py`, `shardlib.untrusted.confined`). Tokens are decoded here by a
+table of them, where the file's decoder is one of those that write no more than they are given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlib.errors import MissingFileError, MissingPackageError, ModelError
+from shardlib.errors import (
+    ArgumentError,
+    MissingFileError,
+    MissingPackageError,
+    ModelError,
+)
 from shardlib.serving.folders.token_bytes import bytes_of
-from shardlib.serving.sampling.guides import spelt
-from shardlib.untrusted import Limits, fit, printable, read_bytes, read_json
+from shardlib.serving.sampling.guides import check_installed
+from shardlib.untrusted import Limits, read_bytes, read_json
+from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
 from shardlib.untrusted.json_types import Json, JsonMapping
 
 if TYPE_CHECKING:
@@ -19,6 +33,12 @@ if TYPE_CHECKING:
 #: Bytes of a `tokenizer.json`, and of a template, at most.
 MOST_BYTES, TEMPLATE_BYTES = 1 << 27, 1 << 20
 CONFIG = Limits(bytes=1 << 24)
+#: Of one text, and of reading the file.
+LIMITS = ChildLimits(seconds=10.0, memory_bytes=1 << 30, answer_bytes=1 << 28)
+#: Bytes of a token in the table that decodes.
+LONGEST_TOKEN = 1 << 12
+#: In place of a length: there is no such token.
+NONE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +46,21 @@ class FolderText:
     """A tokenizer of Hugging Face; see `shardlib.serving.text.Text`.
 
     Attributes:
-        tokenizer: of the library `tokenizers`.
+        confined: reads the file, see `tokenizing.py`.
+        tokens: as the vocabulary writes them; None where a number has none.
+        table: decodes them; None where only the file's own decoder does.
         ends: tokens that end an answer.
         template: of conversations, in Jinja; None where the folder has none.
         variables: special tokens as the template calls them.
-        file: that the tokenizer was read from; None where there is none.
     """
 
-    tokenizer: Tokenizer
+    confined: Confined = field(repr=False)
+    tokens: Sequence[str | None] = field(repr=False)
+    table: Tokenizer | None = field(default=None, repr=False)
     ends: frozenset[int] = frozenset()
     template: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    file: Path | None = None
+    _idle: list[Fork] = field(default_factory=list[Fork], repr=False)
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Tokens of a text; half of a surrogate pair, which JSON can hold, becomes "?".
@@ -45,17 +68,26 @@ class FolderText:
         Args:
             text: any.
             begin: whether tokens that the model wants in front of every text are put there.
+
+        Raises:
+            ArgumentError: the tokenizer refuses it, or takes too long or too much memory.
         """
-        whole = text.encode("utf-8", "replace").decode()
-        return self.tokenizer.encode(whole, add_special_tokens=begin).ids
+        data = self._call("encode", {"begin": begin}, text.encode("utf-8", "replace"))
+        return [token for (token,) in struct.iter_unpack("<i", data)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special ones.
 
         Args:
             tokens: of the model; those that the tokenizer does not know are passed over.
+
+        Raises:
+            ArgumentError: the tokenizer takes too long or too much memory.
         """
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        if self.table is not None:
+            return self.table.decode(list(tokens), skip_special_tokens=True)
+        data = self._call("decode", {}, struct.pack(f"<{len(tokens)}i", *tokens))
+        return data.decode("utf-8", "replace")
 
     def raw(self, token: int) -> bytes | None:
         """Bytes of a token that may be no text by itself; None where they are not known.
@@ -63,15 +95,32 @@ class FolderText:
         Args:
             token: of the model.
         """
-        return bytes_of(self.tokenizer.id_to_token(token) or "")
+        return bytes_of((self.tokens[token] if token < len(self.tokens) else None) or "")
 
-    def spelling(self) -> list[bytes] | None:
-        """Bytes of each token; None where the file is not known.
+    def spelling(self) -> list[bytes]:
+        """Bytes of each token.
 
         Raises:
+            ArgumentError: they cannot be told.
             MissingPackageError: the library llguidance, which knows them, is not installed.
         """
-        return None if self.file is None else spelt(self.file)
+        check_installed()
+        return [one or b"" for one in _unpacked(self._call("spell", {}, b""))]
+
+    def _call(self, operation: str, header: JsonMapping, body: bytes) -> bytes:
+        try:
+            fork = self._idle.pop()
+        except IndexError:
+            fork = None
+        try:
+            fork = fork or self.confined.fork()
+            data = fork.call(operation, header, body)[1]
+        except RefusedError as error:
+            if fork is not None and not error.ended:
+                self._idle.append(fork)
+            raise ArgumentError(f"the tokenizer refuses this: {error}") from error
+        self._idle.append(fork)
+        return data
 
 
 def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
@@ -85,7 +134,7 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
     Raises:
         MissingPackageError: the library `tokenizers` is not installed.
         MissingFileError: there is no such file.
-        ModelError: it is no tokenizer.
+        ModelError: it is no tokenizer, or takes too long or too much memory.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -93,24 +142,12 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
             f"{folder} has no tokenizer.json\nTry: AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(folder) of the library transformers, which writes one"
         )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingPackageError(
-            "tokenizers of Hugging Face need the library tokenizers\nTry: pip install"
-            " 'shardlib[serve]'"
-        ) from error
-    data = read_bytes(path, "tokenizer", ModelError, limit=MOST_BYTES)
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(
-            f"{path} is no tokenizer ({fit(printable(str(error)), 300)})\nTry: fetch it again"
-        ) from error
+    confined, tokens, table = _read(path)
     about = _settings(folder)
     return FolderText(
-        tokenizer=tokenizer,
-        file=path,
+        confined=confined,
+        tokens=tokens,
+        table=table,
         ends=ends,
         template=_template(folder, about),
         variables={
@@ -119,6 +156,97 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
             if (token := _token(about.get(name))) is not None
         },
     )
+
+
+def spelt(tokenizer: Path) -> list[bytes]:
+    """What the tokens of a Hugging Face tokenizer spell, for `Engine.spell`.
+
+    Args:
+        tokenizer: its file `tokenizer.json`.
+
+    Returns:
+        Bytes of each token; empty for special ones.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ModelError: it is no tokenizer, or takes too long or too much memory.
+        MissingPackageError: tokenizers or llguidance is not there.
+    """
+    confined, tokens, _ = _read(tokenizer)
+    return FolderText(confined=confined, tokens=tokens).spelling()
+
+
+def _read(path: Path) -> tuple[Confined, list[str | None], Tokenizer | None]:
+    """A file in its process, its tokens, and what decodes them here."""
+    if find_spec("tokenizers") is None:
+        raise MissingPackageError(
+            "tokenizers of Hugging Face need the library tokenizers\nTry: pip install"
+            " 'shardlib[serve]'"
+        )
+    data = read_bytes(path, "tokenizer", ModelError, limit=MOST_BYTES)
+    confined = Confined(Path(__file__).with_name("tokenizing.py"), body=data, limits=LIMITS)
+    try:
+        header, packed = confined.about()
+    except RefusedError as error:
+        raise ModelError(f"{path} is no tokenizer ({error})\nTry: fetch it again") from error
+    tokens = [None if one is None else one.decode() for one in _unpacked(packed)]
+    special = header["special"]
+    assert isinstance(special, list)
+    return confined, tokens, _table(tokens, special, header["decoder"])
+
+
+def _table(tokens: list[str | None], special: list[Json], decoder: Json) -> Tokenizer | None:
+    """A tokenizer that has tokens and a decoder, and nothing else of a file; None where there are
+    tokens of one text, or the decoder may write more than it is given.
+    """
+    from tokenizers import Tokenizer
+
+    vocab = {one: token for token, one in enumerate(tokens) if one is not None}
+    several = len(vocab) < sum(one is not None for one in tokens)
+    longest = max((len(one.encode()) for one in vocab), default=0)
+    if several or longest > LONGEST_TOKEN or not _writes_no_more(decoder):
+        return None
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    added = [
+        {"id": one, "content": tokens[one], "special": True, **dict.fromkeys(flags, False)}
+        for one in special
+        if isinstance(one, int) and tokens[one]
+    ]
+    empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
+    whole = {
+        "version": "1.0",
+        **dict.fromkeys(empty),
+        "added_tokens": added,
+        "decoder": decoder,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": ""},
+    }
+    return Tokenizer.from_str(json.dumps(whole))
+
+
+def _writes_no_more(decoder: Json) -> bool:
+    """Whether a decoder is of a kind that writes no more than it is given, but for a space for each
+    token.
+    """
+    match decoder:
+        case None | {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Metaspace" | "WordPiece"}:
+            return True
+        case {"type": "Strip", "stop": 0}:
+            return True
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return len(old) > 0 and len(new.encode()) <= len(old.encode())
+        case {"type": "Sequence", "decoders": [*parts]}:
+            return len(parts) <= 16 and all(map(_writes_no_more, parts))
+    return False
+
+
+def _unpacked(data: bytes) -> Iterator[bytes | None]:
+    """Texts that have their lengths in front of them; see `tokenizing.py`."""
+    place = 0
+    while place < len(data):
+        (size,) = struct.unpack_from("<I", data, place)
+        place += 4
+        yield None if size == NONE else data[place : place + size]
+        place += 0 if size == NONE else size
 
 
 def _settings(folder: Path) -> JsonMapping:

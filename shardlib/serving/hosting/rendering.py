@@ -1,30 +1,23 @@
-"""Renders templates of conversations: one JSON object a line in, one a line out.
+"""Renders templates of conversations: a program of `shardlib.untrusted.confined`.
 
-    python -I rendering.py
-
-A process of its own, with little memory and time, of the standard library and Jinja alone: what a
-checkpoint brings along is code, and the sandbox of Jinja bounds what it reaches, not what it takes.
+Of the standard library and Jinja alone: what a checkpoint brings along is code, and the sandbox of
+Jinja bounds what it reaches, not what it takes.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import resource
-import signal
-import sys
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-#: Bytes of address space, and of the text of a conversation.
-MEMORY, LONGEST = 1 << 29, 1 << 20
-#: Seconds of one conversation.
-SECONDS = 2
+#: Characters of the text of a conversation.
+LONGEST = 1 << 20
 
 
 class Generation(Extension):
@@ -57,40 +50,19 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-def rendered(
-    read: Callable[[str], Template], template: str, variables: Mapping[str, object]
-) -> dict[str, str]:
-    """The text of a conversation, or why there is none.
-
-    Args:
-        read: from a template's text to the template.
-        template: its text.
-        variables: that it finds.
-    """
-    try:
-        text = read(template).render(**variables)
-    except TemplateError as error:
-        return {"error": str(error) or type(error).__name__}
-    except (MemoryError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    if len(text) > LONGEST:
-        return {"error": f"the template writes {len(text)} characters; {LONGEST} are the most"}
-    return {"text": text}
-
-
-def main() -> None:
-    """Renders what comes in, until the end."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
+    """One operation, `render`: {"template", "variables"} -> the text of a conversation."""
+    del given, body
     made = environment()
-    for line in sys.stdin:
-        signal.alarm(SECONDS)  # ends the process, also where nobody waits for it any more
-        given = json.loads(line)
-        found = rendered(made.from_string, given["template"], given["variables"])
-        signal.alarm(0)
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
 
+    def render(header: Mapping[str, Any], body: bytes) -> tuple[Mapping[str, Any], bytes]:
+        del body
+        try:
+            text = made.from_string(header["template"]).render(**header["variables"])
+        except TemplateError as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        if len(text) > LONGEST:
+            raise ValueError(f"the template writes {len(text)} characters; {LONGEST} are the most")
+        return {}, text.encode("utf-8", "replace")
 
-if __name__ == "__main__":
-    main()
+    return {"render": render}, ({}, b"")

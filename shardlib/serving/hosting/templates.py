@@ -1,24 +1,23 @@
 """Conversations as text, by the templates that checkpoints bring along.
 
-They are rendered in a process of its own (`rendering.py`), which ends when it takes more than two
-seconds or half a gigabyte; the next conversation has a new one.
+They are rendered in a process of its own (`rendering.py`), which ends when it takes more than its
+limits allow; the next conversation has a new one.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.text import Text, plain_chat
+from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
 from shardlib.untrusted.json_types import JsonMapping
 
 #: Characters of a template.
 LONGEST = 1 << 17
+LIMITS = ChildLimits(seconds=2.0, memory_bytes=1 << 29)
 
 
 class Renderer:
@@ -34,7 +33,8 @@ class Renderer:
     def __init__(self, text: Text) -> None:
         self._text = text
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._confined = Confined(Path(__file__).with_name("rendering.py"), limits=LIMITS)
+        self._fork: Fork | None = None
         if text.template is not None and len(text.template) > LONGEST:
             raise ArgumentError(
                 f"the template of conversations has {len(text.template)} characters; {LONGEST} are"
@@ -59,45 +59,22 @@ class Renderer:
             "add_generation_prompt": True,
             **({"tools": [dict(one) for one in tools]} if tools else {}),
         }
+        asked = {"template": self._text.template, "variables": variables}
         with self._lock:
-            found = self._asked({"template": self._text.template, "variables": variables})
-        if "error" in found:
-            raise ArgumentError(f"the template of conversations refuses this: {found['error']}")
-        return found["text"]
+            try:
+                self._fork = self._fork or self._confined.fork()
+                return self._fork.call("render", asked)[1].decode()
+            except RefusedError as error:
+                if error.ended:
+                    self._fork = None
+                raise ArgumentError(
+                    f"the template of conversations refuses this: {error}"
+                ) from error
 
     def close(self) -> None:
         """Ends the process, if there is one."""
         with self._lock:
-            self._end()
-
-    def _asked(self, line: Mapping[str, object]) -> dict[str, str]:
-        process = self._process or self._started()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(line) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:
-            answer = ""
-        if not answer:
-            self._end()
-            return {"error": "it takes too long, or too much memory"}
-        return json.loads(answer)
-
-    def _started(self) -> subprocess.Popen[str]:
-        program = Path(__file__).with_name("rendering.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(program)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            env={"PATH": "", "PYTHONIOENCODING": "utf-8"},
-        )
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+            if self._fork is not None:
+                self._fork.close()
+            self._fork = None
+            self._confined.close()

@@ -11,6 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shardlib.serving.http.faults import Fault
 from shardlib.serving.http.settings import Settings
 
+#: What everybody may look at.
+OPEN = frozenset({"/", "/health", "/figures", "/metrics"})
+
 
 class Guard:
     """Lets requests with a token through whose bodies are small and come in time.
@@ -34,7 +37,21 @@ class Guard:
         try:
             headers = dict(scope["headers"])
             state = scope.setdefault("state", {})
+            if b"content-length" in headers and b"transfer-encoding" in headers:
+                raise Fault(
+                    400,
+                    "the request has both content-length and transfer-encoding",
+                    headers={"Connection": "close"},
+                )
             state["salt"] = self._salt(scope["path"], headers.get(b"authorization", b""))
+            if scope["path"] not in OPEN and not state.get("shown", lambda: True)():
+                raise Fault(
+                    503,
+                    f"the server has {self.settings.connections} connections, and no place for"
+                    " another",
+                    code="server_busy",
+                    headers={"Retry-After": "5", "Connection": "close"},
+                )
             self._check_length(headers.get(b"content-length", b"0"))
         except Fault as fault:
             await fault.response(scope, receive, send)
@@ -42,7 +59,7 @@ class Guard:
         await self.app(scope, _Counted(receive, self.settings), send)
 
     def _salt(self, path: str, given: bytes) -> str:
-        if not self._tokens or not path.startswith("/v1"):
+        if not self._tokens or path in OPEN:
             return ""
         scheme, _, token = given.partition(b" ")
         found = [hmac.compare_digest(token.strip(), one) for one in self._tokens]

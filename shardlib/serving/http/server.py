@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -18,24 +20,78 @@ from shardlib.serving.http.settings import Settings
 
 #: Bytes that wait in the system for the reader of a connection, about.
 SEND_BYTES = 1 << 17
+#: Open files of the process that are no connections, at most.
+OTHER_FILES = 512
+
+
+class _Connections:
+    """Connections of a server: strangers, and those that have shown a token.
+
+    Strangers have places of their own. Where they are taken, in all or for one address, the first
+    stranger of the address that has the most is cut off.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._strangers: dict[H11Protocol, str] = {}  # address by connection, the first in front
+        self._known: set[H11Protocol] = set()
+
+    def came(self, one: H11Protocol) -> None:
+        """A connection is there."""
+        address = one.client[0] if one.client else ""
+        self._strangers[one] = address
+        counts = Counter(self._strangers.values())
+        if counts[address] > self._settings.strangers_per_address:
+            self._cut_off(address)
+        elif len(self._strangers) > self._settings.strangers:
+            self._cut_off(counts.most_common(1)[0][0])
+
+    def shown(self, one: H11Protocol) -> bool:
+        """A connection has shown a token; whether there is a place for it."""
+        if one not in self._known and len(self._known) >= self._settings.connections:
+            return False
+        self._strangers.pop(one, None)
+        self._known.add(one)
+        return True
+
+    def gone(self, one: H11Protocol) -> None:
+        """A connection has ended."""
+        self._strangers.pop(one, None)
+        self._known.discard(one)
+
+    def _cut_off(self, address: str) -> None:
+        first = next(one for one, other in self._strangers.items() if other == address)
+        del self._strangers[first]
+        first.transport.abort()
 
 
 def protocol(settings: Settings) -> type[H11Protocol]:
-    """How connections are handled: as uvicorn does, and who sends no head in time is cut off.
+    """How connections are handled: as uvicorn does, within limits; who sends no head in time is cut
+    off.
 
     Args:
         settings: limits.
     """
+    connections = _Connections(settings)
 
     class Limited(H11Protocol):
         def __init__(self, config: uvicorn.Config, *given: object, **named: object) -> None:
             super().__init__(config, *given, **named)  # type: ignore[arg-type]
-            self.app_state = {**self.app_state, "abort": lambda: self.transport.abort()}
+            self.app_state = {
+                **self.app_state,
+                "abort": lambda: self.transport.abort(),
+                "shown": lambda: connections.shown(self),
+            }
             self._seen = 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            connections.came(self)
             self._expect(0)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connections.gone(self)
+            super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             before = self.cycle
@@ -110,6 +166,11 @@ def run(
         at: a socket that listens.
         ready: is called when requests can come.
     """
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.connections + settings.strangers + OTHER_FILES
+    if files < wanted:
+        files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     _server(app, settings, ready or (lambda: None)).run(sockets=[at])
 
 
@@ -153,7 +214,6 @@ def _server(app: FastAPI, settings: Settings, ready: Callable[[], None]) -> uvic
         log_level="warning",
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=settings.connections,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(max(1, settings.drain_seconds)),
     )

@@ -27,7 +27,9 @@ class Settings:
         send_seconds: that one piece of an answer may wait for its reader.
         drain_seconds: that answers have to end in when the server is to stop.
         refresh_seconds: between two looks for newer weights.
-        connections: at a time.
+        connections: at a time, of those that have shown a token.
+        strangers: connections at a time of those that have not.
+        strangers_per_address: of one address.
         answer_seconds: after which an answer ends with what it has; None for as long as it takes.
 
     Raises:
@@ -45,6 +47,8 @@ class Settings:
     drain_seconds: float = 60.0
     refresh_seconds: float = 10.0
     connections: int = 1024
+    strangers: int = 512
+    strangers_per_address: int = 128
     answer_seconds: float | None = None
 
     def __post_init__(self) -> None:

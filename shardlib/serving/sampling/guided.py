@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from multiprocessing import connection
 
 import numpy as np
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.sampling.guides import Guide, Guides
-from shardlib.serving.scheduling.requests import BROKEN, STOP, Asked, Request
+from shardlib.serving.scheduling.requests import BROKEN, LENGTH, STOP, Asked, Request
 from shardlib.serving.scheduling.schedule import Share
+
+#: Seconds that a step waits for masks after guesses.
+GUESS_SECONDS = 0.02
 
 
 class Guided:
@@ -47,21 +52,48 @@ class Guided:
         self._guided[request] = guide
         return request
 
+    def settled(self, seconds: float) -> list[tuple[Request, str]]:
+        """Requests that end as their forms say, and why. Those whose masks are late sit out the
+        next step.
+
+        Args:
+            seconds: that masks are waited for.
+        """
+        ended = [request for request in self._guided if request.ended is not None]
+        for request in ended:
+            self._guided.pop(request).close()
+        self._wait(self._guided.values(), lambda guide: guide.late, seconds)
+        why = dict[Request, str]()
+        for request, guide in self._guided.items():
+            request.late = guide.late
+            if guide.form.ended or guide.failure:
+                why[request] = BROKEN
+            elif not guide.late and (guide.stopped or guide.full):
+                why[request] = STOP if guide.stopped else LENGTH
+        return list(why.items())
+
     def masks(self, shares: Sequence[Share]) -> dict[int, list[np.ndarray]]:
         """Tokens that may come next in the rows of a step, by number of the request.
 
         Args:
             shares: of the step.
         """
-        self._guided = {one: guide for one, guide in self._guided.items() if one.ended is None}
-        return {
-            share.request.number: self._guided[share.request].masks(share.rows, share.drafted)
+        guides = {
+            share: self._guided[share.request]
             for share in shares
             if share.ends and share.request in self._guided
         }
+        for share, guide in guides.items():
+            if share.drafted:
+                guide.guess(share.drafted)
+        self._wait(guides.values(), lambda guide: guide.guessing, GUESS_SECONDS)
+        return {
+            share.request.number: guide.masks(share.rows, share.drafted)
+            for share, guide in guides.items()
+        }
 
-    def took(self, request: Request, token: int) -> None:
-        """A request has taken a token; it ends where none can follow.
+    def took(self, request: Request, token: int) -> bool:
+        """A request has taken a token; whether the row after it may be taken, too.
 
         Args:
             request: any.
@@ -69,6 +101,26 @@ class Guided:
         """
         guide = self._guided.get(request)
         if guide is None or token in request.asked.stop:
-            return
-        if guide.took(token):
-            request.ended = BROKEN if guide.failure else STOP
+            return True
+        if request.ended == LENGTH:  # unless the form says that it is whole
+            request.ended, guide.full = None, True
+        return guide.took(token) and not guide.full
+
+    def ask(self) -> None:
+        """Asks for the masks after all that was taken: they are computed beside everything else."""
+        for request, guide in self._guided.items():
+            if request.ended is None:
+                guide.ask()
+
+    def _wait(
+        self, guides: Collection[Guide], waits: Callable[[Guide], bool], seconds: float
+    ) -> None:
+        until = time.monotonic() + seconds
+        while forms := {one.form for one in guides if waits(one) and not one.form.ended}:
+            for form in forms:
+                form.hear()
+            forms = {one.form for one in guides if waits(one) and not one.form.ended}
+            left = until - time.monotonic()
+            if left <= 0 or not forms:
+                return
+            connection.wait([form.fork for form in forms], left)  # type: ignore[arg-type]

@@ -1,32 +1,42 @@
 """Which tokens may come next, where an answer has a form: masks by llguidance.
 
-A grammar is compiled once, and copied for each answer.
+Forms are a stranger's, and their compiler is native code: each form is compiled in a process of its
+own (`grammars.py`, `shardlib.untrusted.confined`), which then says the masks of all answers that
+have it. A form that takes too much ends its process and its answers, and nothing else. Compiling
+has the lowest priority of the machine, and so have the masks of a form that takes long for them.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import itertools
+import struct
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardlib.errors import ArgumentError, MissingPackageError
 from shardlib.serving.sampling.edits import BITS
 from shardlib.serving.scheduling.forms import Form
+from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
+from shardlib.untrusted.json_types import JsonMapping
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-
-#: Grammars that are kept.
-KEPT = 128
+#: Forms that no answer has and that stay compiled: a process each.
+KEPT = 32
+#: Forms that are compiled at a time.
+LANES = 8
+#: Of a form.
+LIMITS = ChildLimits(seconds=2.0, memory_bytes=1 << 28, stack_bytes=1 << 23)
+#: Seconds of a mask from which on its form has the lowest priority.
+SLOW_SECONDS = 0.005
 
 
 class Guides:
-    """Guides answers of a model.
+    """Guides answers of a model. Forms may be compiled from any thread; guides belong to one.
 
     Args:
         tokens: bytes that each token spells; empty for those that spell none.
@@ -44,158 +54,278 @@ class Guides:
                 f"{len(tokens)} tokens are spelt, of which {sorted(ends)} end an answer; the model"
                 f" has {vocab}, and at least one of those that are spelt ends an answer"
             )
+        check_installed()
         self.ends, self.vocab = frozenset(ends), vocab
-        self._tokenizer = _tokenizer(tokens, sorted(ends))
-        self._grammars: OrderedDict[Form, LLMatcher] = OrderedDict()
+        self._words = -(-vocab // BITS)
+        self._confined = Confined(
+            Path(__file__).with_name("grammars.py"),
+            given={"ends": sorted(ends)},
+            body=b"".join(struct.pack("<I", len(one)) + one for one in tokens),
+            limits=LIMITS,
+        )
+        self._confined.about()
+        self._changed = threading.Condition()
+        self._compiled: OrderedDict[Form, Compiled] = OrderedDict()
+        self._compiling: set[Form] = set()
+        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="forms")
+
+    def compiled(self, form: Form) -> tuple[Future[Compiled], Callable[[], None]]:
+        """A form is compiled beside everything else, and stays so until it is given back.
+
+        Args:
+            form: of answers.
+
+        Returns:
+            What waits for it, and raises ArgumentError where it cannot be compiled or takes too
+            much; and what gives it back.
+        """
+        future = self._threads.submit(self._taken, form)
+
+        def give_back() -> None:
+            future.cancel()
+            future.add_done_callback(self._given_back)
+
+        return future, give_back
+
+    def _given_back(self, future: Future[Compiled]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._leave(future.result())
 
     def guide(self, form: Form) -> Guide:
-        """A guide of one answer.
+        """A guide of one answer, to be closed.
 
         Args:
             form: of it.
 
         Raises:
-            ArgumentError: it cannot be compiled.
+            ArgumentError: it cannot be compiled, or takes too much.
         """
-        if form not in self._grammars:
-            self._grammars[form] = self._compiled(form)
-            if len(self._grammars) > KEPT:
-                self._grammars.popitem(last=False)
-        self._grammars.move_to_end(form)
-        return Guide(self._grammars[form].deep_copy(), -(-self.vocab // BITS))
+        found = self._taken(form)
+        return Guide(found, self._words, lambda: self._leave(found))
 
-    def _compiled(self, form: Form) -> LLMatcher:
-        from llguidance import LLMatcher
-
+    def _taken(self, form: Form) -> Compiled:
+        """A form that is used once more."""
+        with self._changed:
+            self._changed.wait_for(lambda: form not in self._compiling)
+            if (known := self._compiled.get(form)) is not None and not known.ended:
+                known.users += 1
+                self._compiled.move_to_end(form)
+                return known
+            self._compiling.add(form)
+        found: Compiled | None = None
         try:
-            grammar = (
-                LLMatcher.grammar_from_json_schema(
-                    form.text, defaults={"whitespace_flexible": False}
-                )
-                if form.kind == "json"
-                else LLMatcher.grammar_from_lark(form.text)
-                if form.kind == "lark"
-                else LLMatcher.grammar_from_regex(
-                    form.text
-                    if form.kind == "regex"
-                    else "|".join(map(re.escape, json.loads(form.text)))
-                )
-            )
-            made = LLMatcher(self._tokenizer, grammar, log_level=0)
-        except ValueError as error:
-            raise ArgumentError(f"the form of the answer is not usable: {error}") from error
-        first = made.deep_copy()
-        first.compute_bitmask()  # what no answer meets is found where the first token is looked for
-        for one in (made, first):
-            if one.is_error():
-                said = one.get_error()[:500] or "no answer has it"
-                raise ArgumentError(f"the form of the answer is not usable: {said}")
-        return made
+            found = _compile(self._confined, form)
+            return found
+        finally:
+            with self._changed:
+                self._compiling.discard(form)
+                if found is not None:
+                    self._compiled[form] = found
+                self._changed.notify_all()
+
+    def _leave(self, one: Compiled) -> None:
+        """A form is used once less; of those that nobody uses the newest stay."""
+        with self._changed:
+            one.users -= 1
+            idle = [form for form, other in self._compiled.items() if not other.users]
+            gone = [self._compiled.pop(form) for form in idle[: max(len(idle) - KEPT, 0)]]
+            if not one.users and all(one is not other for other in self._compiled.values()):
+                gone.append(one)
+        for other in gone:
+            other.fork.close()
+
+
+class Compiled:
+    """A form in its process.
+
+    Args:
+        fork: the process.
+        first: mask of the first token.
+        slow: whether it has taken long for that.
+    """
+
+    def __init__(self, fork: Fork, first: bytes, *, slow: bool) -> None:
+        self.fork, self.first, self.slow = fork, first, slow
+        self.users, self.ended = 1, False
+        self._answers: dict[int, Guide] = {}
+        self._serials = itertools.count()
+
+    def send(self, operation: str, answer: int, tokens: Sequence[int] = ()) -> int:
+        """Asks for something; returns the serial number of what will be answered.
+
+        Args:
+            operation: of `grammars.py`.
+            answer: number of it.
+            tokens: of it.
+        """
+        serial = next(self._serials)
+        header = {"answer": answer, "tokens": list(tokens), "serial": serial}
+        if not self.ended:
+            try:
+                self.fork.send(operation, header, background=self.slow)
+            except RefusedError:
+                self.ended = True
+        return serial
+
+    def begin(self, guide: Guide) -> int:
+        """One more answer; returns its number."""
+        number = next(self._serials)
+        self._answers[number] = guide
+        self.send("begin", number)
+        return number
+
+    def end(self, number: int) -> None:
+        """One answer less."""
+        self.send("end", number)
+        del self._answers[number]
+
+    def hear(self) -> None:
+        """Gives what has come in to those who wait for it; waits for nothing."""
+        while not self.ended:
+            try:
+                found = self.fork.receive(0.0, wait=False)
+            except RefusedError:  # also a refusal: the library may be in any state
+                self.ended = True
+                return
+            if found is None:
+                return
+            match found[0]:
+                case {"answer": int(answer), "serial": int(serial), "seconds": float(seconds)}:
+                    self.slow = seconds > SLOW_SECONDS
+                case _:
+                    self.ended = True
+                    return
+            if answer in self._answers:
+                self._answers[answer].hear(serial, *found)
 
 
 class Guide:
     """Which tokens may come next in one answer.
 
     Args:
-        matcher: of its form.
+        form: of it.
         words: of a mask.
+        left: is called when it is closed.
+
+    Attributes:
+        stopped: whether no token can follow, as far as was heard.
+        failure: why the answer cannot go on; empty where it can.
+        full: whether the answer has all tokens that it may have.
     """
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher, self._words = matcher, words
+    def __init__(self, form: Compiled, words: int, left: Callable[[], None]) -> None:
+        self.form, self.stopped, self.failure, self.full = form, False, "", False
+        self._words, self._left = words, left
+        self._mask: bytes | None = form.first  # of the next token; None until it comes
+        self._after: list[bytes] = []  # masks after guesses; empty where none can follow
+        self._taken: list[int] = []
+        self._serial = -1
+        self._number = form.begin(self)
 
     @property
-    def failure(self) -> str:
-        """Why it cannot go on; empty where it can."""
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+    def late(self) -> bool:
+        """Whether the mask of the next token is not there yet."""
+        return self._mask is None
 
     def masks(self, rows: int, drafted: Sequence[int]) -> list[np.ndarray]:
-        """Masks of the rows of a step, uint32 [W].
+        """Masks of the rows of a step, uint32 [W], as far as they are known.
 
         Args:
-            rows: of them; those in front of the choices may have any token.
-            drafted: tokens that are guessed, before the choices but the first.
+            rows: of it; those in front of the choices may have any token.
+            drafted: tokens that are guessed, before the choices but the first; see `guess`.
         """
-        found = [self._any() for _ in range(rows - 1 - len(drafted))]
-        done = 0
-        for guess in (*drafted, None):
-            found.append(self._mask())
-            if guess is None or self._matcher.try_consume_tokens([guess]) != 1:
-                break
-            done += 1
-        if done:
-            self._matcher.rollback(done)
-        return [*found, *(self._any() for _ in range(rows - len(found)))]
+        assert self._mask is not None
+        known = [self._mask, *(one for one in self._after if one)]
+        masks = [self._any() for _ in range(rows - 1 - len(drafted))]
+        masks += [self._array(one) for one in known[: 1 + len(drafted)]]
+        return [*masks, *(self._any() for _ in range(rows - len(masks)))]
+
+    def guess(self, drafted: Sequence[int]) -> None:
+        """Asks for the masks after tokens that may come; rows without one are not taken.
+
+        Args:
+            drafted: the tokens.
+        """
+        self._serial = self.form.send("guess", self._number, drafted)
+
+    @property
+    def guessing(self) -> bool:
+        """Whether the masks after guesses have not come yet."""
+        return self._serial >= 0 and self._mask is not None
 
     def took(self, token: int) -> bool:
-        """The answer has one more token; whether it is whole, so that none can follow.
+        """The answer has one more token; whether the row after it may be taken, too.
 
         Args:
             token: one that the mask allows.
         """
-        self._matcher.consume_token(token)
-        return self._matcher.is_stopped()
+        self._taken.append(token)
+        after = self._after[len(self._taken) - 1 : len(self._taken)]
+        return bool(after and after[0])
+
+    def ask(self) -> None:
+        """Asks for the mask after what was taken, if anything was."""
+        if self._taken:
+            self._mask, self._after = None, []
+            self._serial = self.form.send("take", self._number, self._taken)
+            self._taken = []
+
+    def hear(self, serial: int, header: JsonMapping, body: bytes) -> None:
+        """What the process of the form says.
+
+        Args:
+            serial: of what was asked; other answers are too late.
+            header: see `grammars.py`.
+            body: masks.
+        """
+        size = len(self.form.first)
+        if serial != self._serial:
+            return
+        self._serial = -1
+        if len(body) % size or (self._mask is None and len(body) > size):
+            self.form.ended = True
+        elif self._mask is not None:
+            self._after = [body[k : k + size] for k in range(0, len(body), size)]
+        else:
+            self._mask = body
+            self.stopped, self.failure = not body, str(header.get("failure", ""))
+
+    def close(self) -> None:
+        """The answer has ended."""
+        self.form.end(self._number)
+        self._left()
 
     def _any(self) -> np.ndarray:
         return np.full(self._words, 0xFFFFFFFF, np.uint32)
 
-    def _mask(self) -> np.ndarray:
+    def _array(self, data: bytes) -> np.ndarray:
         mask = np.zeros(self._words, np.uint32)
-        found = np.frombuffer(self._matcher.compute_bitmask(), "<u4")
-        mask[: len(found)] = found[: self._words]
+        known = np.frombuffer(data, "<u4")
+        mask[: len(known)] = known[: self._words]
         return mask
 
 
-def spelt(tokenizer: Path) -> list[bytes]:
-    """What the tokens of a Hugging Face tokenizer spell, for `Engine.spell`.
-
-    Args:
-        tokenizer: its file `tokenizer.json`.
-
-    Returns:
-        Bytes of each token; empty for special ones.
-
-    Raises:
-        ArgumentError: the file cannot be read.
-        MissingPackageError: llguidance is not there.
-    """
-    made = _package()[0]
-    try:
-        found = made(tokenizer.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{tokenizer} is no tokenizer that can be read: {error}") from error
-    return [
-        b"" if found.is_special_token(token) else found.decode_bytes([token])
-        for token in range(found.vocab_size)
-    ]
-
-
-def _tokenizer(tokens: Sequence[bytes], ends: list[int]) -> LLTokenizer:
-    tokenizer, wrapper = _package()
-
-    class Spelt:
-        """Tokens as llguidance wants them; texts are never split by it here."""
-
-        eos_token_id, bos_token_id = ends[0], None
-        special_token_ids = ends
-
-        def __init__(self) -> None:
-            self.tokens = list(tokens)
-            self._bytes = {one[0]: at for at, one in enumerate(tokens) if len(one) == 1}
-
-        def __call__(self, text: bytes | str) -> list[int]:
-            whole = text.encode() if isinstance(text, str) else text
-            return [self._bytes[byte] for byte in whole if byte in self._bytes]
-
-    return tokenizer(wrapper(Spelt()), n_vocab=len(tokens), eos_token=ends)
-
-
-def _package() -> tuple[type[LLTokenizer], type[TokenizerWrapper]]:
-    try:
-        from llguidance import LLTokenizer, TokenizerWrapper
-    except ImportError as error:
+def check_installed() -> None:
+    """Raises MissingPackageError where llguidance is not there."""
+    if find_spec("llguidance") is None:
         raise MissingPackageError(
             "the form of an answer needs the package llguidance\nTry: pip install"
             " 'shardlib[structured]'"
-        ) from error
-    return LLTokenizer, TokenizerWrapper
+        )
+
+
+def _compile(confined: Confined, form: Form) -> Compiled:
+    fork: Fork | None = None
+    try:
+        fork = confined.fork()
+        header, first = fork.call(
+            "compile", {"kind": form.kind}, form.text.encode("utf-8", "replace"), background=True
+        )
+        if not first or len(first) % 4:
+            raise RefusedError("no answer has it")
+        seconds = header.get("seconds")
+        return Compiled(fork, first, slow=not isinstance(seconds, float) or seconds > SLOW_SECONDS)
+    except RefusedError as error:
+        if fork is not None:
+            fork.close()
+        raise ArgumentError(f"the form of the answer is not usable: {error}") from error

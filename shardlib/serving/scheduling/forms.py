@@ -63,7 +63,7 @@ class Form:
         """
         try:
             return cls(kind="json", text=json.dumps(schema, allow_nan=False))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"the schema is no JSON: {error}") from error
 
     @classmethod
@@ -97,7 +97,7 @@ class Form:
 def _texts(text: str) -> bool:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return (
         isinstance(found, list)

@@ -122,6 +122,7 @@ class Request:
         reused: tokens of the prompt that another request had computed.
         ended: why; None while it goes on.
         cancelled: whether it is to end before the next step.
+        late: whether the tokens that its form allows next are not known yet; it sits out a step.
     """
 
     number: int
@@ -135,6 +136,7 @@ class Request:
     reused: int = 0
     ended: str | None = None
     cancelled: bool = False
+    late: bool = False
 
     @property
     def logprobs(self) -> list[float]:

@@ -116,7 +116,8 @@ class Schedule:
         self._end_cancelled()
         self._admit()
         shares: dict[int, Share] = {}
-        running = sorted(self.running, key=lambda one: (one.waiting > 1, self._order(one)))
+        ready = [one for one in self.running if not one.late]
+        running = sorted(ready, key=lambda one: (one.waiting > 1, self._order(one)))
         left, rows = self.budget, self.rows - len(running)
         waits = sum(one.waiting == 1 for one in running)
         prompts = len(running) - waits

@@ -12,8 +12,11 @@ again; whoever reads takes the last line of each step, so the file is never rewr
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +47,21 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends records to a file; a line that a killed process left unfinished is ended first."""
+    """Appends records to a file; a line that a killed process left unfinished is ended first.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        own: whether it has to be a file of one name, in its own place: what a folder of a stranger
+            links to is somebody else's.
+
+    Raises:
+        OSError: it cannot be opened, or is not of its own.
+    """
+
+    def __init__(self, path: Path, *, own: bool = False) -> None:
+        opener = _opened_own if own else None
+        self._file = open(path, "a", encoding="utf-8", opener=opener)  # noqa: SIM115
         torn = _torn(path)
-        self._file = path.open("a", encoding="utf-8")
         if torn:
             self._file.write("\n")
 
@@ -208,6 +221,16 @@ def number(record: JsonMapping, name: str) -> float:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
     except OverflowError:
         return 0.0
+
+
+def _opened_own(path: str, flags: int) -> int:
+    """Opens a regular file of one name that is no link."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    found = os.fstat(file)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return file
+    os.close(file)
+    raise OSError(errno.EEXIST, "it is a link, or no regular file", path)
 
 
 def _torn(path: Path) -> bool:

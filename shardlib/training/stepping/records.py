@@ -72,10 +72,10 @@ class Records:
         if rank():
             return
         run = LoggedRun(folder=None if folder is None else folder.path, step=step, words=words)
-        opened = [] if folder is None else [JsonLines(folder.metrics)]
         try:
-            for sink in opened:
-                self._sinks.append(stack.enter_context(contextlib.closing(sink)))
+            if folder is not None:
+                lines = JsonLines(folder.metrics, own=True)
+                self._sinks.append(stack.enter_context(contextlib.closing(lines)))
             for logger in loggers:
                 sink = logger.open(run)
                 if sink is not None:

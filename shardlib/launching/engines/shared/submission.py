@@ -7,6 +7,7 @@ submitting is the same for all engines.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -15,7 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardlib.errors import LaunchError, MissingPackageError
+from shardlib.errors import LaunchError, MissingPackageError, raise_all
+from shardlib.untrusted.shown import bounded, printable, shown
+
+#: What no script and no command can have: NUL, and bytes that are no UTF-8, as Python reads them.
+NO_TEXT = re.compile("[\\0\\ud800-\\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,23 @@ class Submission:
     later: tuple[tuple[str, tuple[str, ...]], ...] = ()
     secrets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        texts = [(name, text) for name, text in self.files.items()]
+        texts += [("a command", shlex.join(words)) for words in self.commands]
+        failures = [
+            f"{name} would have the line {shown(line, 200)}"
+            for name, text in texts
+            for line in text.split("\n")
+            if NO_TEXT.search(line)
+        ]
+        if failures:
+            raise_all(
+                LaunchError,
+                f"{self.engine} cannot be given NUL, or what is no UTF-8",
+                bounded(failures),
+                hint="other options",
+            )
 
     def __str__(self) -> str:
         parts = [f"# {name}\n{text.rstrip()}\n" for name, text in self.files.items()]
@@ -68,9 +90,10 @@ def _write_all(files: Mapping[str, str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             _write(folder / name, text)
-    except OSError as failure:
+    except (OSError, ValueError) as failure:  # a name that no file can have is a ValueError
+        why = (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
         raise LaunchError(
-            f"the files of the submission cannot be written into {folder}: {failure.strerror}"
+            f"the files of the submission cannot be written into {printable(str(folder))}: {why}"
             "\nTry: --out with another folder"
         ) from failure
 
@@ -116,7 +139,7 @@ def submit(submission: Submission, folder: Path) -> str:
             raise LaunchError(
                 f"{submission.engine} did not take the job: {shlex.join(words)} ended with code"
                 f" {done.returncode}\n{(done.stderr or done.stdout).strip()}\nTry: what was written"
-                f" is in {folder}; mend it there, or see it with --dry-run"
+                f" is in {printable(str(folder))}; mend it there, or see it with --dry-run"
             )
         said.append(done.stdout.strip())
     return "\n".join(filter(None, said))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serving.http.asking.prompts import encoded
 from shardlib.serving.http.asking.tools import knows_tools
 from shardlib.serving.http.bodies.chat import Chat
 from shardlib.serving.http.bodies.messages import Call, Message, Part
@@ -32,9 +33,8 @@ async def conversation(body: Chat, deployed: Deployment) -> list[int]:
         text = await asyncio.to_thread(deployed.renderer, messages, tools)
     except ArgumentError as error:
         raise Fault(400, str(error), code="invalid_value", param="messages") from error
-    return await asyncio.to_thread(
-        deployed.served.text.encode, text, begin=deployed.served.text.template is None
-    )
+    begin = deployed.served.text.template is None
+    return await encoded(text, deployed, name="messages", begin=begin)
 
 
 def _written(number: int, message: Message, known: bool) -> JsonObject:

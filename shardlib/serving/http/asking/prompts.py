@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http.asking.checks import fault, refuse_unknown
 
@@ -25,7 +26,7 @@ async def tokens_of(
     found: list[list[int]] = []
     for one in prompts:
         if isinstance(one, str):
-            tokens = await asyncio.to_thread(deployed.served.text.encode, one)
+            tokens = await encoded(one, deployed, name=name)
         else:
             tokens = list(one)
         if not tokens:
@@ -33,3 +34,21 @@ async def tokens_of(
         refuse_unknown(name, tokens, deployed)
         found.append(tokens)
     return found
+
+
+async def encoded(text: str, deployed: Deployment, *, name: str, begin: bool = True) -> list[int]:
+    """Tokens of a text, beside the event loop.
+
+    Args:
+        text: of a body.
+        deployed: the model that it is for.
+        name: of the field.
+        begin: see `Text.encode`.
+
+    Raises:
+        Fault: 400; the tokenizer refuses it.
+    """
+    try:
+        return await asyncio.to_thread(deployed.served.text.encode, text, begin=begin)
+    except ArgumentError as error:
+        raise fault(name, str(error)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -69,6 +71,30 @@ def asked_of(
     except ArgumentError as error:
         raise Fault(400, str(error), code="invalid_value") from error
     return found
+
+
+async def compile_form(
+    asked: Sequence[Asked], deployed: Deployment, held: contextlib.ExitStack
+) -> None:
+    """Has the form of answers compiled, beside the event loop and the engine.
+
+    Args:
+        asked: answers of one form, or of none.
+        deployed: the model.
+        held: the form stays compiled until its end.
+
+    Raises:
+        Fault: 400; it cannot be compiled, or takes too much.
+    """
+    form, guides = asked[0].form, deployed.worker.engine.guides
+    if form is None or guides is None:
+        return
+    future, give_back = guides.compiled(form)
+    held.callback(give_back)
+    try:
+        await asyncio.wrap_future(future)
+    except ArgumentError as error:
+        raise Fault(400, str(error), code="invalid_value") from error
 
 
 def _most(body: Choosing, size: int, deployed: Deployment) -> int:

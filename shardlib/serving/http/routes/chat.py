@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from shardlib.serving.http.asking.checks import refuse_unserved
 from shardlib.serving.http.asking.conversations import conversation
-from shardlib.serving.http.asking.requests import asked_of
+from shardlib.serving.http.asking.requests import asked_of, compile_form
 from shardlib.serving.http.asking.tools import reader_of, refuse_tools
 from shardlib.serving.http.bodies.chat import Chat
 from shardlib.serving.http.catalog import Catalog
@@ -35,11 +35,13 @@ def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
         refuse_tools(body, deployed)
         with places(deployed, body.answers, settings) as held:
             prompt = await conversation(body, deployed)
+            asked = asked_of(
+                body, [prompt], named, salt=http.state.salt, seconds=settings.answer_seconds
+            )
+            await compile_form(asked, deployed, held)
             reply = Reply(
                 named=named,
-                asked=asked_of(
-                    body, [prompt], named, salt=http.state.salt, seconds=settings.answer_seconds
-                ),
+                asked=asked,
                 shape=CHAT,
                 listed=body.listed,
                 stops=body.stops,

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from shardlib.serving.http.asking.checks import refuse_unserved
 from shardlib.serving.http.asking.prompts import tokens_of
-from shardlib.serving.http.asking.requests import asked_of
+from shardlib.serving.http.asking.requests import asked_of, compile_form
 from shardlib.serving.http.bodies.completion import Completion
 from shardlib.serving.http.catalog import Catalog
 from shardlib.serving.http.replies.heads import Usage
@@ -33,11 +33,13 @@ def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
         refuse_unserved(body)
         with places(deployed, len(body.prompt) * body.answers, settings) as held:
             prompts = await tokens_of(body.prompt, deployed)
+            asked = asked_of(
+                body, prompts, named, salt=http.state.salt, seconds=settings.answer_seconds
+            )
+            await compile_form(asked, deployed, held)
             reply = Reply(
                 named=named,
-                asked=asked_of(
-                    body, prompts, named, salt=http.state.salt, seconds=settings.answer_seconds
-                ),
+                asked=asked,
                 shape=COMPLETION,
                 listed=body.listed,
                 stops=body.stops,

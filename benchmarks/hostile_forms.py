@@ -1,0 +1,208 @@
+"""Do others notice forms of answers that are meant to end a server, or to keep it busy?
+
+    python benchmarks/hostile_forms.py
+
+A process of `shardlib serve` has a small decoder. Clients ask it for plain answers, one after the
+other, while others send forms: chains of definitions and rules that overflow their compiler,
+expressions and grammars that never end, texts of half a megabyte. Windows with hostile forms and
+without them take turns in one run, until all forms were sent, each another one. The ratio of the
+99th percentiles of the plain requests is to be at most 1.5, and the server answers at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import httpx2
+import numpy as np
+
+from benchmarks.environment import RESULTS, write
+
+CARD = """
+name = "small"
+vocab_size = 256
+layers = 4
+embed = 256
+heads = 4
+kv_heads = 4
+head_dim = 64
+mlp = 1024
+max_seq = 512
+compute_dtype = "float32"
+"""
+FORMS, CLIENTS, ATTACKERS = 1000, 3, 4
+#: Seconds of a window; those at the begin of a quiet one in which the last forms end.
+WINDOW, SETTLE = 15.0, 3.0
+
+
+def _definitions(k: int) -> dict[str, Any]:
+    n = 900 + k % 200
+    inner = {
+        f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}}
+        for i in range(n)
+    }
+    return {"json": {"$defs": {**inner, f"a{n}": {"const": k}}, "$ref": "#/$defs/a0"}}
+
+
+def _rules(k: int) -> dict[str, Any]:
+    rules = "\n".join(f'r{i}: r{i + 1} | "{k}"' for i in range(5000))
+    return {"grammar": f'start: r0\n{rules}\nr5000: "y"'}
+
+
+def _deep(k: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"const": k}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    return {"json": schema}
+
+
+def _long_texts(k: int) -> dict[str, Any]:
+    return {"choice": ["a" * 300_000 + str(k), "a" * 300_000 + "b"]}
+
+
+def _alternatives(k: int) -> dict[str, Any]:
+    return {"regex": "|".join(f"w{k}x{i}" for i in range(40_000))}
+
+
+#: Each with its share of a hundred forms; those in front end their process within milliseconds.
+HOSTILE: Sequence[tuple[int, Callable[[int], dict[str, Any]]]] = (
+    (18, _definitions),
+    (18, _rules),
+    (12, _deep),
+    (12, lambda k: {"regex": "(" * 1000 + f"a{k}" + ")*" * 1000}),
+    (8, lambda k: {"regex": "(((a{1,100}){1,100}){1,100}){1,10" + str(k) + "}"}),
+    (8, lambda k: {"regex": f"{k}.*a.{{200}}b.*c.{{300}}d.*"}),
+    (6, lambda k: {"grammar": f'start: e\ne: e e e e e | "{k}" | ""'}),
+    (6, lambda k: {"grammar": f"start: A & B\nA: /.*a.{{30}}{k}/\nB: /.*b.{{31}}/"}),
+    (4, lambda k: {"json": {"type": "string", "minLength": 10**9 + k}}),
+    (4, lambda k: {"json": {"enum": [f"w{k}-{i}" for i in range(30_000)]}}),
+    (2, _long_texts),
+    (2, _alternatives),
+)
+
+
+def forms(count: int, seed: int) -> list[dict[str, Any]]:
+    """Forms in a drawn order.
+
+    Args:
+        count: of them.
+        seed: of the order.
+    """
+    kinds = [make for share, make in HOSTILE for _ in range(share)]
+    order = np.random.default_rng(seed).permutation(count)
+    return [kinds[k % len(kinds)](k) for k in order.tolist()]
+
+
+def run(url: str, count: int, window: float, seed: int = 0) -> dict[str, Any]:
+    """Sends forms and plain requests; returns figures.
+
+    Args:
+        url: of the server.
+        count: of forms.
+        window: seconds of each window.
+        seed: of the order of the forms.
+    """
+    left, lock = forms(count, seed), threading.Lock()
+    attacking, ended = threading.Event(), threading.Event()
+    seconds: dict[str, list[float]] = {"quiet": [], "hostile": []}
+    said: Counter[str] = Counter()
+    quiet_since = [time.monotonic()]
+
+    def attack() -> None:
+        with httpx2.Client(base_url=url, timeout=120) as client:
+            while not ended.is_set():
+                if not attacking.wait(0.2):
+                    continue
+                with lock:
+                    if not left:
+                        return
+                    form = left.pop()
+                body = {"prompt": "x", "max_tokens": 8, "structured_outputs": form}
+                status = client.post("/v1/completions", json=body).status_code
+                with lock:
+                    said[str(status)] += 1
+
+    def ask(number: int) -> None:
+        with httpx2.Client(base_url=url, timeout=120) as client:
+            while not ended.is_set():
+                begun, hostile = time.monotonic(), attacking.is_set()
+                body = {"prompt": f"request {number}", "max_tokens": 16, "temperature": 0}
+                found = client.post("/v1/completions", json=body)
+                assert found.status_code == 200, found.text
+                took = time.monotonic() - begun
+                if hostile == attacking.is_set() and (hostile or begun - quiet_since[0] > SETTLE):
+                    seconds["hostile" if hostile else "quiet"].append(took)
+
+    threads = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
+    threads += [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
+    for one in threads:
+        one.start()
+    while sum(said.values()) < count:
+        time.sleep(SETTLE + window)
+        attacking.set()
+        until = time.monotonic() + window
+        while time.monotonic() < until and sum(said.values()) < count:
+            time.sleep(0.1)
+        attacking.clear()
+        quiet_since[0] = time.monotonic()
+    ended.set()
+    for one in threads:
+        one.join()
+    health = httpx2.get(f"{url}/health").json()
+    p50 = {name: float(np.percentile(all_of, 50)) for name, all_of in seconds.items()}
+    p99 = {name: float(np.percentile(all_of, 99)) for name, all_of in seconds.items()}
+    return {
+        "forms": count,
+        "statuses": dict(said),
+        "health": health["status"],
+        "requests": {name: len(all_of) for name, all_of in seconds.items()},
+        "p50_seconds": p50,
+        "p99_seconds": p99,
+        "slowest_seconds": {name: max(all_of) for name, all_of in seconds.items()},
+        "ratio_p50": p50["hostile"] / p50["quiet"],
+        "ratio_p99": p99["hostile"] / p99["quiet"],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs, and writes what was found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--forms", type=int, default=FORMS)
+    parser.add_argument("--window", type=float, default=WINDOW, help="seconds")
+    parser.add_argument("--out", type=Path, default=RESULTS / "hostile_forms.json")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        card = Path(folder) / "small.toml"
+        card.write_text(CARD)
+        words = ["serve", str(card), "--port", "0", "--slots", "8", "--longest", "256", "--json"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardlib", *words], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        try:
+            url = json.loads(process.stdout.readline())["url"].removesuffix("/v1")
+            result = run(url, options.forms, options.window)
+        finally:
+            process.terminate()
+            code = process.wait(120)
+    result["exit_code"] = code
+    write(options.out, result, quiet=True)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The process of `confined.py`: prepares a program, and forks for each piece of work.
+
+    python -I confined_child.py PROGRAM.py          (its input is a socket)
+
+Of the standard library alone. Limits are the system's: they end the process whatever its libraries
+do.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_LENGTHS = struct.Struct("<II")
+Operation = Callable[[Mapping[str, Any], bytes], "tuple[Mapping[str, Any], bytes] | None"]
+
+
+def _exactly(stream: socket.socket, count: int) -> bytes:
+    """So many bytes; the process ends where the other end is closed."""
+    chunks, left = list[bytes](), count
+    while left:
+        chunk = stream.recv(min(left, 1 << 20))
+        if not chunk:
+            os._exit(0)
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
+
+
+def _read(stream: socket.socket) -> tuple[dict[str, Any], bytes]:
+    header, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size))
+    return json.loads(_exactly(stream, header)), _exactly(stream, body)
+
+
+def _write(stream: socket.socket, header: Mapping[str, Any], body: bytes = b"") -> None:
+    text = json.dumps(dict(header)).encode()
+    try:
+        stream.sendall(_LENGTHS.pack(len(text), len(body)) + text)
+        stream.sendall(body)
+    except OSError:
+        os._exit(0)
+
+
+def _lower(what: int, soft: int) -> None:
+    """A limit of the system, where a lower one is not in force."""
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _limit_memory(beyond: int) -> None:
+    """Address space may grow by so much."""
+    try:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:  # only Linux holds a process to it
+        return
+    _lower(resource.RLIMIT_AS, now + beyond)
+
+
+def _limit_time(seconds: float, wall_seconds: float) -> None:
+    """The system ends the process after so many seconds of computation, or by the clock."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+
+
+def _answer(call: Callable[[], Any]) -> Any:
+    """What a call returns, or why not: libraries raise what is no `Exception`, too."""
+    try:
+        return call()
+    except BaseException as error:
+        said = str(error)[:2000].encode("utf-8", "replace").decode()
+        kind = "" if isinstance(error, ValueError) and said else f"{type(error).__name__}: "
+        return {"refused": f"{kind}{said}"}, b""
+
+
+def _low_priority(call: Callable[[], Any]) -> Any:
+    """A call in a thread that yields to every other one of the machine."""
+    found = list[Any]()
+
+    def run() -> None:
+        if sys.platform == "linux":  # of a thread there, of the process elsewhere
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        found.append(_answer(call))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else ({"refused": "its thread has ended"}, b"")
+
+
+def _serve(
+    stream: socket.socket, operations: Mapping[str, Operation], settings: dict[str, Any]
+) -> None:
+    """One call after the other, within limits."""
+    _lower(resource.RLIMIT_STACK, settings["stack_bytes"])
+    threading.stack_size(settings["stack_bytes"])
+    _limit_memory(settings["memory_bytes"] + settings["stack_bytes"])
+    while True:
+        header, body = _read(stream)
+        _limit_time(settings["seconds"], settings["wall_seconds"])
+        operation = operations[header["operation"]]
+        run = _low_priority if header["background"] else _answer
+        found = run(lambda call=operation, header=header, body=body: call(header, body))
+        _limit_time(0, 0)
+        if found is not None:
+            _write(stream, *found)
+
+
+def main() -> None:
+    """Prepares, and forks for each socket that comes in."""
+    control = socket.socket(fileno=os.dup(0))
+    settings, body = _read(control)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_time(settings["prepare_seconds"], 10 * settings["prepare_seconds"])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    _lower(resource.RLIMIT_AS, settings["prepare_bytes"])
+    found = _answer(lambda: runpy.run_path(sys.argv[1])["prepare"](settings["given"], body))
+    _limit_time(0, 0)
+    if isinstance(found[0], dict) and "refused" in found[0]:
+        _write(control, *found)
+        return
+    operations, about = found
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    _write(control, *about)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended are forgotten at once
+    gc.collect()
+    gc.freeze()
+    while True:
+        data, files, *_ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        if os.fork() == 0:
+            control.close()
+            os.close(0)
+            _serve(socket.socket(fileno=files[0]), operations, settings)
+        os.close(files[0])
+
+
+if __name__ == "__main__":
+    main()
