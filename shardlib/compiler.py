@@ -117,6 +117,7 @@ def plan(
         "plan",
         loss=loss,
         optimizer=optimizer,
+        batch=batch,
         topology=topology,
         pin=pin,
         name=name,
@@ -207,6 +208,7 @@ def compile(
         "compile",
         loss=loss,
         optimizer=optimizer,
+        batch=batch,
         topology=topology,
         pin=pin,
         name=name,
@@ -306,7 +308,14 @@ def verify(
             " all four, or a Program"
         )
     require_arguments(
-        "verify", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan
+        "verify",
+        loss=loss,
+        optimizer=optimizer,
+        batch=batch,
+        topology=topology,
+        pin=pin,
+        name=name,
+        plan=plan,
     )
     machine = with_compiler(machine_of_plan(topology, plan))
     with activations.no_mesh():

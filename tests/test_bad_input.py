@@ -108,6 +108,11 @@ ARGUMENTS: dict[str, tuple[Any, str, str]] = {
         "3 and no topology",
         'topology="cpu:8", a jax.sharding.Mesh, or a list of devices',
     ),
+    "batch": (
+        64,
+        "64 and no tree of arrays, of which the leading dim is the number of rows",
+        'batch={"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}',
+    ),
     "pin": (["mesh"], "a list and no mapping of decisions", 'pin={"mesh": {"data": 8}}'),
     "name": (3, "3 and no string", 'name="model"'),
     "plan": (

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardlib.cli.app import app
 from shardlib.cli.commands import (
@@ -37,7 +37,7 @@ from shardlib.cli.commands.reports import diff
 from shardlib.cli.commands.serving import bench, edge, exporting, generating, serve
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
-from shardlib.errors import LaunchError, ShardlibError
+from shardlib.errors import ArgumentError, LaunchError, ShardlibError
 
 #: The commands, in the order of the help.
 COMMANDS: Mapping[str, Callable[..., None]] = {
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     words = [word for word in given if word != "--traceback"]
     try:
-        app(words, prog_name="shardlib")
+        code = app(words, prog_name="shardlib", standalone_mode=False)
     except ShardlibError as error:
         if "--traceback" in given:
             raise
@@ -83,6 +83,30 @@ def main(arguments: list[str] | None = None) -> None:
         _end(1 if isinstance(error, LaunchError) and error.again else 2)
     except KeyboardInterrupt:
         _end(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # of click, which typer may have inside of itself
+            raise
+        _report_usage(error, as_json="--json" in words)
+        _end(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report_usage(error: Any, *, as_json: bool) -> None:
+    """Says what is wrong with a command line: what is missing with its description, everything else
+    in the words of the parser.
+    """
+    context, missing = error.ctx, getattr(error, "param", None)
+    if type(error).__name__ == "MissingParameter" and context is not None and missing is not None:
+        option = missing.param_type_name == "option"
+        name = " / ".join(missing.opts) if option else missing.metavar or missing.name.upper()
+        what = (getattr(missing, "help", "") or "").rstrip(".")
+        told = f"{context.info_name} needs {name}: {what}"
+        report(ArgumentError(f"{told}\nTry: {context.command_path} -h"), as_json=as_json)
+        return
+    if as_json:
+        report(ArgumentError(error.format_message()), as_json=True)
+    else:
+        error.show()
 
 
 def _end(code: int) -> NoReturn:

@@ -39,6 +39,11 @@ _KINDS: Mapping[str, Kind] = {
     "loss": (callable, "function", "loss=lambda model, batch: jnp.mean(...)"),
     "evaluation": (callable, "function", "evaluation=lambda model, batch: jnp.mean(...)"),
     "optimizer": (_transformation, "optax transformation", "optimizer=optax.adam(1e-3)"),
+    "batch": (
+        lambda value: not isinstance(value, (bool, int, float, complex, str, bytes)),
+        "tree of arrays, of which the leading dim is the number of rows",
+        'batch={"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}',
+    ),
     "topology": (
         lambda value: isinstance(value, (str, Topology)) or devices_of(value) is not None,
         "topology",

@@ -63,7 +63,13 @@ def scale(
         TopologyError: the topology does not parse, or its family has no machine of that size.
     """
     require_arguments(
-        "scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name
+        "scale",
+        loss=loss,
+        optimizer=optimizer,
+        batch=batch,
+        topology=topology,
+        pin=pin,
+        name=name,
     )
     machines = [of_size(topology, number) for number in devices]
     weak, exchange = callable(batch), exchange_of(None, pin)

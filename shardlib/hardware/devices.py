@@ -73,8 +73,13 @@ def devices_of(value: object) -> list[Any] | None:
     Raises:
         TopologyError: a mesh without devices, or a device twice.
     """
+    if _is_device(value):
+        return [value]
     if hasattr(value, "axis_names"):
-        devices = getattr(value, "devices", None)
+        try:
+            devices: object = getattr(value, "devices")  # noqa: B009
+        except ValueError:  # an abstract mesh says so
+            devices = None
         if not isinstance(devices, np.ndarray):
             raise TopologyError(
                 f"topology is of type {type(value).__name__}, which has no devices\nTry: a"
@@ -85,13 +90,15 @@ def devices_of(value: object) -> list[Any] | None:
         found = list(cast("Sequence[Any]", np.asarray(value, dtype=object).reshape(-1)))
     else:
         return None
-    if not found or not all(
-        hasattr(one, "device_kind") and hasattr(one, "platform") for one in found
-    ):
+    if not found or not all(map(_is_device, found)):
         return None
     if len(set(map(id, found))) < len(found):
         raise TopologyError("topology names a device twice\nTry: every device once")
     return found
+
+
+def _is_device(value: object) -> bool:
+    return hasattr(value, "device_kind") and hasattr(value, "platform")
 
 
 def spelling_of(devices: Sequence[JaxDevice]) -> str:

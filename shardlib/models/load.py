@@ -77,7 +77,10 @@ def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
     if ":" in spec and "/" not in spec:
         return _user_model(spec)
     if "/" in spec and not Path(spec).exists():
-        raise MissingFileError(f"there is no model file or folder {spec}")
+        raise MissingFileError(
+            f"there is no model file or folder {spec}\nTry: a preset (`shardlib models`), a folder"
+            " that `shardlib train --run` or Hugging Face wrote, or a config.json"
+        )
     near = difflib.get_close_matches(spec, PRESETS, 1, 0.5)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     raise ModelError(

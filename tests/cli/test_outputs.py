@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from pathlib import Path
 
@@ -82,3 +83,39 @@ def test_a_submission_into_a_file_is_refused(tmp_path: Path):
         LaunchError, match=r"cannot be written into .*file: File exists\nTry: --out"
     ):
         submit(made, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("plan", "gpt2-small", "--batch", "8", "--seq", "64"),
+            "plan needs --topology / -t: For example 16*h100:8, v5e:16x16, or a .toml file\nTry:"
+            " shardlib plan -h",
+        ),
+        (
+            ("plan", "-t", "h100:8"),
+            "plan needs MODEL: A preset, a Hugging Face config.json, a .toml card, or"
+            " package.module:function\nTry: shardlib plan -h",
+        ),
+        (
+            ("compare", "gpt2-small", "--tokens", "15T", "-t", "h100:8"),
+            "compare needs --deadline: For the whole run\nTry: shardlib compare -h",
+        ),
+        (
+            ("serve", "no/such/folder", "--port", "0"),
+            "there is no model file or folder no/such/folder\nTry: a preset (`shardlib models`), a"
+            " folder that `shardlib train --run` or Hugging Face wrote, or a config.json",
+        ),
+        (
+            ("generate", "no/such/folder", "--prompt", "Once"),
+            "there is no model file or folder no/such/folder\nTry: a preset (`shardlib models`), a"
+            " folder that `shardlib train --run` or Hugging Face wrote, or a config.json",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(shell, words: tuple[str, ...], message: str):
+    assert shell(*words) == (2, "", f"error: {message}\n")
+    if words[0] in ("plan", "compare"):
+        code, out, _ = shell(*words, "--json")
+        assert code == 2 and json.loads(out)["error"]["message"] == message

@@ -60,7 +60,11 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
     ("word", "error", "said"),
     [
         ("nothing", ModelError, "no preset"),
-        ("no/such/place", MissingFileError, "there is no model file or folder"),
+        (
+            "no/such/place",
+            MissingFileError,
+            "there is no model file or folder no/such/place\nTry: a preset",
+        ),
         ("switch-base-8", ModelError, "it is no decoder"),
     ],
 )

@@ -142,3 +142,38 @@ def test_what_is_no_seed_and_no_key_is_told(seed: Any, message: str) -> None:
     with pytest.raises(shardlib.ShardlibError) as caught:
         program.init(seed)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"topology": jax.sharding.AbstractMesh((8,), ("data",))},
+            "topology is of type AbstractMesh, which has no devices\nTry: a jax.sharding.Mesh, or a"
+            ' spelling such as topology="v5e:16x16"',
+        ),
+        (
+            {"topology": ["cpu:8"], "batch": 64},
+            "shardlib.compile_step cannot use its arguments:\n"
+            "  - batch is 64 and no tree of arrays, of which the leading dim is the number of rows\n"
+            "  - topology is a list and no topology\n"
+            'Try: batch={"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}; topology="cpu:8", a'
+            " jax.sharding.Mesh, or a list of devices",
+        ),
+        (
+            {"init": Model},
+            "init cannot be traced: AttributeError: DynamicJaxprTracer has no attribute params\nTry:"
+            " init=lambda key: state, or a state; of an NNX model, lambda key: Model(nnx.Rngs(key))",
+        ),
+    ],
+)
+def test_arguments_of_steps_of_another_kind_are_told(given: dict[str, Any], message: str) -> None:
+    words = {"init": first, "step": step, "batch": ROWS, "topology": "cpu:8", **given}
+    with pytest.raises(shardlib.ShardlibError) as caught:
+        shardlib.compile_step(**words)
+    assert str(caught.value) == message
+
+
+def test_a_device_is_a_machine_of_one() -> None:
+    program = shardlib.compile_step(first, step, ROWS, topology=jax.devices()[3])
+    assert used(program.init()) == {jax.devices()[3]}

@@ -14,6 +14,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
+from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.steps.marked.lowered import lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
@@ -163,6 +164,9 @@ def compile_step(
         raise ArgumentError(
             f"step is {type(step).__name__}; it is a function\nTry: def step(state, batch): ..."
         )
+    require_arguments(
+        "compile_step", batch=batch, topology=topology, pin=pin, name=name, devices=devices
+    )
     first, given, shapes = _state_of(init)
     machine = machine_of(topology)
     traced = trace_step(
@@ -241,10 +245,18 @@ def _state_of(init: InitState) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
         try:
             shapes = jax.eval_shape(made)
         except TypeError:
-            raise TracingError(
-                f"init cannot be traced: {error}\nTry: init=lambda key: state, or a state"
-            ) from error
+            raise _untraced(error) from error
+    except Exception as error:
+        raise _untraced(error) from error
     return lambda _: made(), None, shapes
+
+
+def _untraced(error: Exception) -> TracingError:
+    """Whatever a user's initialiser raises, as an error of ours."""
+    return TracingError(
+        f"init cannot be traced: {type(error).__name__}: {error}\nTry: init=lambda key: state, or a"
+        " state; of an NNX model, lambda key: Model(nnx.Rngs(key))"
+    )
 
 
 def _axes_of(axes: Tree) -> Mapping[str, LogicalAxes]:
