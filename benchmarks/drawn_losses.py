@@ -1,12 +1,13 @@
 """Is the loss of a batch that is worked through in parts the loss of the batch, whatever it is?
 
-    python benchmarks/drawn_losses.py --count 200 --out benchmarks/results/drawn_losses.json
+    python benchmarks/drawn_losses.py --count 200 [--random]
 
 Losses are drawn (`tests/zoo/losses.py`), and for each a plan: a mesh of up to eight simulated
 devices, a ZeRO stage, microbatches, and stages in both forms. Loss and gradients of one step are
 compared with those of plain JAX on one device. Of coupled losses a plan with microbatches must be
-refused, and the plan that shardlib finds by itself must be right. The number that matters: wrong
-results.
+refused, and the plan that shardlib finds by itself must be right. With `--random` the losses draw
+random numbers (`tests/zoo/random_losses.py`): those of the whole batch, or several microbatches are
+refused. The number that matters: wrong results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 import optax
 
 import shardlib
-from tests.zoo import losses
+from tests.zoo import losses, random_losses
 
 BOUND = 1e-5
 MESHES = [
@@ -151,16 +152,57 @@ def case(seed: int) -> dict[str, Any]:
     }
 
 
+def random_case(seed: int) -> dict[str, Any]:
+    """One loss that draws random numbers, under one plan."""
+    rng = random.Random(seed)
+    drawn, pin = random_losses.draw(rng), drawn_pin(rng)
+    while not drawn.layers and ("stage" in pin["mesh"] or "remat" in pin):
+        pin = drawn_pin(rng)
+    row: dict[str, Any] = {"seed": seed, "loss": drawn.name, "pin": pin}
+
+    def compiled(pin: dict[str, Any]) -> shardlib.Program:
+        return shardlib.compile(
+            shardlib.tree(random_losses.params),
+            drawn.loss,
+            gradients_kept(),
+            drawn.batch,
+            batch_axes=drawn.axes,
+            topology="cpu:8",
+            pin=pin,
+        )
+
+    try:
+        program = compiled(pin)
+    except shardlib.PinError as error:
+        if drawn.exact:
+            raise
+        row["refused"] = str(error)[:400]
+        mesh = {axis: size for axis, size in pin["mesh"].items() if axis != "stage"}
+        program = compiled({"mesh": mesh or {"data": 2}})
+    state = program.init(0)
+    params = jax.tree.map(np.asarray, state.params)
+    state, metrics = program.step(state, drawn.batch)
+    wanted = jax.jit(jax.value_and_grad(drawn.loss))(params, drawn.batch)
+    error = apart((metrics["loss"], state.opt_state), wanted)
+    return {
+        **row,
+        "microbatches": program.plan.microbatches,
+        "error": error,
+        "outcome": "right" if error <= BOUND else "wrong",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=200, help="how many losses")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "drawn_losses.json"
-    )
+    parser.add_argument("--random", action="store_true", help="losses that draw random numbers")
+    parser.add_argument("--out", type=Path, help="default: a file in benchmarks/results")
     options = parser.parse_args()
+    name = "random_losses" if options.random else "drawn_losses"
+    options.out = options.out or Path(__file__).parent / "results" / f"{name}.json"
     key = f"jax {jax.__version__}, flax {flax.__version__}"
     stored = json.loads(options.out.read_text()) if options.out.exists() else {}
     rows = {row["seed"]: row for row in stored.get(key, {}).get("rows", [])}
@@ -169,7 +211,7 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         try:
-            rows[seed] = case(seed)
+            rows[seed] = random_case(seed) if options.random else case(seed)
         except Exception as error:
             rows[seed] = {
                 "seed": seed,
@@ -191,7 +233,8 @@ def main() -> None:
             (row.get("error", 0.0) for row in listed if row["outcome"] == "right"), default=0.0
         )
         stored[key] = {
-            "command": f"python benchmarks/drawn_losses.py --count {len(listed)}",
+            "command": f"python benchmarks/drawn_losses.py --count {len(listed)}"
+            + " --random" * options.random,
             "outcomes": outcomes,
             "worst_error_of_right_ones": worst,
             "bound": BOUND,

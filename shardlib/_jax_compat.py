@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: A jaxpr, closed or not: its classes differ from one version to another.
 AnyJaxpr: TypeAlias = Any
+#: Dtypes of fewer than 8 bits.
+SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
 #: The client of JAX's coordination service, which has no public name.
 CoordinationClient: TypeAlias = Any
 
@@ -141,6 +143,37 @@ def compiled_memory(compiled: jax.stages.Compiled, *, offloaded: bool = False) -
         )
         return {**sizes, "peak": min(reported - host, whole)}
     return {**sizes, "peak": reported}
+
+
+def runnable(
+    function: Callable[..., Any],
+    compiled: jax.stages.Compiled,
+    arguments: Any,
+    mesh: Mesh | AbstractMesh,
+) -> Callable[..., Any]:
+    """What runs a compiled function.
+
+    A `Compiled` of JAX 0.10 refuses arrays of fewer than 8 bits that have a sharding: it compares
+    two descriptions of one layout. Called through `jax.jit`, the program that is compiled already
+    runs; JAX 0.12 needs no detour.
+
+    Args:
+        function: by `jax.jit`.
+        compiled: the same, lowered and compiled for the arguments.
+        arguments: abstract, a tree.
+        mesh: of the program.
+    """
+    import jax
+
+    leaves = jax.tree.leaves(arguments)
+    if jax.__version_info__ >= (0, 12) or not any(str(leaf.dtype) in SUB_BYTE for leaf in leaves):
+        return compiled
+
+    def run(*values: Any) -> Any:
+        with in_mesh(mesh):
+            return function(*values)
+
+    return run
 
 
 def in_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:

@@ -29,8 +29,7 @@ from shardlib.report import Finding
 #: unpacked on CPU.
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
-    "int4": 1,
-    "uint4": 1,
+    **dict.fromkeys(("int1", "uint1", "int2", "uint2", "int4", "uint4"), 1),
     "int8": 1,
     "uint8": 1,
     "int16": 2,

@@ -33,12 +33,14 @@ class Dependence:
         where: the operation and the line of the source where they meet.
         notes: what is computed in every part by itself although the rows meet in it, by the
             function's own declaration: "balance".
+        fixed: whether the rows are coupled since the loss computes for their number alone.
     """
 
     kind: str
     why: str = ""
     where: str = ""
     notes: tuple[str, ...] = ()
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
@@ -75,6 +77,8 @@ class Rows:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the batch cannot be worked through in parts; empty where it can."""
+        if self.loss.fixed:
+            return (f"the loss: {self.loss}",)
         return tuple(f"{name}: {one}" for name, one in self.all if one.kind == "coupled")
 
     @property

@@ -1,5 +1,5 @@
-"""Keys of a batch and streams of a model: the numbers of plain JAX on any mesh, and others in every
-microbatch and step.
+"""Keys of a batch, keys of the program and streams of a model: the numbers that plain JAX draws for
+the whole batch, on any mesh, in any number of microbatches, and through stages.
 """
 
 from __future__ import annotations
@@ -87,25 +87,9 @@ def batch(key):
     }
 
 
-def plain(loss, batch, parts, *, rows=False):
-    """(loss, gradients) of plain JAX, microbatch after microbatch."""
-
-    def of(i):
-        key = (
-            batch["key"][i::parts]
-            if rows
-            else batch["key"]
-            if parts == 1
-            else jax.random.fold_in(batch["key"], i)
-        )
-        return jax.jit(jax.value_and_grad(loss))(
-            init(), {"tokens": batch["tokens"][i::parts], "key": key}
-        )
-
-    found = [of(i) for i in range(parts)]
-    return np.mean([float(value) for value, _ in found]), jax.tree.map(
-        lambda *leaves: sum(leaves) / parts, *[gradients for _, gradients in found]
-    )
+def plain(loss, batch):
+    """(loss, gradients) of plain JAX, for the whole batch."""
+    return jax.jit(jax.value_and_grad(loss))(init(), batch)
 
 
 def agrees(program, batch, wanted):
@@ -159,7 +143,7 @@ def test_a_key_of_the_batch(pin, loss, raw):
         pin=pins,
         batch_axes=RAW if raw else None,
     )
-    agrees(program, given, plain(loss, given, pins["microbatches"]))
+    agrees(program, given, plain(loss, given))
     assert program.put(given)["key"].dtype == given["key"].dtype
 
 
@@ -174,7 +158,7 @@ def test_keys_of_rows_are_split_like_rows(parts):
         topology="cpu:4",
         pin={"mesh": {"fsdp": 4}, "microbatches": parts},
     )
-    agrees(program, given, plain(by_row, given, parts, rows=True))
+    agrees(program, given, plain(by_row, given))
     part = {"tokens": given["tokens"][:3], "key": given["key"][:3]}
     np.testing.assert_allclose(
         float(program.evaluate(program.init(0), part)["loss"]),
@@ -228,9 +212,7 @@ def rows(count=8):
 
 @pytest.mark.parametrize("guards", [None, shardlib.Guards(clip=1e6, scale=4.0)], ids=["", "guards"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_streams_of_nnx_advance_from_microbatch_to_microbatch_and_through_checkpoints(
-    parts, guards, tmp_path
-):
+def test_streams_of_nnx_advance_from_step_to_step_and_through_checkpoints(parts, guards, tmp_path):
     program = shardlib.compile(
         Streams,
         streams_loss,
@@ -242,36 +224,26 @@ def test_streams_of_nnx_advance_from_microbatch_to_microbatch_and_through_checkp
     )
     model, state = Streams(nnx.Rngs(jax.random.key(0))), program.init(0)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    seen = set()
+    losses = set()
     for step in range(3):
         if step == 1:
             with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
                 checkpoints.save(1, state, plan=program.plan, wait=True)
                 state = checkpoints.restore(program).state
         state, metrics = program.step(state, rows())
-        found = [
-            nnx.value_and_grad(streams_loss, has_aux=True)(
-                model, {name: leaf[i::parts] for name, leaf in rows().items()}
-            )
-            for i in range(parts)
-        ]
-        np.testing.assert_allclose(
-            float(metrics["loss"]), np.mean([float(value) for (value, _), _ in found]), rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            float(metrics["kept"]),
-            np.mean([float(aux["kept"]) for (_, aux), _ in found]),
-            rtol=1e-5,
-        )
-        optimizer.update(
-            model,
-            jax.tree.map(
-                lambda *leaves: sum(leaves) / parts, *[gradients for _, gradients in found]
-            ),
-        )
+        (value, aux), gradients = nnx.value_and_grad(streams_loss, has_aux=True)(model, rows())
+        np.testing.assert_allclose(float(metrics["loss"]), float(value), rtol=1e-5)
+        np.testing.assert_allclose(float(metrics["kept"]), float(aux["kept"]), rtol=1e-5)
+        optimizer.update(model, gradients)
         np.testing.assert_allclose(state.params["kernel"], model.kernel[...], atol=1e-6)
-        seen.update(float(value) for (value, _), _ in found)
-    assert len(seen) == 3 * parts
+        losses.add(float(value))
+    assert len(losses) == 3
+    count = jax.tree.leaves(nnx.state(model, nnx.RngCount))[0]
+    assert int(count) == 3 and any(
+        jnp.array_equal(count, leaf)
+        for leaf in jax.tree.leaves(state.model_state)
+        if leaf.dtype == count.dtype
+    )
 
 
 RECIPES = dict(

@@ -106,7 +106,7 @@ def _times(facts: Facts, item: Gathered) -> int:
     values, trips = facts.graph.values, facts.trips[item.region]
     if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
         return trips
-    parts = math.prod(values[item.source].shape) // math.prod(values[item.value].shape)
+    parts = math.prod(values[item.source].shape) // max(1, math.prod(values[item.value].shape))
     return min(trips, max(1, parts))
 
 

@@ -56,6 +56,7 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
             and top[op.region] > 0
             and graph.regions[top[op.region]].parent == 0
             and op.region == top[op.region]
+            and graph.regions[op.region].trips > 0
         ):
             reads.setdefault(op.region, set()).add(weights[op.results[0]])
     classes: list[tuple[set[int], list[int]]] = []

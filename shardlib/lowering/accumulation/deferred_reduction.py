@@ -174,7 +174,7 @@ def accumulated_once(
     cuts = jax.tree.leaves(gradient)
     others = [i for i in range(len(cuts)) if i not in found.complete]
 
-    def run(params: Tree, state: Tree, before_step: Sums | None) -> Any:
+    def run(params: Tree, first: Tree, before_step: Sums | None) -> Any:
         leaves, structure = jax.tree.flatten(params)
 
         def earlier(read: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
@@ -187,7 +187,7 @@ def accumulated_once(
             )
 
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, totals, sums = carry
+            state, totals, sums = microbatches.entering(first, carry[0]), *carry[1:]
             (value, (metrics, after)), (gradients, own) = jax.value_and_grad(
                 earlier, argnums=(0, 1), has_aux=True
             )([leaves[i] for i in others], sums, state, slices)
@@ -206,9 +206,10 @@ def accumulated_once(
         ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
             body,
-            (state, zeros, found.zeros() if before_step is None else before_step),
+            (first, zeros, found.zeros() if before_step is None else before_step),
             [leaf[:-1] for leaf in stacked],
         )
+        state = microbatches.entering(first, state)
         wanted = (0, 3) if keeps else (0,)
         (value, (last, after)), (gradients, *kept) = jax.value_and_grad(
             found.finishing, argnums=wanted, has_aux=True

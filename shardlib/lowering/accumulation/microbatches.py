@@ -72,11 +72,30 @@ class Microbatches:
         shardings: of each array of the batch, a tree like it.
         dims: batch dim of each array, by path; None where it has none.
         count: number of microbatches.
+        repeated: see `shardlib.lowering.loss.contribution.share.Contribution`.
     """
 
     shardings: Tree
     dims: BatchDims
     count: int
+    repeated: frozenset[int] = frozenset()
+
+    def entering(self, first: Tree, state: Tree) -> Tree:
+        """The model state that a microbatch begins with.
+
+        Args:
+            first: before the step.
+            state: after the microbatch before.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        return structure.unflatten(
+            [
+                before if at in self.repeated else leaf
+                for at, (before, leaf) in enumerate(
+                    zip(jax.tree.leaves(first), leaves, strict=True)
+                )
+            ]
+        )
 
     def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
         """Stacks the parts along a new leading dim.
@@ -138,9 +157,9 @@ def accumulated(
         return lambda params, state: differentiate(params, state, batch)
     stacked, join = microbatches.split(batch)
 
-    def run(params: Tree, state: Tree) -> Any:
+    def run(params: Tree, first: Tree) -> Any:
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, sums = carry
+            state, sums = microbatches.entering(first, carry[0]), carry[1]
             (value, (metrics, after)), gradients = differentiate(params, state, join(slices))
             sums = jax.tree.map(
                 lambda total, gradient: total + gradient.astype(total.dtype), sums, cut(gradients)
@@ -152,7 +171,7 @@ def accumulated(
                 lambda leaf: jnp.zeros(leaf.shape, reductions.accumulator(leaf.dtype)), params
             )
         )
-        (after, sums), (values, metrics) = jax.lax.scan(body, (state, zeros), stacked)
+        (after, sums), (values, metrics) = jax.lax.scan(body, (first, zeros), stacked)
         gradients = jax.tree.map(
             lambda total, leaf: (total / microbatches.count).astype(leaf.dtype), sums, params
         )

@@ -65,7 +65,10 @@ def driver_of(
             options.exchange,
         )
         microbatches = Microbatches(
-            shardings=share.shardings, dims=share.dims, count=plan.microbatches
+            shardings=share.shardings,
+            dims=share.dims,
+            count=plan.microbatches,
+            repeated=share.repeated,
         )
         run = unpiped(part.traced, placing, microbatches, store.trained.gradient, model.partition)
         run = run.of_parts(share.prologue).finished(share.finish)
@@ -87,6 +90,7 @@ def driver_of(
         ),
         key_inputs(share.dims, part.traced.closed_jaxpr),
         options.exchange,
+        share.repeated,
     )
     run, programs = pipelined(staged, share.shardings, share.dims).of_parts(share.prologue), None
     if plan.pipeline == "programs":

@@ -12,7 +12,7 @@ over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ class EvaluationProgram:
         findings: what lowering noticed.
     """
 
-    call: jax.stages.Compiled
+    call: Callable[..., dict[str, Any]]
     batch: Tree
     findings: tuple[Finding, ...]
 
@@ -166,15 +166,13 @@ class Evaluation:
         evaluate.__name__ = evaluate.__qualname__ = f"shardlib_evaluate_{self.plan.digest}"
         arguments = (self.state.params, self.state.model_state, sharded)
         with _jax_compat.in_mesh(self.mesh):
-            call = (
-                jax.jit(
-                    evaluate,
-                    in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
-                    out_shardings=whole,
-                )
-                .lower(*arguments)
-                .compile()
+            jitted = jax.jit(
+                evaluate,
+                in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
+                out_shardings=whole,
             )
+            compiled = jitted.lower(*arguments).compile()
+        call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
         return EvaluationProgram(call=call, batch=sharded, findings=(*found.findings, *findings))
 
     def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:

@@ -124,15 +124,26 @@ class LoweredProgram:
         """
         self._one_program()
         with _jax_compat.in_mesh(self.mesh):
-            return jax.jit(
-                self.step_function(),
-                donate_argnums=(0,),
-                in_shardings=shardings_of((self.state, self.batch)),
-                out_shardings=(
-                    shardings_of(self.state),
-                    shardings.named_sharding(self.mesh, Layout()),
-                ),
-            ).lower(self.state, self.batch)
+            return self._jitted_step.lower(self.state, self.batch)
+
+    @cached_property
+    def _jitted_step(self) -> jax.stages.Wrapped:
+        return jax.jit(
+            self.step_function(),
+            donate_argnums=(0,),
+            in_shardings=shardings_of((self.state, self.batch)),
+            out_shardings=(
+                shardings_of(self.state),
+                shardings.named_sharding(self.mesh, Layout()),
+            ),
+        )
+
+    @cached_property
+    def _run_step(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+        """The compiled step."""
+        return _jax_compat.runnable(
+            self._jitted_step, self.compiled(), (self.state, self.batch), self.mesh
+        )
 
     def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
         """The step before it is compiled, for those who compile it otherwise.
@@ -208,7 +219,8 @@ class LoweredProgram:
         run = named(gradients_function(self.parts), "gradients", self.plan.digest)
         with _jax_compat.in_mesh(self.mesh):
             found = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
-            return found.lower(self.state, self.batch).compile()
+            compiled = found.lower(self.state, self.batch).compile()
+        return _jax_compat.runnable(found, compiled, (self.state, self.batch), self.mesh)
 
     @cached_property
     def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:

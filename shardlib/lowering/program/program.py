@@ -99,7 +99,7 @@ class Program(LoweredProgram):
         several = self._several
         try:
             if several is None:
-                state, metrics = self.compiled()(state, given_batch(batch, self.batch))
+                state, metrics = self._run_step(state, given_batch(batch, self.batch))
             else:
                 state, metrics = several.step(state, placed_batch(batch, self.batch))
             return state, in_every_process(metrics)

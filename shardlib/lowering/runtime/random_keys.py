@@ -10,7 +10,7 @@ piece is given the key itself, so that it draws what the model draws in plain JA
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -98,9 +98,12 @@ class Fold:
 
     Attributes:
         dtype: of the keys that integers stand for; None for typed keys.
+        apart: whether the parts are given a key each; the same for all where they draw what the
+            whole batch draws for their rows.
     """
 
     dtype: Any = None
+    apart: bool = True
 
     def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
         """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
@@ -110,8 +113,8 @@ class Fold:
             leaf: the key of the whole batch.
             parts: number of microbatches.
         """
-        if parts == 1:
-            return leaf[None]
+        if parts == 1 or not self.apart:
+            return jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
         keys = (
             leaf
             if self.dtype is None
@@ -188,15 +191,24 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     }
 
 
+def of_the_whole(dims: BatchDims) -> BatchDims:
+    """The same where all parts are given the keys of the whole batch."""
+    return {
+        path: replace(dim, apart=False) if isinstance(dim, Fold) else dim
+        for path, dim in dims.items()
+    }
+
+
 def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
-    """Positions of the keys of the whole batch among the inputs of a loss.
+    """Positions of the arrays of the batch without rows, keys and seeds for example, among the
+    inputs of a loss.
 
     Args:
-        dims: dim of the rows of each array of the batch, by path; a `Fold` for a key.
+        dims: dim of the rows of each array of the batch, by path.
         jaxpr: of the loss; the batch is its last inputs.
     """
     first = len(jaxpr.in_avals) - len(dims)
-    return frozenset(first + at for at, dim in enumerate(dims.values()) if isinstance(dim, Fold))
+    return frozenset(first + at for at, dim in enumerate(dims.values()) if not isinstance(dim, int))
 
 
 def _wrapped(program: Program, known: dict[int, str], found: dict[str, Any]) -> None:

@@ -24,6 +24,9 @@ _TRY = (
     "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over"
     " rows, or say rows='mean' where it is a mean all the same"
 )
+_ANY_NUMBER = (
+    "take the number of rows from an array, x.shape[0], or -1 in a reshape, in place of a literal"
+)
 
 
 def require_whole(rows: Rows, microbatches: int) -> None:
@@ -39,10 +42,13 @@ def require_whole(rows: Rows, microbatches: int) -> None:
     if microbatches > 1 and not rows.splits:
         raise_all(
             PinError,
-            f"{microbatches} microbatches would change the numbers: the rows of the batch meet"
+            f"{microbatches} microbatches cannot be computed: the loss is written for one number of"
+            " rows"
+            if rows.loss.fixed
+            else f"{microbatches} microbatches would change the numbers: the rows of the batch meet"
             " before the end",
             list(rows.reasons),
-            hint=_TRY,
+            hint=_ANY_NUMBER if rows.loss.fixed else _TRY,
         )
 
 
@@ -55,16 +61,16 @@ def coupled(rows: Rows, microbatches: int) -> list[Finding]:
         microbatches: of the plan.
     """
     if not rows.splits:
+        why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
         return [
             Finding(
                 code="rows-coupled",
                 severity="info",
                 where="the batch",
                 message=(
-                    "the batch is worked through at once, since its rows meet before the end:"
-                    f" {'; '.join(rows.reasons)}"
+                    f"the batch is worked through at once, since {why}: {'; '.join(rows.reasons)}"
                 ),
-                hint=_TRY.partition(", or ")[2],
+                hint=_ANY_NUMBER if rows.loss.fixed else _TRY.partition(", or ")[2],
             )
         ]
     if microbatches == 1:

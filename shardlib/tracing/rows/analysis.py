@@ -23,11 +23,13 @@ from shardlib.tracing.rows.rules import (
     elementwise,
     indexing,
     joining,
+    linalg,
     loops,
     movement,
+    random,
     reduction,
 )
-from shardlib.tracing.rows.rules.constants import RANDOM, constant, constants, drawn
+from shardlib.tracing.rows.rules.constants import constant, constants
 from shardlib.tracing.rows.step import Step
 
 _RULES: Mapping[str, elementwise.Rule] = {
@@ -36,6 +38,7 @@ _RULES: Mapping[str, elementwise.Rule] = {
     **joining.TABLE,
     **reduction.TABLE,
     **indexing.TABLE,
+    **linalg.TABLE,
 }
 
 
@@ -48,6 +51,8 @@ class Analysis:
         scales: see `Step.scales`, for operands of equations.
         handed: operands that are handed in, by (path, operand).
         judged: custom derivatives that were judged, with what is wrong with them.
+        apart: whether parts of the batch know nothing of each other, so that none is handed what
+            the whole batch says.
         derivatives_are_judged: whether the walk is inside of a function whose derivative is judged
             as a whole, or inside of that derivative, of which no further one is taken.
     """
@@ -56,11 +61,12 @@ class Analysis:
     scales: dict[tuple[str, int], Fraction] = field(default_factory=dict)
     handed: dict[tuple[str, int], Handed] = field(default_factory=dict)
     judged: dict[Any, str] = field(default_factory=dict)
+    apart: bool = False
     derivatives_are_judged: bool = False
 
     def beneath(self) -> Analysis:
         """The walk inside of a function whose derivative was written by hand."""
-        return Analysis(sizes=self.sizes, derivatives_are_judged=True)
+        return Analysis(sizes=self.sizes, apart=self.apart, derivatives_are_judged=True)
 
     def run(
         self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
@@ -112,7 +118,13 @@ class Analysis:
         self, one: Equation, two: Equation, kinds: list[Kind], *, editable: bool
     ) -> list[Kind]:
         """Kinds of the results of an equation."""
-        step = Step(one=one, two=two, sizes=self.sizes, scales=self.scales if editable else None)
+        step = Step(
+            one=one,
+            two=two,
+            sizes=self.sizes,
+            scales=self.scales if editable else None,
+            unchanged=self.derivatives_are_judged,
+        )
         mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
         if mixed is not None:
             return [mixed] * len(step.results)
@@ -167,13 +179,15 @@ class Analysis:
         name = step.name
         if name in CUSTOM:
             return custom.results(self, step, kinds)
+        if name == "custom_linear_solve":
+            return linalg.linear_solve(self, step, kinds)
         if name in loops.LOOPS:
             return loops.LOOPS[name](self, step, kinds)
         found = indexing.tagged(step, kinds)
         if found is not None:
             return found
-        if name in RANDOM:
-            return drawn(step, kinds)
+        if name in random.TABLE:
+            return random.TABLE[name](step, kinds)
         if name not in indexing.LOOKUPS:
             kinds = [
                 (
@@ -214,7 +228,7 @@ class Analysis:
             if any(kind.family == "data" for kind in kinds) or not any(
                 kind.family == "row" for kind in kinds
             ):
-                return data(drawn=any(kind.descent.drawn for kind in kinds), cause=cause)
+                return data(cause=cause)
         return self._by_rule(step, kinds)
 
     def _handed(self, step: Step, at: int, kind: Kind, *, editable: bool) -> Kind:
@@ -231,11 +245,9 @@ class Analysis:
             number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
         ):
             return mixed(f"what the whole batch says meets rows in another order{made}", step.where)
-        if kind.descent.drawn:
+        if self.apart:
             return mixed(
-                "random numbers of the whole batch, or its model state, go into what is"
-                f" learned from each part{made}",
-                step.where,
+                f"parts that know nothing of each other need the whole batch{made}", step.where
             )
         if not editable or kind.origin is None:
             return mixed(f"numbers of the whole batch are made inside of a loop{made}", step.where)

@@ -39,13 +39,13 @@ def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -
         return kind
     dims = differing(shapes)
     if not dims:
-        return free(drawn=kind.descent.drawn, weighted=True)
+        return free(weighted=True)
     if (
         kind.family == "data"
         and len(dims) == 1
         and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
     ):
-        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True, drawn=kind.descent.drawn)
+        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True)
     return kind
 
 

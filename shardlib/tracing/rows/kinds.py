@@ -57,15 +57,12 @@ class Descent:
 
     Attributes:
         learned: whether it depends on parameters.
-        drawn: whether it depends on random numbers or on the model's state, which are others in
-            every part of a batch.
         weighted: whether it has coefficients from the data of the whole batch.
         scaled: whether terms with different powers have been added up in it.
         notes: see `shardlib.graph.rows.Dependence.notes`.
     """
 
     learned: bool = False
-    drawn: bool = False
     weighted: bool = False
     scaled: bool = False
     notes: frozenset[str] = frozenset()
@@ -180,30 +177,28 @@ def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
     return Kind(family="sum", power=power).with_(**more)
 
 
-def mixed(why: str, where: str, *, drawn: bool = False) -> Kind:
+def mixed(why: str, where: str) -> Kind:
     """Rows that meet in what is learned.
 
     Args:
         why: what makes them meet, a clause.
         where: the operation and the user's line.
-        drawn: whether random numbers go into it.
     """
     return Kind(
         family="mixed",
-        descent=Descent(learned=True, drawn=drawn),
+        descent=Descent(learned=True),
         cause=Cause(why=why, where=where),
     )
 
 
-def data(*, drawn: bool = False, tag: Tag = None, cause: Cause | None = None) -> Kind:
+def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:
     """What the whole batch says beforehand.
 
     Args:
-        drawn: whether random numbers go into it.
         tag: what it is known to hold, such as "positions".
         cause: what mixes its rows; None where no operation does.
     """
-    return Kind(family="data", descent=Descent(drawn=drawn), tag=tag, cause=cause)
+    return Kind(family="data", tag=tag, cause=cause)
 
 
 def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
@@ -228,7 +223,6 @@ def common(kinds: list[Kind]) -> dict[str, Trait]:
     """What a result has of any of its operands."""
     return {
         "learned": any(kind.descent.learned for kind in kinds),
-        "drawn": any(kind.descent.drawn for kind in kinds),
         "weighted": any(kind.descent.weighted for kind in kinds),
         "scaled": any(kind.descent.scaled for kind in kinds),
         "notes": frozenset().union(*(kind.descent.notes for kind in kinds)),

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 from jax.extend import core as jex
 
 from shardlib.graph.rows import Dependence, Rows
@@ -18,7 +16,7 @@ from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rows.analysis import Analysis
 from shardlib.tracing.rows.handed import Unlike
 from shardlib.tracing.rows.kinds import Cause, Kind, Place, free, row
-from shardlib.tracing.rows.step import is_key
+from shardlib.tracing.rows.step import raising_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +38,12 @@ class Inputs:
 
     def kinds(self, program: Program) -> list[Kind]:
         """The kinds of all inputs."""
-        avals = [program.avals[number] for number in program.inputs]
-        batch = avals[self.parameters + self.states :]
         found = [
-            (
-                free(drawn=is_key(aval))
-                if dim is None
-                else row(Place(start=dim, stop=dim + 1), drawn=is_key(aval), learned=self.apart)
-            )
-            for dim, aval in zip(self.dims, batch, strict=True)
+            free() if dim is None else row(Place(start=dim, stop=dim + 1), learned=self.apart)
+            for dim in self.dims
         ]
-        return [free(learned=True)] * self.parameters + [free(drawn=True)] * self.states + found
+        assert len(program.inputs) == self.parameters + self.states + len(found)
+        return [free(learned=True)] * self.parameters + [free()] * self.states + found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,22 +89,21 @@ def prove(
     """
     if rows < 2:
         return Proof(rows=_alike(Dependence(kind="mean"), names))
-    fault = ""
+    fault: Dependence | None = None
     for other in candidates(rows):
         try:
             again = second(other)
         except Exception as error:  # what a user's loss raises for another batch can be anything
-            fault = (
-                fault
-                or f"it does not trace for {other} rows: {type(error).__name__}:"
-                f" {_first_line(error)}"
-            )
+            fault = fault or _fixed(error, f"{other} rows in place of {rows}")
             continue
         try:
             return compare(first, again, inputs, names, (rows, other))
         except Unlike:
-            fault = fault or f"it computes other operations for {other} rows than for {rows}"
-    return Proof(rows=_alike(Dependence(kind="coupled", why=fault), names))
+            fault = fault or Dependence(
+                kind="coupled", why=f"it computes other operations for {other} rows than for {rows}"
+            )
+    assert fault is not None
+    return Proof(rows=_alike(fault, names))
 
 
 def prove_parts(
@@ -137,16 +129,16 @@ def prove_parts(
     try:
         return compare(first, second(number), inputs, names, (rows, number)).rows
     except Unlike:
-        fault = (
-            f"it computes other operations for {number} rows, of one of {parts} microbatches, than"
-            f" for {rows}"
+        fault = Dependence(
+            kind="coupled",
+            why=(
+                f"it computes other operations for {number} rows, of one of {parts} microbatches,"
+                f" than for {rows}"
+            ),
         )
     except Exception as error:  # as above
-        fault = (
-            f"it does not trace for {number} rows, of one of {parts} microbatches:"
-            f" {type(error).__name__}: {_first_line(error)}"
-        )
-    return _alike(Dependence(kind="coupled", why=fault), names)
+        fault = _fixed(error, f"{number} rows, those of one of {parts} microbatches,")
+    return _alike(fault, names)
 
 
 def candidates(rows: int) -> tuple[int, ...]:
@@ -176,7 +168,7 @@ def compare(
     one, two = flatten(first), flatten(second)
     if len(one.inputs) != len(two.inputs) or len(one.outputs) != len(two.outputs):
         raise Unlike
-    analysis = Analysis(sizes=sizes)
+    analysis = Analysis(sizes=sizes, apart=inputs.apart)
     kinds = analysis.run((one, two), inputs.kinds(one), editable=True)
     loss, metrics, states = (
         kinds[0],
@@ -191,15 +183,14 @@ def compare(
             strict=True,
         )
     ]
-    avals = [one.avals[number] for number in one.outputs[1 + len(names.metrics) :]]
     found = Rows(
         loss=dependence(loss),
         metrics=tuple(
             (name, dependence(kind)) for name, kind in zip(names.metrics, metrics, strict=True)
         ),
         state=tuple(
-            (name, _of_state(kind, aval))
-            for name, kind, aval, same in zip(names.states, states, avals, unchanged, strict=True)
+            (name, _of_state(kind))
+            for name, kind, same in zip(names.states, states, unchanged, strict=True)
             if not same
         ),
     )
@@ -215,11 +206,7 @@ def dependence(kind: Kind) -> Dependence:
     if kind.family == "row":
         return Dependence(kind="coupled", why="it has a value for every row, and no sum over them")
     if kind.family == "data":
-        return (
-            Dependence(kind="coupled", why="it is made of random numbers of the whole batch")
-            if kind.descent.drawn
-            else Dependence(kind="constant")
-        )
+        return Dependence(kind="constant")
     if kind.power is None:
         return Dependence(kind="coupled", why="the number of rows goes into it")
     if kind.family == "free":
@@ -240,18 +227,33 @@ def dependence(kind: Kind) -> Dependence:
     )
 
 
-def _of_state(kind: Kind, aval: Any) -> Dependence:
-    """How an array of the model's state depends on the rows, that is not what it was."""
-    if kind.family != "free":
-        cause = kind.cause or Cause(why="it is updated from the batch", where="")
-        return Dependence(kind="coupled", why=cause.why, where=cause.where)
-    if is_key(aval) or aval.dtype == np.uint32:
-        return Dependence(kind="constant")  # a random stream, which goes on
-    return Dependence(kind="coupled", why="every part of the batch would update it again")
+def _of_state(kind: Kind) -> Dependence:
+    """How an array of the model's state depends on the rows, that is not what it was. Every part
+    of the batch begins with the state before the step, and so makes the same of it.
+    """
+    if kind.family == "free" and kind.power == 0 and not kind.descent.learned:
+        return Dependence(kind="constant")
+    cause = kind.cause or Cause(
+        why=f"it is updated from the {'parameters' if kind.family == 'free' else 'batch'}", where=""
+    )
+    return Dependence(kind="coupled", why=cause.why, where=cause.where)
 
 
 def _alike(one: Dependence, names: Names) -> Rows:
     return Rows(loss=one, metrics=tuple((name, one) for name in names.metrics))
+
+
+def _fixed(error: Exception, what: str) -> Dependence:
+    """The loss raises an error for another number of rows."""
+    return Dependence(
+        kind="coupled",
+        why=(
+            f"its number of rows is fixed: with {what} it raises {type(error).__name__}:"
+            f" {_first_line(error)}"
+        ),
+        where=raising_line(error),
+        fixed=True,
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,8 @@ by the number of rows: nothing is guessed from sizes or names.
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -12,7 +14,7 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from shardlib.jax_types import Aval, Eqn, EqnParams
+from shardlib.jax_types import Eqn, EqnParams
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rows.kinds import Cause, Kind, data, mixed
 
@@ -33,12 +35,15 @@ class Step:
         scales: operands that are multiplied with a power of the number of parts where a part of the
             batch stands for the whole, (path, operand) -> exponent; None in loops and custom
             derivatives, where nothing can be changed.
+        unchanged: whether it is inside of a function whose derivative was written by hand, whose
+            equations stay as they are.
     """
 
     one: Equation
     two: Equation
     sizes: tuple[int, int]
     scales: dict[tuple[str, int], Fraction] | None
+    unchanged: bool = False
 
     @property
     def name(self) -> str:
@@ -92,10 +97,9 @@ class Step:
             why: what makes rows meet, a clause for messages.
             kinds: of the operands.
         """
-        drawn = any(kind.descent.drawn for kind in kinds)
         if not any(kind.descent.learned for kind in kinds):
-            return data(drawn=drawn, cause=Cause(why=why, where=self.where))
-        return mixed(why, self.where, drawn=drawn)
+            return data(cause=Cause(why=why, where=self.where))
+        return mixed(why, self.where)
 
     @property
     def where(self) -> str:
@@ -119,19 +123,27 @@ def user_line(eqn: Eqn) -> str:
     """ "file.py:12" of the innermost line of source around an equation that is no library's; empty
     where there is none.
     """
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        name = frame.file_name
-        if (
-            not name.startswith("<")
+    found = eqn.source_info.traceback
+    frames = found.frames if found is not None else ()
+    return _users((frame.file_name, frame.line_num) for frame in frames)
+
+
+def raising_line(error: Exception) -> str:
+    """The user's innermost line that an error came through, as `user_line` says it."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return _users((frame.filename, frame.lineno or 0) for frame in frames)
+
+
+def _users(lines: Iterable[tuple[str, int]]) -> str:
+    """The first of some lines of source, (file, number), that is no library's."""
+    return next(
+        (
+            f"{os.path.basename(name)}:{number}"
+            for name, number in lines
+            if not name.startswith("<")
             and not any(part in name for part in _INSTALLED)
             and not name.startswith(_OWN)
             and "importlib" not in name
-        ):
-            return f"{os.path.basename(name)}:{frame.line_num}"
-    return ""
-
-
-def is_key(aval: Aval) -> bool:
-    """Whether a value holds typed random keys."""
-    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
+        ),
+        "",
+    )

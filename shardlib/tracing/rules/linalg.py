@@ -5,26 +5,29 @@ stay whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from shardlib.graph.factors import Dims
 from shardlib.tracing.rules.description import Call, Describe, Description, Factors, Shape, elements
 
+#: Primitives that work on vectors.
+_VECTORS = frozenset({"lu_pivots_to_permutation", "tridiagonal_solve"})
+
+
+def whole_dims(name: str, params: Mapping[str, Any]) -> int:
+    """How many of the last dims of the first operand of a primitive are worked on as a whole; those
+    before are a stack.
+    """
+    return len(params["fft_lengths"]) if name == "fft" else 1 if name in _VECTORS else 2
+
 
 def matrices(call: Call) -> Description:
-    """Each matrix of the stack is worked on as a whole; about n^3 operations for an n x n
-    matrix.
+    """Each matrix or vector of the stack is worked on as a whole; about n^3 operations for an n x n
+    matrix, n for a vector.
     """
-    shape = call.operands[0]
-    return _stacked(call, len(shape) - 2, elements(shape) * shape[-1])
-
-
-def fourier(call: Call) -> Description:
-    """A transform over the last dims."""
-    shape = call.operands[0]
-    return _stacked(call, len(shape) - len(call.params["fft_lengths"]), elements(shape))
-
-
-def _stacked(call: Call, stack: int, flops: float) -> Description:
+    shape, whole = call.operands[0], whole_dims(call.name, call.params)
+    stack = max(0, len(shape) - whole)
+    flops = elements(shape) * (shape[-1] if whole == 2 and call.name != "fft" else 1)
     factors = Factors()
     common: Dims = tuple(factors.parallel(size) for size in call.operands[0][:stack])
 
@@ -54,8 +57,10 @@ TABLE: Mapping[str, Describe] = {
             "svd",
             "lu",
             "schur",
+            "custom_linear_solve",
+            "fft",
+            *_VECTORS,
         ),
         matrices,
     ),
-    "fft": fourier,
 }

@@ -2,13 +2,15 @@
 
 The loss of a microbatch is changed so that the mean over all microbatches of what it returns is
 what the whole batch returns, and so are the gradients. For a mean over rows that is the loss as it
-is. Of other losses three things change (`shardlib.tracing.rows` notes where):
+is. Of other losses four things change (`shardlib.tracing.rows` notes where):
 
 - numbers that the whole batch says beforehand (the sum of a mask) are made once, from the whole
   batch (`Contribution.prologue`), and handed to every microbatch beside its rows;
 - where terms are added up that the number of rows scales differently, each is multiplied with the
   power of the number of microbatches that makes it a mean over them;
-- so is every result.
+- so is every result;
+- random numbers for the rows are drawn at the positions that these have in the whole batch, from
+  the same keys, and every microbatch begins with the model state before the step.
 
 A `shardlib.WeightedMean` is left as its two sums, which are divided after the last microbatch
 (`Contribution.finish`).
@@ -19,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.model import Model
@@ -29,9 +32,11 @@ from shardlib.lowering.loss.contribution.edits import Edits
 from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole, as_it_is
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.reading.traced_loss import LossJaxpr
-from shardlib.lowering.runtime.random_keys import BatchDims
+from shardlib.lowering.runtime.random_keys import BatchDims, is_key, of_the_whole
 from shardlib.planning.plan import Plan
+from shardlib.tracing.program import flatten
 from shardlib.tracing.row_proofs import result_names
+from shardlib.tracing.rows.draws import draws
 from shardlib.tracing.rows.handed import Unlike
 from shardlib.tracing.rows.proof import Inputs, compare
 
@@ -87,8 +92,10 @@ def contribution(
             itself.
         TracingError: a microbatch computes other operations than the batch.
     """
-    if plan.microbatches == 1 or whole.rows.asserted:
+    if plan.microbatches == 1:
         return as_it_is(share.traced, share.dims, share.shardings)
+    if whole.rows.asserted:
+        return _asserted(plan, whole, share, mesh)
     if not whole.rows.splits:
         raise_all(
             PinError,
@@ -118,12 +125,49 @@ def contribution(
             list(proof.rows.reasons),
             hint="another number of microbatches, or one",
         )
-    edits = Edits.of(proof, plan.microbatches, whole)
-    return (
+    assert proof.programs is not None
+    found = draws(*proof.programs, (whole.size, whole.size // plan.microbatches))
+    edits = Edits.of(
+        proof,
+        plan.microbatches,
+        whole,
+        {path: draw for path, draw in found.items() if draw is not None},
+    )
+    share = replace(share, dims=of_the_whole(share.dims))
+    contributed = (
         edits.applied(plan, whole, share, mesh)
         if edits
         else replace(
             as_it_is(share.traced, share.dims, share.shardings),
             finish=edits.finish(share.traced, 0),
         )
+    )
+    return replace(contributed, repeated=frozenset(range(whole.inputs.states)))
+
+
+def _asserted(plan: Plan, whole: Whole, share: Share, mesh: Mesh | AbstractMesh) -> Contribution:
+    """What a microbatch contributes to a loss that the user says is a mean over rows: it draws what
+    the whole batch draws for its rows, or, where that is not known, from keys of its own.
+    """
+    written = as_it_is(share.traced, share.dims, share.shardings)
+    sizes = (whole.size, whole.size // plan.microbatches)
+    programs = [flatten(one.traced.closed_jaxpr) for one in (whole, share)]
+    try:
+        found = draws(programs[0], programs[1], sizes)
+    except Unlike:
+        return written
+    known = {path: draw for path, draw in found.items() if draw is not None}
+    if len(known) < len(found):
+        return written
+    share = replace(share, dims=of_the_whole(share.dims))
+    edits = Edits(parts=plan.microbatches, draws=known)
+    first = whole.inputs.parameters
+    states = share.traced.closed_jaxpr.in_avals[first : first + whole.inputs.states]
+    return replace(
+        replace(edits.applied(plan, whole, share, mesh), finish=written.finish)
+        if known
+        else replace(written, dims=share.dims),
+        repeated=frozenset(
+            at for at, aval in enumerate(states) if is_key(aval) or aval.dtype == jnp.uint32
+        ),
     )

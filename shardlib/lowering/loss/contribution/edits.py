@@ -7,7 +7,7 @@ says beforehand; every equation stays where it is, so that its path does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -37,9 +37,10 @@ from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
 from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.rows.draws import Draw
 from shardlib.tracing.rows.handed import Handed
 from shardlib.tracing.rows.kinds import Kind
-from shardlib.tracing.rows.proof import Inputs, Proof
+from shardlib.tracing.rows.proof import Proof
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,22 +52,25 @@ class Edits:
         factors: of operands.
         handed: operands that are handed in.
         results: what becomes of each result: a factor, a value that is handed in, or "vouched" for
-            a weighted mean.
+            a weighted mean; nothing where there is none.
+        draws: by path, those that are drawn at the positions of the rows in the whole batch.
     """
 
     parts: int
-    factors: Mapping[Place, float]
-    handed: Mapping[Place, Handed]
-    results: tuple[float | Handed | str, ...]
+    factors: Mapping[Place, float] = field(default_factory=dict)
+    handed: Mapping[Place, Handed] = field(default_factory=dict)
+    results: tuple[float | Handed | str, ...] = ()
+    draws: Mapping[str, Draw] = field(default_factory=dict)
 
     @staticmethod
-    def of(proof: Proof, parts: int, whole: Whole) -> Edits:
+    def of(proof: Proof, parts: int, whole: Whole, draws: Mapping[str, Draw]) -> Edits:
         """What must be changed in a loss whose terms are sums over rows.
 
         Args:
             proof: how the results depend on the rows.
             parts: number of microbatches.
             whole: the loss of the whole batch.
+            draws: see `Edits`.
         """
         analysis = proof.analysis
         assert analysis is not None
@@ -81,10 +85,16 @@ class Edits:
             },
             handed=dict(analysis.handed),
             results=tuple(results),
+            draws=draws,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.factors or self.handed or any(result != 1.0 for result in self.results))
+        return bool(
+            self.factors
+            or self.handed
+            or self.draws
+            or any(result != 1.0 for result in self.results)
+        )
 
     @property
     def values(self) -> tuple[Handed, ...]:
@@ -121,10 +131,22 @@ class Edits:
             part_of_value(program.avals[number], handed, self.parts)
             for number, handed in zip(numbers, self.values, strict=True)
         ]
+        places = [handed.dim for handed in self.values]
+        if self.draws:
+            avals.append(jax.ShapeDtypeStruct((whole.size // self.parts,), jnp.uint32))
+            places.append(0)
 
         def run(arguments: list[Any], handed: list[Any]) -> Any:
-            values = dict(zip(self.values, handed, strict=True))
-            rewriting = Rewriting(factors=self.factors, handed=self.handed, values=values, sums=[])
+            values = dict(zip(self.values, handed, strict=False))
+            rewriting = Rewriting(
+                factors=self.factors,
+                handed=self.handed,
+                values=values,
+                sums=[],
+                draws=self.draws,
+                rows=handed[-1] if self.draws else None,
+                parts=self.parts,
+            )
             outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
             loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
@@ -134,24 +156,28 @@ class Edits:
             again, shapes = jax.make_jaxpr(run, return_shape=True)(given, avals)
         traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
         finish = self.finish(part, vouched)
-        if not numbers:
+        if not avals:
             return Contribution(
                 traced=traced,
-                prologue=lambda batch: batch,
+                prologue=lambda state, batch: batch,
                 dims=dims,
                 shardings=shardings,
                 finish=finish,
             )
         inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
-        more = {f"batch.1.{at}": handed.dim for at, handed in enumerate(self.values)}
+        more = {f"batch.1.{at}": dim for at, dim in enumerate(places)}
+        rows = _row_axes(plan, dims)
         layouts = tuple(
-            _handed_layout(handed, len(aval.shape), _row_axes(plan, dims))
-            for handed, aval in zip(self.values, avals, strict=True)
+            Layout(*(rows if dim == place else () for dim in range(len(aval.shape))))
+            for place, aval in zip(places, avals, strict=True)
         )
         cut = [named_sharding(mesh, layout) for layout in layouts]
         return Contribution(
             traced=traced,
-            prologue=lambda batch: (batch, _made(program, numbers, self, whole.inputs, batch, cut)),
+            prologue=lambda state, batch: (
+                batch,
+                _made(program, numbers, self, whole, state, batch, cut),
+            ),
             dims={**inner, **more},
             shardings=(shardings, cut),
             finish=finish,
@@ -163,7 +189,8 @@ class Edits:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         found, weights = list[Any](), list[Any]()
-        for output, result in zip(outputs, self.results, strict=True):
+        results = self.results or (1.0,) * len(outputs)
+        for output, result in zip(outputs, results, strict=True):
             if result == "vouched":
                 total, weight = next(
                     (total, weight) for made, total, weight in rewriting.sums if made is output
@@ -242,23 +269,21 @@ def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
     return found[0] if found else ()
 
 
-def _handed_layout(handed: Handed, rank: int, rows: tuple[str, ...]) -> Layout:
-    """The layout of a value that is handed in: its rows are sharded like those of the batch."""
-    return Layout(*(rows if dim == handed.dim else () for dim in range(rank)))
-
-
 def _made(
     program: Program,
     numbers: Sequence[int],
     edits: Edits,
-    inputs: Inputs,
+    whole: Whole,
+    state: Tree,
     batch: Tree,
     cut: Sequence[NamedSharding],
 ) -> list[jax.Array]:
-    """What the whole batch says beforehand. It depends on neither parameters nor state, so that
-    zeros stand for these where a loop makes other things too.
+    """What the whole batch says beforehand, and the positions of its rows where a microbatch draws.
+    Nothing of it depends on parameters, so that zeros stand for these where a loop makes other
+    things too.
     """
-    leaves, first = jax.tree.leaves(batch), inputs.parameters + inputs.states
+    first = whole.inputs.parameters
+    leaves = [*jax.tree.leaves(state)[: whole.inputs.states], *jax.tree.leaves(batch)]
     equations, reads = needed(program.equations, numbers)
     env = dict(program.constants)
     for at, number in enumerate(program.inputs):
@@ -274,8 +299,13 @@ def _made(
             )
         ),
     )
-    found = [jax.lax.stop_gradient(env[number]) for number in numbers]
+    found = [
+        dealt_by_rows(jax.lax.stop_gradient(env[number]), handed, edits.parts)
+        for number, handed in zip(numbers, edits.values, strict=True)
+    ]
+    if edits.draws:
+        found.append(jnp.arange(whole.size, dtype=jnp.uint32))
     return [
-        jax.lax.with_sharding_constraint(dealt_by_rows(leaf, handed, edits.parts), sharding)
-        for leaf, handed, sharding in zip(found, edits.values, cut, strict=True)
+        jax.lax.with_sharding_constraint(leaf, sharding)
+        for leaf, sharding in zip(found, cut, strict=True)
     ]

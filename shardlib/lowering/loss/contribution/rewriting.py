@@ -1,4 +1,6 @@
-"""The program of a microbatch, run with factors and values of the whole batch at some operands."""
+"""The program of a microbatch, run with factors and values of the whole batch at some operands, and
+with the draws of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from shardlib._jax_compat import open_jaxpr
+from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.functions.marks import form_of
 from shardlib.functions.mean import WeightedMeanForm
 from shardlib.jax_types import Atom, Aval, Eqn, Jaxpr
+from shardlib.lowering.loss.contribution.draws import drawn
 from shardlib.tracing.program import INLINED, REMAT, Program, callee
+from shardlib.tracing.rewriting.binding import strong
+from shardlib.tracing.rows.draws import Draw
 from shardlib.tracing.rows.handed import Handed
 
 #: Operand of an equation, by (path, index).
@@ -32,12 +37,18 @@ class Rewriting:
         handed: operands that are handed in.
         values: what is handed in.
         sums: (result, total, weight) of every weighted mean.
+        draws: by path, those at positions in the whole batch.
+        rows: positions of the microbatch's rows; None where nothing is drawn.
+        parts: number of microbatches.
     """
 
     factors: Mapping[Place, float]
     handed: Mapping[Place, Handed]
     values: Mapping[Handed, jax.Array]
     sums: list[tuple[Any, Any, Any]]
+    draws: Mapping[str, Draw]
+    rows: jax.Array | None
+    parts: int
 
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[jax.Array], prefix: str, scope: str
@@ -74,6 +85,13 @@ class Rewriting:
         name = eqn.primitive.name
         if (name in INLINED or name in REMAT) and self._changed(path):
             return self._call(eqn, operands, path, scope)
+        if path in self.draws:
+            draw, rows, parts = self.draws[path], self.rows, self.parts
+            return jax.jit(lambda keys, rows: drawn(eqn, keys, rows, draw, parts))(
+                operands[0], rows
+            )
+        if name in _LOOPS and self._changed(path):
+            return _LOOPS[name](self, eqn, operands, path, scope)
         for at, variable in enumerate(eqn.invars):
             handed = self.handed.get((path, at))
             if handed is not None:
@@ -94,7 +112,9 @@ class Rewriting:
         )(*operands)
 
     def _changed(self, path: str) -> bool:
-        return any(place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors))
+        return any(
+            place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors)
+        ) or any(drawn_at.startswith(f"{path}/") for drawn_at in self.draws)
 
     def _call(
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
@@ -112,6 +132,63 @@ class Rewriting:
             )(*operands)
         inside.__name__ = inside.__qualname__ = str(eqn.params.get("name", "inside"))
         return jax.jit(inside)(*operands)
+
+    def _scan(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        params, (constants, carried) = eqn.params, scan_counts(eqn.params)
+        fixed, first = operands[:constants], operands[constants : constants + carried]
+
+        def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+            found = self.run(params["jaxpr"], [*fixed, *carry, *slices], f"{path}/body/", scope)
+            return tuple(found[:carried]), tuple(found[carried:])
+
+        carry, stacked = jax.lax.scan(
+            body,
+            tuple(_strong(first, eqn.invars[constants:])),
+            tuple(operands[constants + carried :]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def _while(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        params, tests = eqn.params, eqn.params["cond_nconsts"]
+        first = tests + params["body_nconsts"]
+        return jax.lax.while_loop(
+            lambda state: self.run(
+                params["cond_jaxpr"], [*operands[:tests], *state], f"{path}/cond/", scope
+            )[0],
+            lambda state: tuple(
+                self.run(
+                    params["body_jaxpr"], [*operands[tests:first], *state], f"{path}/body/", scope
+                )
+            ),
+            tuple(_strong(operands[first:], eqn.invars[first:])),
+        )
+
+    def _cond(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        def branch(number: int, jaxpr: Jaxpr) -> Any:
+            return lambda *given: tuple(self.run(jaxpr, given, f"{path}/branch{number}/", scope))
+
+        branches = [branch(*one) for one in enumerate(eqn.params["branches"])]
+        return jax.jit(lambda index, *given: jax.lax.switch(index, branches, *given))(*operands)
+
+
+#: Loops and branches, whose bodies are run again.
+_LOOPS = {"scan": Rewriting._scan, "while": Rewriting._while, "cond": Rewriting._cond}
+
+
+def _strong(values: Sequence[Any], variables: Sequence[Any]) -> list[jax.Array]:
+    """Initial carries as arrays: literals are numbers of Python."""
+    return [
+        strong(value, variable.aval) for value, variable in zip(values, variables, strict=False)
+    ]
 
 
 def _bound(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

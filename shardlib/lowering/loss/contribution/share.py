@@ -22,20 +22,23 @@ class Contribution:
     Attributes:
         traced: the loss of a microbatch, over the leaves of (params, state, batch with what is
             handed in).
-        prologue: batch -> batch with what is handed in.
+        prologue: (model state, batch) -> batch with what is handed in.
         dims: for each array of that batch, by path, its dim of rows.
         shardings: of each array of that batch.
         finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
             for the whole batch.
         handed: layouts of what is handed in.
+        repeated: positions of the arrays of model state with which every microbatch begins as they
+            are before the step; the others go on from microbatch to microbatch.
     """
 
     traced: LossJaxpr
-    prologue: Callable[[Tree], Tree]
+    prologue: Callable[[Tree, Tree], Tree]
     dims: BatchDims
     shardings: Tree
     finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
     handed: tuple[Layout, ...] = ()
+    repeated: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contributio
     """
     return Contribution(
         traced=traced,
-        prologue=lambda batch: batch,
+        prologue=lambda state, batch: batch,
         dims=dims,
         shardings=shardings,
         finish=lambda results, gradients: (results, gradients),

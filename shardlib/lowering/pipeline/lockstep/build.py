@@ -65,6 +65,7 @@ def pipeline(
     layouts: StagedLayouts,
     keys: Collection[int] = (),
     exchange: GradientExchange | None = None,
+    same_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
@@ -77,6 +78,7 @@ def pipeline(
         layouts: of activations.
         keys: see `cut`.
         exchange: how partial sums of gradients are exchanged; by default as the plan says.
+        same_state: the `repeated` of `shardlib.lowering.loss.contribution.share.Contribution`.
 
     Returns:
         The pipeline, and what the user should know about it.
@@ -127,6 +129,7 @@ def pipeline(
         traced=traced,
         remat=remat,
         groups=plan.accumulation,
+        repeated=same_state,
     )
     return found, (
         *findings,

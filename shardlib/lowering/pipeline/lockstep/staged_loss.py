@@ -39,6 +39,7 @@ class StagedLoss:
         remat: what layers save for their backward passes.
         groups: of microbatches, that go through the stages one group after the other; the schedule
             is that of a group.
+        repeated: see `shardlib.lowering.loss.contribution.share.Contribution`.
     """
 
     cut: Cut
@@ -50,6 +51,7 @@ class StagedLoss:
     traced: LossJaxpr
     remat: StageRemat
     groups: int = 1
+    repeated: frozenset[int] = frozenset()
 
     @property
     def microbatches(self) -> int:
@@ -123,7 +125,9 @@ class StagedLoss:
             evaluate_equations(equations, env, self.outside())
             return [env[number] for number in cut.state]
 
-        last, before = jax.lax.scan(
-            lambda leaves, _: (after(leaves), leaves), leaves, length=self.microbatches
-        )
+        def turn(made: Arrays, _: None) -> tuple[Arrays, Arrays]:
+            entering = [leaves[at] if at in self.repeated else leaf for at, leaf in enumerate(made)]
+            return after(entering), entering
+
+        last, before = jax.lax.scan(turn, leaves, length=self.microbatches)
         return before, last

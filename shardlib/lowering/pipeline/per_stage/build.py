@@ -37,7 +37,7 @@ def stage_programs(
     params: ParameterShardings,
     batch: Tree,
     dims: BatchDims,
-    prologue: Callable[[Tree], Tree] = lambda batch: batch,
+    prologue: Callable[[Tree, Tree], Tree] = lambda state, batch: batch,
 ) -> StagePrograms:
     """The stages of a plan as programs of their own.
 

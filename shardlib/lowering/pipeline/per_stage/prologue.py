@@ -83,7 +83,8 @@ class Opening:
         params: shardings of the parameters.
         batch: shardings of the batch.
         dims: batch dim of each array of the batch, by path.
-        prologue: batch -> batch with what is handed to every microbatch beside its rows.
+        prologue: (model state, batch) -> batch with what is handed to every microbatch beside its
+            rows.
     """
 
     pipeline: Pipeline
@@ -92,7 +93,7 @@ class Opening:
     params: ParameterShardings
     batch: Tree
     dims: BatchDims
-    prologue: Callable[[Tree], Tree]
+    prologue: Callable[[Tree, Tree], Tree]
 
     @property
     def microbatches(self) -> int:
@@ -140,7 +141,7 @@ class Opening:
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
             shardings=self.batch, dims=self.dims, count=self.microbatches
-        ).split(self.prologue(batch))
+        ).split(self.prologue(state, batch))
         return Opened(
             stacks=[self._dealt(number, made[number]) for number in self.dealt],
             kept={number: self._whole(number, made[number]) for number in self.kept},

@@ -53,12 +53,12 @@ class Run:
 
         return Run(gradients=gradients, table=table)
 
-    def of_parts(self, prologue: Callable[[Tree], Tree]) -> Run:
+    def of_parts(self, prologue: Callable[[Tree, Tree], Tree]) -> Run:
         """The same of a batch that the prologue has not been through."""
         return replace(
             self,
             gradients=lambda params, state, batch, kept: self.gradients(
-                params, state, prologue(batch), kept
+                params, state, prologue(state, batch), kept
             ),
         )
 

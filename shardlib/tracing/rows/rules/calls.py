@@ -78,11 +78,7 @@ def _growth(kind: Kind) -> Fraction | None:
 
 
 def _of(kinds: list[Kind]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in common(kinds).items()
-        if name in ("learned", "drawn", "notes")
-    }
+    return {name: value for name, value in common(kinds).items() if name in ("learned", "notes")}
 
 
 def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] | None:

@@ -16,19 +16,6 @@ from shardlib.tracing.rows.rules.numbers import exponent, folded_scalar, result_
 from shardlib.tracing.rows.step import Step
 from shardlib.tracing.rules.elementwise import ARITHMETIC, COPIES
 
-RANDOM: frozenset[str] = frozenset(
-    {
-        "random_bits",
-        "random_fold_in",
-        "random_split",
-        "random_wrap",
-        "random_unwrap",
-        "random_seed",
-        "random_clone",
-        "random_gamma",
-        "threefry2x32",
-    }
-)
 #: Of values that are equal along a dim, this makes values that are.
 _UNIFORM = frozenset(
     {
@@ -66,7 +53,7 @@ def constant(one: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
         sizes: rows in the two.
     """
     if _opaque(one) or _opaque(two):
-        return free(drawn=True)
+        return free()
     first, second = np.asarray(one), np.asarray(two)
     if (
         first.dtype.kind not in "fiubc"
@@ -122,8 +109,6 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
             and step.results[0][0][step.params["dimension"]] == step.sizes[0]
             else (data() if step.params["dimension"] in step.result_dims() else free())
         )
-    if name in RANDOM:
-        return drawn(step, kinds)
     folded = folded_scalar(step, kinds)
     if folded is not None:
         return folded
@@ -221,33 +206,3 @@ def _joined(step: Step, kinds: list[Kind]) -> Kind:
     if along and not zero:
         return step.mixed("positions in the batch", kinds)
     return free(power=power, zero=zero, splat=zero, **more)
-
-
-def drawn(step: Step, kinds: list[Kind]) -> Kind:
-    """Random numbers: whatever is drawn for a position of the batch is that row's."""
-    more = {**common(kinds), "drawn": True, "weighted": False}
-    found = [kind for kind in kinds if kind.family == "row"]
-    if found:
-        place = found[0].rows
-        if (
-            len({kind.rows for kind in found}) == 1
-            and place.stop <= len(step.results[0][0])
-            and set(step.result_dims()) <= set(place.dims)
-        ):
-            return row(place, **more)
-        return step.mixed("random numbers of several rows", kinds)
-    dims = step.result_dims()
-    if not dims:
-        return free(**more) if all(kind.family == "free" for kind in kinds) else data(drawn=True)
-    if len(dims) == 1:
-        (dim,) = dims
-        inner = [shape[dim] / size for shape, size in zip(step.results[0], step.sizes, strict=True)]
-        if inner[0] == inner[1] == int(inner[0]):
-            return row(Place(start=dim, stop=dim + 1, inner=int(inner[0])), **more)
-    return step.mixed("random numbers whose shape depends on the number of rows", kinds)
-
-
-def summed(kind: Kind) -> Kind:
-    """What the whole batch says beforehand, as it is for every part: a number like others."""
-    assert kind.family in ("sum", "data"), kind
-    return free(drawn=kind.descent.drawn, weighted=True)

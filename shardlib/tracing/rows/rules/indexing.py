@@ -90,7 +90,7 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
     if source.family == "free":
         found = (
             moved(index, lambda dim: places[dim] if dim < len(places) else None)
-            if index.family == "row" and not positional(index) and not step.batch_dims(0)
+            if index.family == "row" and not positional(index) and _alongside(step, index)
             else None
         )
         return (
@@ -101,6 +101,15 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
     if source.family != "row":
         return step.mixed("rows are looked up by position", kinds)
     return _of_rows(step, kinds, places, more)
+
+
+def _alongside(step: Step, index: Kind) -> bool:
+    """Whether an array that is alike for all rows has none, or one for each of the index."""
+    numbers = step.params["dimension_numbers"]
+    along = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    return all(along.get(dim) in index.rows.dims for dim in step.batch_dims(0))
 
 
 def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, object]) -> Kind:

@@ -137,7 +137,6 @@ def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
 
 def _shared(kinds: list[Kind]) -> dict[str, bool]:
     return {
-        "drawn": any(kind.descent.drawn for kind in kinds),
         "learned": any(kind.descent.learned for kind in kinds),
     }
 

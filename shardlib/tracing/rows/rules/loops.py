@@ -25,6 +25,12 @@ def scan(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
         _item(step, constants + carried + at, kind, over=over) for at, kind in enumerate(scanned)
     ]
     carry = [_entering(kind, over=over) for kind in kinds[constants : constants + carried]]
+    if over:
+        kept = body[0].inputs[constants : constants + carried]
+        carry = [
+            _by_position(step, kind) if before != after else kind
+            for kind, before, after in zip(carry, kept, body[0].outputs, strict=False)
+        ]
     for _ in range(_ROUNDS):
         found = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
         after = [
@@ -78,6 +84,15 @@ def _entering(kind: Kind, *, over: bool) -> Kind:
     return kind
 
 
+def _by_position(step: Step, kind: Kind) -> Kind:
+    """What a loop over rows carries and changes, without looking at them: another value for each
+    row by its position.
+    """
+    if kind.family == "free" and not kind.descent.learned:
+        return step.mixed("a loop over rows carries what changes from row to row", [kind])
+    return kind
+
+
 def _after(step: Step, before: Kind, made: Kind, *, over: bool) -> Kind:
     """What is carried into the next turn."""
     if over and made.family == "sum" and not made.running:
@@ -112,7 +127,7 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
         and not (kind.zero or kind.splat)
         and not kind.descent.learned
     ):
-        return data(drawn=kind.descent.drawn)
+        return data()
     if over and kind.family == "free" and kind.descent.learned:
         return kind.with_(value=None, tag=None, splat=False)
     return replace(kind, value=None, tag=None, running=False)
@@ -130,7 +145,6 @@ def meet(step: Step, one: Kind, two: Kind) -> Kind:
     power = one.power if one.power == two.power or two.zero else two.power if one.zero else None
     more = {
         "learned": learned,
-        "drawn": one.descent.drawn or two.descent.drawn,
         "weighted": one.descent.weighted or two.descent.weighted,
         "scaled": one.descent.scaled or two.descent.scaled,
         "notes": one.descent.notes | two.descent.notes,

@@ -232,7 +232,16 @@ def last(step: Step) -> list[int]:
     return [step.params.get("axis", rank - 1) % rank]
 
 
+def tile(step: Step, kinds: list[Kind]) -> Kind:
+    """An array repeated along its dims."""
+    kind = kinds[0]
+    if kind.family == "row" and any(step.params["reps"][dim] != 1 for dim in kind.rows.dims):
+        return step.mixed("rows are repeated", kinds)
+    return kind
+
+
 TABLE: Mapping[str, Rule] = {
+    "tile": tile,
     "broadcast_in_dim": broadcast_in_dim,
     "transpose": transpose,
     "squeeze": squeeze,

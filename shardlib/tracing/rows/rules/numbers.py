@@ -132,4 +132,4 @@ def result_power(step: Step, kinds: list[Kind]) -> Fraction | None:
 
 
 def _kept(kinds: list[Kind]) -> dict[str, Any]:
-    return {name: value for name, value in common(kinds).items() if name in ("learned", "drawn")}
+    return {name: value for name, value in common(kinds).items() if name == "learned"}
