@@ -32,6 +32,7 @@ from shardlib.frontend.machines import first_devices, machine_of, machine_of_pla
 from shardlib.frontend.traced_model import Loss, read_and_trace
 from shardlib.hardware.topology import TopologyLike
 from shardlib.planning.plan import Plan
+from shardlib.tracing.layouts import ambient_mesh, freed
 
 if TYPE_CHECKING:
     from shardlib.lowering.program.guards import Guards
@@ -57,6 +58,7 @@ def plan(
     rows: str = "prove",
     wrt: Filter = None,
     framework: str | None = None,
+    honour: str = "hints",
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
@@ -94,6 +96,9 @@ def plan(
             `docs/partial_training.md`.
         framework: the training framework that will run the plan, such as "megatron-core": it is
             priced for it and keeps to what it can do, see `docs/frameworks.md`.
+        honour: what layouts are that the program brings along (`with_sharding_constraint`,
+            `reshard`, `out_sharding=`, `shard_map`): "hints", which are not imposed, and listed in
+            a finding with what each would cost; or "pins". See `docs/your_model.md`.
 
     Returns:
         The plan, with estimate, certificate and findings; it can be asked on (`why_not`, ...).
@@ -131,10 +136,23 @@ def plan(
         from shardlib.frontend import compiled_choice
 
         machine = compiled_choice.with_compiler(machine_of(topology))
+    ambient = ambient_mesh()
     with activations.no_mesh():
         batch = rows_of_one(batch, batch_axes, exchange_of(None, pin))
-        traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
+        traced = read_and_trace(
+            init,
+            loss,
+            optimizer,
+            batch,
+            batch_axes,
+            name,
+            rows=rows,
+            wrt=wrt,
+            ambient=ambient,
+            honour=honour,
+        )
         if compiled:
+            pin = choice.honoured(traced, machine, pin)
             found = compiled_choice.refined_by_compiler(traced, machine, pin, compiled, limits)
             return choice.with_model(found, traced)
         return choice.searched(traced, topology, pin, framework=framework)[1]
@@ -157,6 +175,7 @@ def compile(
     evaluation: Loss | None = None,
     rows: str = "prove",
     wrt: Filter = None,
+    honour: str = "hints",
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
@@ -190,6 +209,7 @@ def compile(
         rows: "prove" that; or "mean": take the loss and all metrics to be means over rows, with no
             proof.
         wrt: what is trained, see `plan`; all parameters if left out.
+        honour: "hints" or "pins", see `plan`.
 
     Returns:
         The program; nothing is compiled or allocated before its first use. With an exchange it is
@@ -220,9 +240,21 @@ def compile(
     )
     from shardlib.frontend.evaluation import evaluated_as_trained
 
+    ambient = ambient_mesh()
     with activations.no_mesh():
         batch = rows_of_one(batch, batch_axes, exchange_of(plan, pin))
-        traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
+        traced = read_and_trace(
+            init,
+            loss,
+            optimizer,
+            batch,
+            batch_axes,
+            name,
+            rows=rows,
+            wrt=wrt,
+            ambient=ambient,
+            honour=honour,
+        )
         traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
         if evaluation is None:
             traced = evaluated_as_trained(traced)
@@ -232,7 +264,11 @@ def compile(
             devices=first_devices(topology, devices, chosen.mesh.devices * chosen.exchange.islands),
             guards=guards,
             disk=disk,
-            evaluation=traced.model.evaluated(evaluation or loss),
+            evaluation=(
+                traced.model.evaluated(loss)
+                if evaluation is None
+                else freed(traced.model.evaluated(evaluation), ambient)
+            ),
             evaluated=evaluation or loss,
         )
         return replace(program, verifier=_verified)
@@ -260,6 +296,7 @@ def verify(
     options: Options | None = None,
     rows: str = "prove",
     wrt: Filter = None,
+    honour: str = "hints",
 ) -> Verification:
     """Compiles the training step with the real compiler of the machine it is planned for, which
     need not be here, and compares.
@@ -281,6 +318,7 @@ def verify(
             not know is a finding.
         rows: "prove" or "mean", see `plan`.
         wrt: what is trained, see `plan`.
+        honour: "hints" or "pins", see `plan`.
 
     Returns:
         What was predicted, what was compiled, and findings; a compiler that fails is a finding.
@@ -318,8 +356,20 @@ def verify(
         plan=plan,
     )
     machine = with_compiler(machine_of_plan(topology, plan))
+    ambient = ambient_mesh()
     with activations.no_mesh():
         batch = rows_of_one(batch, batch_axes, exchange_of(plan, pin))
-        traced = read_and_trace(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
+        traced = read_and_trace(
+            init,
+            loss,
+            optimizer,
+            batch,
+            batch_axes,
+            name,
+            rows=rows,
+            wrt=wrt,
+            ambient=ambient,
+            honour=honour,
+        )
         traced, chosen = choice.given_or_searched(traced, plan, machine, pin)
         return verified(traced, chosen, machine, limits, options)

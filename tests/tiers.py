@@ -101,6 +101,7 @@ TESTS = {
     "test_hand_sharded.py": "compile",
     "test_house.py": "unit",
     "test_notebooks.py": "processes",
+    "test_own_layouts.py": "compile",
     "test_parity.py": "compile",
     "test_peers.py": "unit",
     "test_pages_run.py": "compile",

@@ -1,10 +1,5 @@
-"""What becomes of the layouts that a user pinned on activations?
-
-`jax.lax.with_sharding_constraint(x, P("data"))` and Flax's `with_logical_constraint` need a mesh
-while the loss is traced, and the plan's mesh is not known yet. So the loss is traced for planning
-under a mesh of one device that has all six mesh axes; lowering traces it again under the real one.
-Flax's logical constraints do nothing, silently, where no rules are in force; that is a finding
-here.
+"""Flax's logical constraints on activations do nothing, silently, where no rules are in force; that
+is a finding here. What becomes of layouts otherwise: `shardlib.tracing.layouts`.
 """
 
 from __future__ import annotations
@@ -43,11 +38,6 @@ def planning_mesh() -> AbstractContextManager[object]:
 def rules_in_force() -> bool:
     """Whether Flax's logical axis rules are set around the caller."""
     return bool(nn.get_logical_axis_rules())
-
-
-def needs_mesh(error: BaseException | None) -> bool:
-    """Whether tracing failed because a layout was pinned with no mesh in force."""
-    return isinstance(error, (RuntimeError, ValueError)) and "mesh" in str(error).lower()
 
 
 def pinned_activations(jaxpr: Jaxpr) -> int:
@@ -108,8 +98,8 @@ def ignored_constraints(
                     " the plan places activations itself."
                 ),
                 hint=(
-                    "to impose layouts, call shardlib.compile inside"
-                    " flax.linen.logical_axis_rules(...)"
+                    "to price or pin them, call shardlib.compile inside"
+                    " flax.linen.logical_axis_rules(...), with honour='pins' to pin"
                 ),
             ),
         )

@@ -21,7 +21,7 @@ from flax.core import unfreeze
 from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
 from shardlib.annotation.linen_state import loss_metrics_and_updates
-from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.model import Free, Model, PureLoss, as_it_is
 from shardlib.annotation.names import fitted, written
 from shardlib.annotation.trees.exact import op_by_op
 from shardlib.annotation.trees.paths import Tree
@@ -79,13 +79,14 @@ def linen(module: nn.Module, *sample_inputs: Tree, **options: object) -> LinenIn
 
 
 @_jax_compat.unsharded_variables()
-def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
+def from_linen(described: LinenInit, wrt: Filter = None, free: Free = as_it_is) -> Model:
     """Reads a Linen model.
 
     Args:
         described: the module and what to call it with.
         wrt: predicate over paths of the collection "params" that says which are trained; None for
             all.
+        free: see `shardlib.annotation.read.read`.
 
     Raises:
         AnnotationError: the module fails to initialise, has no params, its names do not fit, or the
@@ -93,6 +94,7 @@ def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
     """
     name = described.module.name or type(described.module).__name__
 
+    @free
     def boxed(seed: Index) -> dict[str, Any]:
         inputs = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,

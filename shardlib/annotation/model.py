@@ -30,10 +30,13 @@ UserLoss = Callable[[UserModule, Tree], Tree]
 #: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of
 #: scalars.
 PureLoss = Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Mapping[str, jax.Array], Tree]]]
+#: What is done to a function before it is called.
+Free = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _as_it_is(model: Any) -> Any:
-    return model
+def as_it_is(value: Any) -> Any:
+    """What it is given."""
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +69,12 @@ class Model:
     bind: Callable[[Callable[..., Tree]], PureLoss]
     rebuild: Callable[[Tree, Tree], Tree]
     findings: tuple[Finding, ...] = ()
-    evaluating: Callable[[Tree], Tree] = _as_it_is
+    evaluating: Callable[[Tree], Tree] = as_it_is
 
     @property
     def has_modes(self) -> bool:
         """Whether the library knows of models that train and models that are evaluated."""
-        return self.evaluating is not _as_it_is
+        return self.evaluating is not as_it_is
 
     def evaluated(self, loss: Callable[..., Tree]) -> PureLoss:
         """The user's loss as a `PureLoss` in the mode of an evaluation."""

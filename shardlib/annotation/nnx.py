@@ -17,7 +17,7 @@ from flax import nnx
 
 from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
-from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.model import Free, Model, PureLoss, as_it_is
 from shardlib.annotation.names import fitted, stack_dims, written
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.exact import op_by_op
@@ -39,12 +39,15 @@ def _trained(path: KeyPath, value: Any) -> bool:
     return isinstance(value, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
-def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Model:
+def from_nnx(
+    constructor: Callable[..., nnx.Module], wrt: Filter = None, free: Free = as_it_is
+) -> Model:
     """Reads a module class, or a function, that takes `nnx.Rngs`.
 
     Args:
         constructor: makes the module.
         wrt: a filter of Flax that says which variables are trained; None for all parameters.
+        free: see `shardlib.annotation.read.read`.
 
     Raises:
         AnnotationError: the constructor fails, returns no module, its names do not fit, or the
@@ -53,7 +56,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
     with _jax_compat.unsharded_variables():
-        graph, whole = _abstract(build, name)
+        graph, whole = _abstract(build, name, free)
         trained = _chosen(whole, wrt)
         params, state = nnx.split_state(whole, trained, ...)
     stacks = dict(
@@ -76,7 +79,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
 
     return Model(
         name=name,
-        init=op_by_op(init),
+        init=op_by_op(free(init)),
         params=trees.params.abstract,
         state=trees.state.abstract,
         axes=axes,
@@ -149,7 +152,9 @@ def _with_rngs(constructor: Callable[..., Tree], name: str) -> Callable[[nnx.Rng
     return constructor
 
 
-def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def _abstract(
+    build: Callable[[nnx.Rngs], Tree], name: str, free: Free
+) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """The module as its graph and an abstract state: variables, and arrays that are attributes."""
     seen: list[nnx.GraphDef[Any]] = []
 
@@ -166,7 +171,7 @@ def _abstract(build: Callable[[nnx.Rngs], Tree], name: str) -> tuple[nnx.GraphDe
         return state
 
     try:
-        state = jax.eval_shape(checked)
+        state = jax.eval_shape(free(checked))
         return seen[-1], state
     except AnnotationError:
         raise

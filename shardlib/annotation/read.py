@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 from shardlib.annotation.linen import LinenInit, from_linen
-from shardlib.annotation.model import Model
+from shardlib.annotation.model import Free, Model, as_it_is
 from shardlib.annotation.nnx import from_nnx
 from shardlib.annotation.tree import TreeInit, from_tree
 from shardlib.annotation.trees.parts import is_array
@@ -34,13 +34,14 @@ def _built(init: Any) -> str | None:
     return type(init).__name__ if built and callable(init) else None
 
 
-def read(init: Init, wrt: Filter = None) -> Model:
+def read(init: Init, wrt: Filter = None, *, free: Free = as_it_is) -> Model:
     """Reads a model in any of the spellings that `shardlib.compile` takes as `init`.
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or the result of `shardlib.linen` or
             `shardlib.tree`.
         wrt: what is trained, see `shardlib.annotation.trees.wrt`; None for all parameters.
+        free: what is done to the function that makes the arrays, before it is called.
 
     Raises:
         AnnotationError: none of these, its names do not fit its arrays, or `wrt` does not fit the
@@ -54,9 +55,9 @@ def read(init: Init, wrt: Filter = None) -> Model:
             )
         return init
     if isinstance(init, LinenInit):
-        return from_linen(init, wrt)
+        return from_linen(init, wrt, free)
     if isinstance(init, TreeInit):
-        return from_tree(init, wrt)
+        return from_tree(init, wrt, free)
     if isinstance(init, nn.Module):
         raise AnnotationError(
             f"init is the Linen module {type(init).__name__}, which needs sample inputs\nTry:"
@@ -75,7 +76,7 @@ def read(init: Init, wrt: Filter = None) -> Model:
             " stay as they are (eqx.partition is not needed), and the loss gets the whole module"
         )
     if callable(init):
-        return from_nnx(init, wrt)  # pyright: ignore[reportArgumentType]
+        return from_nnx(init, wrt, free)  # pyright: ignore[reportArgumentType]
     raise AnnotationError(
         f"init is a {type(init).__name__}; expected a callable nnx.Rngs -> nnx.Module, "
         "shardlib.linen(module, *sample_inputs) or shardlib.tree(key_to_params, axes)"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
-from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.model import Free, Model, PureLoss, as_it_is
 from shardlib.annotation.names import beside, fitted, written
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.stateful import Pair, bound
@@ -80,12 +80,13 @@ def tree(
     return TreeInit(initialise=initialise, axes=axes, stateful=stateful)
 
 
-def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
+def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) -> Model:
     """Reads a plain pytree model.
 
     Args:
         described: the initialiser and its names.
         wrt: predicate over paths that says which arrays are trained; None for all.
+        free: see `shardlib.annotation.read.read`.
 
     Raises:
         AnnotationError: the initialiser fails, makes no arrays or integer ones that would be
@@ -93,7 +94,7 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
     """
     name = getattr(described.initialise, "__name__", "tree")
     described = replace(
-        described, initialise=_jax_compat.unsharded_variables()(described.initialise)
+        described, initialise=_jax_compat.unsharded_variables()(free(described.initialise))
     )
 
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -10,10 +10,11 @@ from typing import cast
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError, PlanError
 from shardlib.exchanges.values import Exact
+from shardlib.frontend import own_layouts
 from shardlib.frontend.islands import problem_on_islands, require_carried
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.traced_model import TracedModel
-from shardlib.hardware.topology import TopologyLike
+from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.planning.islands.instead import islands_instead
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import Prepared, prepared_for, search
@@ -99,6 +100,7 @@ def searched(
     """
     machine = machine_of(topology)
     if framework is not None:
+        pin = honoured(model, machine, pin)
         if Pins.parse(pin).exchange.islands > 1:
             raise PinError(
                 f"an exchange is about programs that shardlib makes, and {framework} runs its"
@@ -107,6 +109,7 @@ def searched(
         load = prepared_for(framework, model.traced.problem, machine)
         found = search(load.problem, machine, pin, load=load)
         return model, found.with_findings(*model.model.findings)
+    unhonoured, pin = pin, honoured(model, machine, pin)
     found = search(model.traced.problem, machine, pin)
     rows = model.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
     if rows is not None and not rows.splits:
@@ -122,7 +125,45 @@ def searched(
         if "batch" in axes
     ]
     instead = islands_instead(found, machine, rows)
-    return model, found.with_findings(*instead, *model.model.findings)
+    layouts = own_layouts.findings(
+        model.traced.layouts,
+        model.traced.problem,
+        found,
+        unhonoured,
+        model.honour,
+        _searcher(model, machine, found),
+    )
+    return model, found.with_findings(*instead, *model.model.findings, *layouts)
+
+
+def honoured(
+    model: TracedModel, machine: Topology, pin: PinMapping | Pins | None
+) -> PinMapping | None:
+    """The pins, with layouts that the model brings along where these are pins.
+
+    Args:
+        model: the traced model.
+        machine: to plan for.
+        pin: decisions fixed by hand.
+
+    Raises:
+        PinError: layouts contradict each other, or a pin.
+    """
+    if model.honour != "pins":
+        return cast("PinMapping | None", pin)
+    found = own_layouts.pinned(
+        model.traced.layouts, model.traced.problem, pin, _searcher(model, machine)
+    )
+    return cast("PinMapping | None", found)
+
+
+def _searcher(
+    model: TracedModel, machine: Topology, plan: Plan | None = None
+) -> Callable[[Pins], Plan]:
+    """The planner for a model on a machine, which searches nothing twice that a plan has."""
+    if plan is not None and isinstance(plan.source, Prepared):
+        return partial(plan.source.search, machine)
+    return lambda pins: search(model.traced.problem, machine, pins)
 
 
 def with_model(plan: Plan, model: TracedModel) -> Plan:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import AbstractMesh
 
 from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
@@ -15,12 +17,13 @@ from shardlib.annotation.model import Model
 from shardlib.annotation.read import Init, read
 from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import Filter
-from shardlib.errors import TracingError
+from shardlib.errors import AnnotationError, TracingError
 from shardlib.frontend.arguments import require_arguments
+from shardlib.frontend.own_layouts import require_honour
 from shardlib.graph.problem import Problem
-from shardlib.graph.rows import Rows
 from shardlib.planning.search.process_settings import garbage_put_off
 from shardlib.report import Finding, diagnostic
+from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed, names_axes
 from shardlib.tracing.parameters import abstract
 from shardlib.tracing.trace import Traced, trace
 
@@ -38,6 +41,7 @@ class TracedModel:
         loss: (model, batch) -> scalar or (scalar, metrics).
         optimizer: what trains it.
         batch: the global batch, arrays or their shapes and dtypes.
+        honour: what layouts of the program are, "hints" or "pins".
     """
 
     model: Model
@@ -45,6 +49,7 @@ class TracedModel:
     loss: Loss
     optimizer: optax.GradientTransformation
     batch: Tree
+    honour: str = "hints"
 
 
 @garbage_put_off()
@@ -57,6 +62,8 @@ def read_and_trace(
     name: str | None,
     rows: str = "prove",
     wrt: Filter = None,
+    ambient: AbstractMesh = NO_MESH,
+    honour: str = "hints",
 ) -> TracedModel:
     """Reads a model, and traces its loss; see `shardlib.compiler.plan` for the arguments.
 
@@ -69,6 +76,8 @@ def read_and_trace(
         name: what to call the model; None for its own.
         rows: "prove" or "mean".
         wrt: what is trained; None for all parameters.
+        ambient: the mesh that the user has set, whose axes the program may name.
+        honour: what layouts of the program are, "hints" or "pins".
 
     Returns:
         The model and its traced loss, with findings about constraints that are ignored.
@@ -76,10 +85,11 @@ def read_and_trace(
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch or tracing.
     """
-    model = read(init, wrt)
+    require_honour(honour)
+    model = _read(init, wrt, ambient)
     if name is not None:
         model = replace(model, name=name)
-    given, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows)
+    given, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows, ambient)
     model = traced.model
     if isinstance(init, LinenInit) and not activations.rules_in_force():
         ignored = activations.ignored_constraints(
@@ -88,7 +98,22 @@ def read_and_trace(
         model = replace(model, findings=(*model.findings, *ignored))
     if isinstance(init, LinenInit):
         model = replace(model, findings=(*model.findings, *_unchanged(given, model, traced)))
-    return TracedModel(model=model, traced=traced, loss=loss, optimizer=optimizer, batch=batch)
+    return TracedModel(
+        model=model, traced=traced, loss=loss, optimizer=optimizer, batch=batch, honour=honour
+    )
+
+
+def _read(init: Init, wrt: Filter, ambient: AbstractMesh) -> Model:
+    """The model; where it cannot be read with no mesh in force, as it is without its layouts."""
+    try:
+        return read(init, wrt)
+    except AnnotationError as error:
+        if error.__cause__ is None:
+            raise
+        try:
+            return read(init, wrt, free=partial(freed, ambient=ambient))
+        except AnnotationError:
+            raise error from error.__cause__
 
 
 def traced_again(model: TracedModel, batch: Tree, batch_axes: Tree) -> Traced:
@@ -149,24 +174,29 @@ def _traced(
     batch: Tree,
     batch_axes: Tree,
     rows: str,
+    ambient: AbstractMesh = NO_MESH,
 ) -> Traced:
-    def run() -> Traced:
+    """The loss of a model; that of the same model without layouts where it brings some."""
+
+    def run(model: Model) -> Traced:
         return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer, rows=rows)
 
-    if not activations.rules_in_force():
+    if not names_axes(ambient):
         try:
-            return run()
+            traced = run(model)
         except TracingError as error:
-            if not activations.needs_mesh(error.__cause__):
+            if error.__cause__ is None:
                 raise
-    with activations.planning_mesh():
-        traced = run()
-
-    def rows_in(parts: int) -> Rows:
-        with activations.planning_mesh():
-            return traced.rows_in(parts)
-
-    return replace(traced, rows_in=rows_in)
+        else:
+            if not brings_layouts(traced.closed_jaxpr):
+                return traced
+    return run(
+        replace(
+            model,
+            bind=lambda loss: freed(model.bind(loss), ambient),
+            init=freed(model.init, ambient),
+        )
+    )
 
 
 def problem(

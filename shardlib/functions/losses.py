@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -135,6 +135,26 @@ def marked_loss(
     value, *others = marked(form, _computed)(*constants, *leaves, *captured)
     count = form.results.num_leaves
     return value, form.results.unflatten(others[:count]), others[count:]
+
+
+def remarked(form: MarkedLoss, closed: jex.ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
+    """The results of a marked loss that is rewritten.
+
+    Args:
+        form: as it was marked.
+        closed: its new program, over its arrays and leaves.
+        operands: of the call.
+    """
+    jaxpr, constants = open_jaxpr(closed)
+    count = form.constants
+    changed = replace(
+        form,
+        arrays=(*constants, *form.arrays),
+        jaxpr=jaxpr.replace(
+            constvars=[*jaxpr.constvars, *jaxpr.invars[:count]], invars=list(jaxpr.invars[count:])
+        ),
+    )
+    return list(marked(changed, _computed)(*constants, *operands))
 
 
 def _computed(form: MarkedLoss, *operands: Any) -> tuple[Any, ...]:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from shardlib.graph import Graph, Op, Region, Value
 from shardlib.jax_types import Aval
 from shardlib.report import Finding
+from shardlib.tracing.layouts import OwnLayout
 from shardlib.tracing.program import Call, Equation
 from shardlib.tracing.trip_counts import counted_trips, dtype_name
 
 #: A custom call, and the values of a graph that are its operands.
 PlacedCall = tuple[Call, tuple[int, ...]]
+#: A layout that a program brings along, and the value of a graph that has it.
+PlacedLayout = tuple[OwnLayout, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +28,13 @@ class Translated:
             their operands.
         values: number of a value of the program, outside of loops and branches -> value of the
             graph.
+        layouts: those that the program brings along, with the values of the graph that have them.
     """
 
     graph: Graph
     calls: Mapping[str, PlacedCall]
     values: Mapping[int, int]
+    layouts: tuple[PlacedLayout, ...] = ()
 
 
 class GraphParts:
@@ -38,6 +43,7 @@ class GraphParts:
     def __init__(self) -> None:
         self.calls: dict[str, PlacedCall] = {}
         self.numbers: dict[int, int] = {}
+        self.layouts: list[PlacedLayout] = []
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.regions: list[Region] = [Region(parent=-1, kind="root")]

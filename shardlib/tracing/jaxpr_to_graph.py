@@ -72,7 +72,12 @@ def translated(program: Program, inputs: Sequence[tuple[str, str]]) -> Translate
         findings=tuple(builder.findings.values()),
     )
     check(graph)
-    return Translated(graph=graph, calls=builder.calls, values=builder.numbers)
+    return Translated(
+        graph=graph,
+        calls=builder.calls,
+        values=builder.numbers,
+        layouts=tuple(builder.layouts),
+    )
 
 
 class _Builder(GraphParts):
@@ -99,6 +104,7 @@ class _Builder(GraphParts):
                 self.calls[call.path] = call, tuple(map(numbers.__getitem__, call.inputs))
             outputs = self.equation(program, equation, operands, region)
             numbers.update(zip(equation.outputs, outputs, strict=True))
+        self.layouts += [(layout, numbers[number]) for layout, number in program.layouts]
         return [numbers[number] for number in program.outputs]
 
     def equation(

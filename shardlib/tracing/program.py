@@ -26,6 +26,7 @@ from jax.extend import core as jex
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.functions.marks import Form, form_of
 from shardlib.jax_types import Aval, Eqn, EqnParams, Jaxpr, Value
+from shardlib.tracing.layouts import OwnLayout, layout_of
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
@@ -110,6 +111,7 @@ class Program:
         equations: in execution order.
         frozen: numbers of the inputs that are parameters and not trained: layers that are trained
             repeat no layers that are not.
+        layouts: those that the program brings along, with numbers of the values that have them.
     """
 
     avals: tuple[Aval, ...]
@@ -118,6 +120,7 @@ class Program:
     outputs: tuple[int, ...]
     equations: tuple[Equation, ...]
     frozen: frozenset[int] = frozenset()
+    layouts: tuple[tuple[OwnLayout, int], ...] = ()
 
 
 def with_frozen(program: Program, positions: Iterable[int]) -> Program:
@@ -133,6 +136,7 @@ class _Numbering:
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.equations: list[Equation] = []
+        self.layouts: list[tuple[OwnLayout, int]] = []
         self._literals: dict[tuple[str, str, bool], int] = {}
         self._captured: dict[int, int] = {}
 
@@ -176,6 +180,11 @@ class _Numbering:
         for index, eqn in enumerate(jaxpr.eqns):
             inputs = tuple(map(read, eqn.invars))
             inner_scope = join_scope(scope, str(eqn.source_info.name_stack))
+            layout = layout_of(eqn)
+            if layout is not None:
+                numbers[eqn.outvars[0]] = inputs[0]
+                self.layouts.append((layout, inputs[0]))
+                continue
             if eqn.primitive.name in _REDUCED and _over_dims(eqn):
                 inner, _ = open_jaxpr(_reduction(eqn))
                 outputs = self.walk(inner, (), inputs, f"{prefix}{index}/", inner_scope, within)
@@ -248,6 +257,7 @@ def flatten(
         inputs=inputs,
         outputs=tuple(outputs),
         equations=tuple(numbering.equations),
+        layouts=tuple(numbering.layouts),
     )
 
 

@@ -33,8 +33,9 @@ from shardlib.graph.rows import Rows
 from shardlib.jax_types import Aval
 from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
+from shardlib.tracing.graph_parts import PlacedLayout
 from shardlib.tracing.held_arrays import require_none
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr, graph_from_program
+from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr, translated
 from shardlib.tracing.parameters import (
     abstract,
     constant_state,
@@ -66,6 +67,7 @@ class Traced:
             parameters.
         rows_in: number of microbatches -> how the results depend on the rows, by the trace of one
             of them. Traces.
+        layouts: those that the loss brings along, with values of `problem.forward`.
     """
 
     closed_jaxpr: jex.ClosedJaxpr
@@ -75,6 +77,7 @@ class Traced:
     problem: Problem
     model: Model
     rows_in: Callable[[int], Rows]
+    layouts: tuple[PlacedLayout, ...] = ()
 
     def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
         """The loss, evaluated again with a hand on every value.
@@ -161,8 +164,8 @@ def trace(
         model, _, closed, out_shape = _trace_loss(model, loss, shapes)
         program = flatten(closed)
     inputs = named_inputs(model, shapes)
-    forward = graph_from_program(program, inputs)
-    forward = replace(forward, findings=(*forward.findings, *mapped_finding(mapped)))
+    found = translated(program, inputs)
+    forward = replace(found.graph, findings=(*found.graph.findings, *mapped_finding(mapped)))
     check_counts(
         (value.path or f"a value of {model.name}", value.shape) for value in forward.values
     )
@@ -207,6 +210,7 @@ def trace(
         problem=in_pieces(problem),
         model=model,
         rows_in=proven,
+        layouts=found.layouts,
     )
 
 

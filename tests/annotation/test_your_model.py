@@ -103,6 +103,15 @@ def of_tree(scope: dict[str, Any]) -> float:
     )
 
 
+def of_layouts(scope: dict[str, Any]) -> float:
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 4), ("rows", "model"), axis_types=explicit)):
+        error = of_tree(scope)
+    (found,) = [one for one in scope["program"].plan.findings if one.code == "own-layouts"]
+    assert "(3)" in str(found) and "are pins of this plan" in str(scope["pinned"].findings)
+    return error
+
+
 def of_step(scope: dict[str, Any]) -> float:
     state, metrics = scope["start"](jax.random.key(0)), {"loss": np.inf}
     for _ in range(STEPS):
@@ -118,6 +127,7 @@ TRUTH = {
     "haiku": of_haiku,
     "haiku_state": of_haiku_state,
     "tree": of_tree,
+    "layouts": of_layouts,
     "lora": of_nnx,
     "step": of_step,
 }

@@ -9,23 +9,29 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
+from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
-from shardlib.decisions.pins import PinMapping
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
+from shardlib.frontend import own_layouts
 from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.machines import machine_of
+from shardlib.frontend.own_layouts import require_honour
 from shardlib.frontend.steps.marked.lowered import lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
-from shardlib.frontend.steps.pins import step_pins
+from shardlib.frontend.steps.pins import marked_pins, step_pins
 from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.lowering.program.lowered import Options
 from shardlib.lowering.runtime.random_keys import implementation, is_key
 from shardlib.lowering.steps.step_program import LoweredStep, build_step
+from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.propagation.colours import colour
+from shardlib.tracing.layouts import ambient_mesh, brings_layouts, freed, names_axes
 from shardlib.tracing.steps.traced_step import Step, TracedStep, trace_step
 from shardlib.verification.exported import exported
 from shardlib.verification.isolation import Limits, compile_apart
@@ -124,6 +130,7 @@ def compile_step(
     devices: Sequence[jax.Device] | None = None,
     name: str | None = None,
     abstract: bool = False,
+    honour: str = "hints",
 ) -> StepProgram:
     """Plans and compiles a step that has everything inside: gradients, several losses, several
     optimizers, several models.
@@ -149,6 +156,7 @@ def compile_step(
         name: what to call the step; its own name by default.
         abstract: whether to leave devices out: such a program is explained and verified, and does
             not run.
+        honour: what layouts of the program are, "hints" or "pins", as of `shardlib.plan`.
 
     Raises:
         ArgumentError: arguments of another kind than is asked for.
@@ -167,25 +175,62 @@ def compile_step(
     require_arguments(
         "compile_step", batch=batch, topology=topology, pin=pin, name=name, devices=devices
     )
-    first, given, shapes = _state_of(init)
-    machine = machine_of(topology)
-    traced = trace_step(
-        step,
-        shapes,
-        batch,
-        axes=_axes_of(axes),
-        batch_axes=batch_axes,
-        name=name or getattr(step, "__name__", "step"),
-    )
-    return stepping(
-        traced,
-        machine,
-        pin,
-        first=first,
-        given=given,
-        devices=devices if devices is not None else devices_of(topology),
-        abstract=abstract,
-    )
+    require_honour(honour)
+    ambient = ambient_mesh()
+    with no_mesh():
+        first, given, shapes = _state_of(init, ambient)
+        machine = machine_of(topology)
+        traced = traced_freed(
+            step,
+            shapes,
+            batch,
+            ambient,
+            axes=_axes_of(axes),
+            batch_axes=batch_axes,
+            name=name or getattr(step, "__name__", "step"),
+        )
+        return stepping(
+            traced,
+            machine,
+            pin,
+            first=first,
+            given=given,
+            devices=devices if devices is not None else devices_of(topology),
+            abstract=abstract,
+            honour=honour,
+        )
+
+
+def traced_freed(
+    step: Step,
+    state: Tree,
+    batch: Tree,
+    ambient: AbstractMesh,
+    *,
+    axes: Mapping[str, LogicalAxes] | None = None,
+    batch_axes: Tree = None,
+    name: str,
+) -> TracedStep:
+    """A traced step; that of the same step without layouts where it brings some.
+
+    Args:
+        step, state, batch, axes, batch_axes, name: see `trace_step`.
+        ambient: the mesh that the user has set.
+    """
+
+    def run(step: Step) -> TracedStep:
+        return trace_step(step, state, batch, axes=axes, batch_axes=batch_axes, name=name)
+
+    if not names_axes(ambient):
+        try:
+            traced = run(step)
+        except TracingError as error:
+            if error.__cause__ is None:
+                raise
+        else:
+            if not brings_layouts(traced.closed):
+                return traced
+    return run(freed(step, ambient))
 
 
 def stepping(
@@ -198,6 +243,7 @@ def stepping(
     devices: Sequence[jax.Device] | None = None,
     abstract: bool = False,
     donate: bool = True,
+    honour: str = "hints",
 ) -> StepProgram:
     """The program of a traced step.
 
@@ -207,14 +253,33 @@ def stepping(
         pin: see `compile_step`.
         first, given, devices, abstract: see `compile_step`.
         donate: whether a step takes the arrays of the state over.
+        honour: what layouts of the step are, "hints" or "pins".
     """
     marked = MarkedStep.of(traced) if traced.losses else None
+    problem = traced.problem if marked is None else marked.traced.problem
+
+    def pins(own: PinMapping | Pins | None) -> PinMapping:
+        given = own.to_json() if isinstance(own, Pins) else own
+        if marked is None:
+            return step_pins(given)
+        return marked_pins(given, marked.unstaged, marked.unsharded)
+
+    def searched(own: Pins) -> Plan:
+        return search(problem if marked is None else marked.problem, machine, pins(own))
+
+    own = pin
+    if honour == "pins":
+        found = own_layouts.pinned(traced.layouts, problem, pin, searched)
+        own = found.to_json() if isinstance(found, Pins) else found
     if marked is not None:
-        marked, plan = marked.searched(machine, pin)
+        marked, plan = marked.searched(machine, own)
         traced, known = marked.traced, marked.colouring
     else:
-        plan = search(traced.problem, machine, step_pins(pin))
+        plan = search(traced.problem, machine, step_pins(own))
         known = plan.source.load.colouring if plan.source is not None else colour(traced.problem)
+    plan = plan.with_findings(
+        *own_layouts.findings(traced.layouts, problem, plan, pin, honour, searched)
+    )
     count = plan.mesh.devices
     chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
     losses = None if marked is None else lower_losses(marked, plan, chosen)
@@ -233,11 +298,15 @@ def stepping(
     )
 
 
-def _state_of(init: InitState) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
+def _state_of(
+    init: InitState, ambient: AbstractMesh
+) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
     """(key -> state, state, abstract state); one of the first two is None."""
     if not callable(init):
         return None, init, init
     made = cast("Callable[..., Tree]", init)
+    if names_axes(ambient):
+        made = freed(made, ambient)
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         return made, None, jax.eval_shape(made, key)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import overload
 
 import jax
+from jax.sharding import AbstractMesh
 
+from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.machines import machine_of
-from shardlib.frontend.steps.compiled import StepProgram, stepping
+from shardlib.frontend.own_layouts import require_honour
+from shardlib.frontend.steps.compiled import StepProgram, stepping, traced_freed
 from shardlib.functions.mapped_axes import found_axes, whole_batch
 from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import TopologyLike
 from shardlib.lowering.steps.step_program import copied
-from shardlib.tracing.steps.traced_step import abstract_leaf, same_form, trace_step
+from shardlib.tracing.layouts import ambient_mesh, freed, names_axes
+from shardlib.tracing.steps.traced_step import abstract_leaf, same_form
 
 #: (state, batch) -> (new state, metrics) or the new state, or (params, batch) -> anything.
 Function = Callable[[Tree, Tree], Tree]
@@ -34,7 +39,7 @@ class Parallel:
 
     Args:
         function: the user's own.
-        topology, pin, batch_axes: see `shardlib.compile_step`.
+        topology, pin, batch_axes, honour: see `shardlib.compile_step`.
     """
 
     def __init__(
@@ -44,10 +49,12 @@ class Parallel:
         topology: TopologyLike | None = None,
         pin: PinMapping | None = None,
         batch_axes: Tree = None,
+        honour: str = "hints",
     ) -> None:
+        require_honour(honour)
         functools.update_wrapper(self, function)
         self._function, self._topology, self._pin = function, topology, pin
-        self._batch_axes = batch_axes
+        self._batch_axes, self._honour = batch_axes, honour
         self._programs: dict[object, tuple[Result, StepProgram]] = {}
 
     def program(self, state: Tree, batch: Tree) -> StepProgram:
@@ -84,32 +91,47 @@ class Parallel:
         return self._programs[key]
 
     def _made(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
-        shapes = jax.tree.map(abstract_leaf, (state, batch))
-        out = found_axes(lambda names: jax.eval_shape(whole_batch(self._function, names), *shapes))
-        alone = same_form(out, shapes[0])
-        pair = isinstance(out, tuple) and len(out) == 2 and same_form(out[0], shapes[0])
-        steps = alone or pair
+        ambient = ambient_mesh()
+        with no_mesh():
+            shapes = jax.tree.map(abstract_leaf, (state, batch))
+            out = self._results(shapes, ambient)
+            alone = same_form(out, shapes[0])
+            pair = isinstance(out, tuple) and len(out) == 2 and same_form(out[0], shapes[0])
+            steps = alone or pair
 
-        def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
-            return params, self._function(params, batch)
+            def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+                return params, self._function(params, batch)
 
-        traced = trace_step(
-            self._function if steps else infer,
-            *shapes,
-            batch_axes=self._batch_axes,
-            name=getattr(self._function, "__name__", "function"),
-        )
-        machine = machine_of(self._topology)
-        result = _state_alone if alone else _both if pair else _rest
-        return result, stepping(
-            traced,
-            machine,
-            self._pin,
-            first=None,
-            given=state,
-            devices=devices_of(self._topology),
-            donate=steps,
-        )
+            traced = traced_freed(
+                self._function if steps else infer,
+                shapes[0],
+                shapes[1],
+                ambient,
+                batch_axes=self._batch_axes,
+                name=getattr(self._function, "__name__", "function"),
+            )
+            result = _state_alone if alone else _both if pair else _rest
+            return result, stepping(
+                traced,
+                machine_of(self._topology),
+                self._pin,
+                first=None,
+                given=state,
+                devices=devices_of(self._topology),
+                donate=steps,
+                honour=self._honour,
+            )
+
+    def _results(self, shapes: tuple[Tree, Tree], ambient: AbstractMesh) -> Tree:
+        """Abstract results of the function."""
+
+        def results(function: Function) -> Tree:
+            return found_axes(lambda names: jax.eval_shape(whole_batch(function, names), *shapes))
+
+        if not names_axes(ambient):
+            with contextlib.suppress(Exception):  # of meshes, or `freed` raises it, too
+                return results(self._function)
+        return results(freed(self._function, ambient))
 
 
 @overload
@@ -120,6 +142,7 @@ def parallelize(
     topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
+    honour: str = "hints",
 ) -> Callable[[Function], Parallel]: ...
 def parallelize(
     function: Function | None = None,
@@ -127,6 +150,7 @@ def parallelize(
     topology: TopologyLike | None = None,
     pin: PinMapping | None = None,
     batch_axes: Tree = None,
+    honour: str = "hints",
 ) -> Parallel | Callable[[Function], Parallel]:
     """Plans and compiles a function at its first call, for the shapes that it is called with.
 
@@ -140,10 +164,11 @@ def parallelize(
         topology: the machine; all devices of this one if left out.
         pin: see `shardlib.compile_step`.
         batch_axes: as of `shardlib.plan`.
+        honour: what layouts of the function are, "hints" or "pins", as of `shardlib.plan`.
     """
 
     def wrapped(function: Function) -> Parallel:
-        return Parallel(function, topology=topology, pin=pin, batch_axes=batch_axes)
+        return Parallel(function, topology=topology, pin=pin, batch_axes=batch_axes, honour=honour)
 
     return wrapped if function is None else wrapped(function)
 

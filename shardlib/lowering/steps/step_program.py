@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
+from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.keys import Seed, key_of, read_seed_or_key
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.annotation.trees.static_parts import static_difference
@@ -114,7 +115,8 @@ class LoweredStep:
             lambda number: jax.tree.leaves(self._first(number)),
             out_shardings=jax.tree.leaves(shardings),
         )
-        return jax.tree.structure(self.state).unflatten(first(number))
+        with no_mesh():
+            return jax.tree.structure(self.state).unflatten(first(number))
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Does one step.
@@ -163,11 +165,12 @@ class LoweredStep:
     def lowered(self) -> jax.stages.Lowered:
         """The program as it goes to the compiler."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
-        return jax.jit(
-            self.function,
-            out_shardings=(shardings, None),
-            donate_argnums=(0,) if self.donate else (),
-        ).lower(self.state, self.batch)
+        with no_mesh():
+            return jax.jit(
+                self.function,
+                out_shardings=(shardings, None),
+                donate_argnums=(0,) if self.donate else (),
+            ).lower(self.state, self.batch)
 
     def function(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """The step with its layouts, to be traced.

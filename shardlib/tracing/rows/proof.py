@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from jax.extend import core as jex
 
 from shardlib.graph.rows import Dependence, Rows
+from shardlib.tracing.lines import raising_line
 from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rows.analysis import Analysis
 from shardlib.tracing.rows.handed import Unlike
 from shardlib.tracing.rows.kinds import Cause, Kind, Place, free, row
-from shardlib.tracing.rows.step import raising_line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,6 @@ by the number of rows: nothing is guessed from sizes or names.
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -14,14 +11,11 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from shardlib.jax_types import Eqn, EqnParams
+from shardlib.jax_types import EqnParams
+from shardlib.tracing.lines import user_line
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rows.kinds import Cause, Kind, data, mixed
 
-#: Where packages are installed: lines of source in there are not the user's.
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-#: The package itself; a user's folder may well have its name, too.
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 Shape = tuple[int, ...]
 
 
@@ -117,33 +111,3 @@ def differing(shapes: tuple[Shape, Shape]) -> list[int]:
 def line_of(equation: Equation) -> str:
     """The user's line of an equation, or of the innermost call around it that has one."""
     return next((line for eqn in (equation.eqn, *equation.within) if (line := user_line(eqn))), "")
-
-
-def user_line(eqn: Eqn) -> str:
-    """ "file.py:12" of the innermost line of source around an equation that is no library's; empty
-    where there is none.
-    """
-    found = eqn.source_info.traceback
-    frames = found.frames if found is not None else ()
-    return _users((frame.file_name, frame.line_num) for frame in frames)
-
-
-def raising_line(error: Exception) -> str:
-    """The user's innermost line that an error came through, as `user_line` says it."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return _users((frame.filename, frame.lineno or 0) for frame in frames)
-
-
-def _users(lines: Iterable[tuple[str, int]]) -> str:
-    """The first of some lines of source, (file, number), that is no library's."""
-    return next(
-        (
-            f"{os.path.basename(name)}:{number}"
-            for name, number in lines
-            if not name.startswith("<")
-            and not any(part in name for part in _INSTALLED)
-            and not name.startswith(_OWN)
-            and "importlib" not in name
-        ),
-        "",
-    )

@@ -30,6 +30,7 @@ from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.jax_types import Leaf
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
+from shardlib.tracing.graph_parts import PlacedLayout
 from shardlib.tracing.jaxpr_to_graph import translated
 from shardlib.tracing.program import Program, called, flatten
 from shardlib.tracing.steps.marked_losses import Again, FoundLoss, found_losses
@@ -62,6 +63,7 @@ class TracedStep:
         losses: those that the step marks, in order; none in a step that marks none.
         unmarked: gradients that are taken outside of them, in a step that marks some.
         others: kinds of the custom calls that stand outside of them.
+        layouts: those that the step brings along, with values of `problem.forward`.
     """
 
     name: str
@@ -77,6 +79,7 @@ class TracedStep:
     losses: tuple[FoundLoss, ...] = ()
     unmarked: UnmarkedGradients = field(default_factory=UnmarkedGradients)
     others: frozenset[str] = frozenset()
+    layouts: tuple[PlacedLayout, ...] = ()
 
     @property
     def trained(self) -> frozenset[int]:
@@ -158,6 +161,7 @@ def trace_step(
         others=frozenset(
             call.form.kind for call, _ in calls.values() if not isinstance(call.form, MarkedLoss)
         ),
+        layouts=found.layouts,
     )
 
 

@@ -40,7 +40,7 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
     key = (
         step.name,
-        rule,
+        _told_apart(rule),
         str(callee(step.one.eqn)),
         tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
         tuple(map(str, step.operands)),
@@ -49,6 +49,15 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
         walk.judged[key] = _fault(beneath, step, kinds, found)
     why = walk.judged[key]
     return [step.mixed(why, kinds)] * len(found) if why else found
+
+
+def _told_apart(rule: Any) -> Any:
+    """The rule, or its identity: one that was bound again holds lists, which have no hash."""
+    try:
+        hash(rule)
+    except TypeError:
+        return id(rule)
+    return rule
 
 
 def _fault(walk: Walk, step: Step, kinds: list[Kind], found: list[Kind]) -> str:

@@ -1,0 +1,434 @@
+"""What becomes of the layouts that a program brings along: hints that are priced, or pins.
+
+A layout speaks of dims by their colours and of the user's mesh axes. The axes are read by what
+they shard: those of the batch are `data` and `fsdp`, those of a sequence `context`, those of
+experts `expert`, all others together `tensor`; an axis with a name of ours keeps it. With
+`honour="hints"` the plan is made as if there were none, and a finding lists what each would cost;
+with `honour="pins"` all of them are pins.
+
+    P("data", "model") of 4 x 2 on [batch, mlp]   ->   mesh.data=4, mesh.fsdp=1, mesh.tensor=2,
+                                                       rules batch -> data·fsdp, mlp -> tensor
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.axes import BATCH_AXES, MESH_AXIS_ALIASES, LogicalAxes
+from shardlib.decisions.pins import PinMapping, Pins
+from shardlib.errors import ArgumentError, InfeasibleError, PinError, raise_all
+from shardlib.graph.problem import Problem
+from shardlib.planning.plan import Plan
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.report import Finding, diagnostic
+from shardlib.tracing.graph_parts import PlacedLayout
+from shardlib.tracing.layouts import OwnLayout
+
+#: What a user may say of them.
+HONOURS: tuple[str, ...] = ("hints", "pins")
+#: Most searches for what layouts cost.
+MOST_PRICED = 8
+#: Most layouts that a finding names.
+MOST_NAMED = 12
+_EXPERTS = ("expert", "experts")
+
+
+def require_honour(honour: object) -> None:
+    """Refuses anything but one of `HONOURS`.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if honour not in HONOURS:
+        raise ArgumentError(
+            f"honour is {honour!r}; layouts of the program are 'hints', which a finding prices, or"
+            " 'pins'\nTry: honour='hints'"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Coloured:
+    """A layout with the colours of the dims that it speaks of."""
+
+    layout: OwnLayout
+    colours: LogicalAxes
+
+    @property
+    def sharded(self) -> list[tuple[str, tuple[str, ...]]]:
+        """(colour, the user's mesh axes) of the dims that it decides."""
+        pairs = zip(self.colours, self.layout.spec, strict=True)
+        return [(name, axes) for name, axes in pairs if name is not None and axes is not None]
+
+    @property
+    def text(self) -> str:
+        """It and where it stands."""
+        at = f" at {self.layout.line}" if self.layout.line else ""
+        return f"{self.layout}{at}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The layouts that a program brings along, as the colours of a problem have them.
+
+    Attributes:
+        every: each once.
+        colouring: of the problem.
+    """
+
+    every: tuple[_Coloured, ...]
+    colouring: Colouring
+
+    @staticmethod
+    def of(layouts: Iterable[PlacedLayout], colouring: Colouring) -> Layouts:
+        """The layouts of a traced program.
+
+        Args:
+            layouts: with values of the forward graph.
+            colouring: of the problem that was traced.
+        """
+        read = (
+            _Coloured(layout=layout, colours=colouring.forward[value])
+            for layout, value in layouts
+            # what stands in a `shard_map` speaks of a shard
+            if len(layout.spec) == len(colouring.forward[value])
+        )
+        return Layouts(every=tuple(dict.fromkeys(read)), colouring=colouring)
+
+    @property
+    def written(self) -> dict[str, list[_Coloured]]:
+        """The layouts by what the user wrote and where: one line may speak of several layers."""
+        found: dict[str, list[_Coloured]] = defaultdict(list)
+        for one in self.every:
+            found[one.text].append(one)
+        return found
+
+    def kind(self, name: str) -> str:
+        """Which kind of mesh axes shards a colour: "batch", "sequence", "expert" or "tensor"."""
+        if name == self.colouring.batch_colour:
+            return "batch"
+        if name == self.colouring.named_sequence:
+            return "sequence"
+        experts = {self.colouring.canonical(one) for one in _EXPERTS}
+        return "expert" if name in experts else "tensor"
+
+    def stored(self, one: _Coloured) -> bool:
+        """Whether a layout is one of an array without rows of the batch, as weights are."""
+        return self.colouring.batch_colour not in one.colours
+
+    def axes(self) -> tuple[dict[str, str], list[str]]:
+        """Our mesh axis for each of the user's that shards something, and contradictions."""
+        kinds: dict[str, dict[str, _Coloured]] = defaultdict(dict)
+        for one in self.every:
+            for name, axes in one.sharded:
+                for axis in axes:
+                    kind = self.kind(name)
+                    ours = MESH_AXIS_ALIASES.get(axis, axis)
+                    stored = kind == "tensor" and self.stored(one)
+                    if stored and (ours in BATCH_AXES or "batch" in kinds[axis]):
+                        kind = "stored"
+                    kinds[axis].setdefault(kind, one)
+        known: dict[str, str] = {}
+        failures: list[str] = []
+        for axis, of in kinds.items():
+            if "batch" in of and "tensor" in of and self.stored(of["tensor"]):
+                of["stored"] = of.pop("tensor")  # a weight that was met before the batch
+            ours = MESH_AXIS_ALIASES.get(axis, axis)
+            match frozenset(of):
+                case s if s <= {"batch", "stored"}:
+                    free = "fsdp" if "stored" in of or "data" in known.values() else "data"
+                    known[axis] = ours if ours in ("data", "fsdp") else free
+                case s if s <= {"batch", "expert"}:
+                    known[axis] = "expert"
+                case s if s == {"sequence"} and ours != "tensor":
+                    known[axis] = "context"
+                case s if s <= {"tensor", "sequence"}:
+                    known[axis] = "tensor"
+                case _:
+                    both = [f"{kind} dims by {one.text}" for kind, one in of.items()]
+                    failures.append(f"mesh axis {axis!r} shards {' and '.join(both)}")
+        return known, failures
+
+    def pins(self, chosen: Sequence[_Coloured]) -> dict[str, Any]:
+        """The pins that some of the layouts amount to; "rules" holds pairs of which the planner's
+        own come last.
+
+        Raises:
+            PinError: no plan has them; all that contradicts is listed.
+        """
+        known, failures = self.axes()
+        used = {axis for one in chosen for axis in one.layout.names}
+        failures = [one for one in failures if any(f"axis {axis!r} " in one for axis in used)]
+        sizes: dict[str, dict[str, int]] = defaultdict(dict)
+        for one in chosen:
+            apart = len(chosen) < len(self.every)
+            spoken = known.keys() & one.layout.names if apart else known.keys()
+            for axis, size in one.layout.mesh:
+                if axis in spoken and sizes[known[axis]].setdefault(axis, size) != size:
+                    failures.append(
+                        f"mesh axis {axis!r} has size {sizes[known[axis]][axis]} and, by"
+                        f" {one.text}, {size}"
+                    )
+        failures += self._ambiguous(chosen, known)
+        if failures:
+            raise_all(
+                PinError,
+                "the layouts of the program are no pins of one plan",
+                list(dict.fromkeys(failures)),
+                hint="honour='hints', which lists them and imposes none; or take out those that"
+                " contradict",
+            )
+        wanted = {ours: math.prod(of.values()) for ours, of in sizes.items()}
+        pins: dict[str, Any] = {f"mesh.{ours}": size for ours, size in wanted.items()}
+        if wanted.keys() & {"data", "fsdp"}:
+            pins = {f"mesh.{ours}": wanted.get(ours, 1) for ours in ("data", "fsdp")} | pins
+        if any(
+            known.get(axis) == "fsdp" and self.kind(name) == "tensor"
+            for one in chosen
+            for name, axes in one.sharded
+            for axis in axes
+        ):
+            pins["zero"] = 3
+        tensor = self._over_tensor(chosen, known)
+        if tensor or self._whole(chosen, known):
+            pins["rules"] = tensor
+        if self.colouring.named_sequence in tensor:
+            pins["sequence_parallel"] = True
+        return pins
+
+    def _over_tensor(self, chosen: Sequence[_Coloured], known: Mapping[str, str]) -> list[str]:
+        """Colours that the layouts shard over tensor, in their order."""
+        return list(
+            dict.fromkeys(
+                name
+                for one in chosen
+                for name, axes in one.sharded
+                if any(known.get(axis) == "tensor" for axis in axes)
+            )
+        )
+
+    def _whole(self, chosen: Sequence[_Coloured], known: Mapping[str, str]) -> dict[str, _Coloured]:
+        """Colours that the layouts leave whole where nothing else of the array is sharded over
+        tensor.
+        """
+        return {
+            name: one
+            for one in chosen
+            if not any(known.get(axis) == "tensor" for axis in one.layout.names)
+            for name, axes in one.sharded
+            if not axes and self.kind(name) in ("tensor", "sequence") and not self.stored(one)
+        }
+
+    def _ambiguous(self, chosen: Sequence[_Coloured], known: Mapping[str, str]) -> list[str]:
+        failures: list[str] = []
+        whole = self._whole(chosen, known)
+        groups: dict[frozenset[str], _Coloured] = {}
+        spread: dict[str, tuple[frozenset[str], _Coloured]] = {}
+        batch = self.colouring.batch_colour
+        for one in chosen:
+            for name, axes in one.sharded:
+                tensor = frozenset(axis for axis in axes if known.get(axis) == "tensor")
+                if tensor:
+                    groups.setdefault(tensor, one)
+                    if name in whole:
+                        failures.append(
+                            f"{name!r} is sharded by {one.text} and whole by {whole[name].text}"
+                        )
+                if name == batch:
+                    ways = frozenset(axes)
+                    other, by = spread.setdefault(name, (ways, one))
+                    if other != ways:
+                        failures.append(
+                            f"{name!r} is sharded over {', '.join(sorted(other)) or 'nothing'} by"
+                            f" {by.text} and over {', '.join(sorted(ways)) or 'nothing'} by"
+                            f" {one.text}"
+                        )
+        if len(groups) > 1:
+            texts = [f"{', '.join(sorted(axes))} by {one.text}" for axes, one in groups.items()]
+            failures.append(
+                f"different mesh axes shard dims that a plan shards over tensor: {'; '.join(texts)}"
+            )
+        return failures
+
+    def complete(
+        self,
+        pins: Mapping[str, Any],
+        pin: PinMapping | Pins | None,
+        search: Callable[[Pins], Plan],
+    ) -> Pins:
+        """The pins beside those of the user, with rules for the colours that no layout speaks of:
+        those are sharded as the planner shards them on that mesh.
+
+        Args:
+            pins: see `pins`.
+            pin: decisions that the user fixed; an axis of a layout takes the place of none.
+            search: the planner.
+
+        Raises:
+            PinError: the two contradict each other.
+        """
+        own = Pins.parse(pin)
+        failures: list[str] = []
+        for word, value in pins.items():
+            axis = word.removeprefix("mesh.")
+            fixed: Any = own.get(word)
+            if word.startswith("mesh."):
+                mesh = own.mesh if own.mesh is not None else dict(own.axes)
+                fixed = mesh[axis] if own.mesh is not None else mesh.get(axis)
+            elif word == "rules" and own.rules is not None:
+                fixed = own.rules
+            if fixed is not None and fixed != value:
+                failures.append(
+                    f"{word} is pinned to {fixed} and the program's layouts say {value}"
+                )
+        if failures:
+            raise_all(
+                PinError,
+                "pins contradict the layouts of the program",
+                failures,
+                hint="leave the pin out, or honour='hints'",
+            )
+        sizes = {word: size for word, size in pins.items() if word.startswith("mesh.")}
+        beside = {} if own.mesh is not None else sizes
+        others = {word: pins[word] for word in ("zero", "sequence_parallel") if word in pins}
+        begun = own.changed(Pins.parse(others)) if others else own
+        if beside:
+            begun = begun.but(axes=tuple(sorted({**dict(own.axes), **_named(beside)}.items())))
+        if "rules" not in pins:
+            return begun
+        tensor = list(pins["rules"])
+        known, _ = self.axes()
+        whole = self._whole(self.every, known)
+        free = search(begun)
+        entries = free.rules.entries
+        tensor += [
+            name
+            for name, axes in entries
+            if "tensor" in axes and name not in tensor and name not in whole
+        ]
+        batch = self.colouring.batch_colour
+        rules = [(batch, ["data", "fsdp"])] if batch is not None else []
+        rules += [(name, ["tensor"]) for name in tensor]
+        return begun.changed(Pins.parse({"rules": rules}))
+
+
+def _named(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {word.removeprefix("mesh."): size for word, size in sizes.items()}
+
+
+def pinned(
+    layouts: Sequence[PlacedLayout],
+    problem: Problem,
+    pin: PinMapping | Pins | None,
+    search: Callable[[Pins], Plan],
+) -> PinMapping | Pins | None:
+    """The user's pins, with all layouts of the program as pins.
+
+    Args:
+        layouts: of the traced program.
+        problem: what was traced.
+        pin: decisions that the user fixed.
+        search: the planner.
+
+    Raises:
+        PinError: the layouts contradict each other, or a pin.
+    """
+    if not layouts:
+        return pin
+    own = Layouts.of(layouts, colour(problem))
+    return own.complete(own.pins(own.every), pin, search)
+
+
+@diagnostic
+def findings(
+    layouts: Sequence[PlacedLayout],
+    problem: Problem,
+    plan: Plan,
+    pin: PinMapping | Pins | None,
+    honour: str,
+    search: Callable[[Pins], Plan],
+) -> tuple[Finding, ...]:
+    """What became of the layouts of a program: one finding, or none where it brings none.
+
+    Args:
+        layouts: of the traced program.
+        problem: what was traced.
+        plan: that was chosen.
+        pin: decisions that the user fixed.
+        honour: "hints" or "pins".
+        search: the planner.
+    """
+    if not layouts:
+        return ()
+    own = Layouts.of(layouts, colour(problem))
+    if not own.every:
+        return ()
+    fixed = Pins.parse(pin)
+    on_mesh = fixed.mesh is not None or bool(fixed.axes)
+    told: list[str] = []
+    costs: dict[str, str] = {}
+
+    def cost(chosen: Sequence[_Coloured]) -> str:
+        try:
+            pins = own.pins(chosen)
+            if on_mesh:  # as it would be on the mesh that the user fixed
+                pins = {word: one for word, one in pins.items() if not word.startswith("mesh.")}
+            key = repr(sorted(pins.items(), key=lambda item: item[0]))
+            if key not in costs:
+                if len(costs) >= MOST_PRICED:
+                    return "not priced"
+                other = search(own.complete(pins, _without(pin, pins), search))
+                costs[key] = _difference(plan, other)
+            return costs[key]
+        except (PinError, InfeasibleError) as error:
+            return f"no plan has it: {[*error.failures, *str(error).splitlines()][0].strip()}"
+
+    if honour == "pins":
+        free = search(Pins.parse(pin))
+        spent = _difference(free, plan)
+        told = list(own.written)
+        message = (
+            f"the program's own layouts are pins of this plan, {spent} than without them"
+            if spent != "as fast"
+            else "the program's own layouts are pins of this plan, which is as fast as without them"
+        )
+    else:
+        every = list(own.written.items())
+        told = [f"{text}: {cost(ones)}" for text, ones in every[:MOST_NAMED]]
+        if len(every) > 1:
+            told.append(f"all together: {cost(own.every)}")
+        message = (
+            f"the program brings layouts of its own ({len(every)}), and none of them is"
+            " imposed; what a step of the best plan with each would take beside this one"
+        )
+    more = len(own.written) - MOST_NAMED
+    if more > 0:
+        told = [*told[:MOST_NAMED], f"{more} more", *told[MOST_NAMED:][-1:]]
+    return (
+        Finding(
+            code="own-layouts",
+            severity="info",
+            message=f"{message}: {'; '.join(told)}" if told else message,
+            where=", ".join(dict.fromkeys(one.layout.line for one in own.every if one.layout.line)),
+            hint="honour='pins' imposes them" if honour == "hints" else "",
+        ),
+    )
+
+
+def _without(pin: PinMapping | Pins | None, pins: Mapping[str, Any]) -> Pins:
+    """The user's pins without those that a layout decides."""
+    words = ("rules", "zero", "sequence_parallel")
+    return Pins.parse(pin).but(**{word: None for word in words if word in pins})
+
+
+def _difference(plan: Plan, other: Plan) -> str:
+    """How much longer a step of another plan takes."""
+    before, after = plan.estimate.step_seconds, other.estimate.step_seconds
+    more = after - before
+    if abs(more) <= 1e-3 * before:
+        return "as fast"
+    words = f"{abs(more) * 1e3:.3g} ms {'slower' if more > 0 else 'faster'}"
+    return f"{words} ({before * 1e3:.3g} -> {after * 1e3:.3g} ms)"

@@ -1,0 +1,912 @@
+"""Layouts that a program brings along: read while it is traced, and taken out of it.
+
+`with_sharding_constraint`, `reshard`, `einsum(..., out_sharding=...)`, jitted functions with
+shardings of their own and `jax.shard_map` over a mesh of one's own say how a program was sharded
+where it comes from. A plan shards it anew. So the user's function is traced under a *planning
+mesh*: the mesh axes that it names, each of size 1 and of the type that it expects (Auto or
+Explicit), where every layout is legal and none means anything. What is traced is evaluated again
+without its layouts; each of them stays as a mark on the value that it spoke of:
+
+    h = reshard(x @ w, P("data", "model"))      ->      h = x @ w       marked ("data", "model")
+
+A mark is JAX's identity with a name (`checkpoint_name`); `program.flatten` takes it for the layout
+of a value and for no operation, so that a program plans and runs as if no layout had been written.
+
+The body of a `shard_map` over a planning mesh has the global shapes already. One over a mesh of
+devices, closed over, has those of a shard: it is evaluated for all shards at once, by `jax.vmap`
+with the names of the mesh axes, which gives collectives their global meaning.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import CodeType, ModuleType
+from typing import Any
+
+import jax
+import jax.custom_batching
+import numpy as np
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.extend import core as jex
+from jax.extend import linear_util, source_info_util
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib._jax_compat import open_jaxpr
+from shardlib.axes import INNER_AXES
+from shardlib.errors import ShardlibError, TracingError
+from shardlib.functions.losses import MarkedLoss, remarked
+from shardlib.functions.marks import form_of
+from shardlib.jax_types import Eqn, EqnParams, Function, Jaxpr, Value
+from shardlib.tracing.lines import user_line
+
+#: Mesh axes per dim, the major one first; None where a dim is left open.
+Spec = tuple[tuple[str, ...] | None, ...]
+
+_MARK = "shardlib-layout-"
+_MARKED: dict[str, OwnLayout] = {}
+#: Parameters of primitives that hold the layout of a result.
+_PARAMETERS = ("out_sharding", "sharding")
+#: Of these primitives the layout of the result is the user's; other ones pass on that of operands.
+_USERS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "gather"})
+#: Casts between types of mesh axes, which are no layouts.
+_CASTS = frozenset(
+    {
+        "mesh_cast",
+        "pvary",
+        "pcast",
+        "pbroadcast",
+        "vary_unreduced_cast",
+        "reduced_vary_cast",
+        "core_pvary",
+    }
+)
+_CALLS = frozenset({"jit", "pjit", "closed_call", "call", "core_call", "core_closed_call"})
+#: Axis of a `PartitionSpec` that the mesh in force lacks, in JAX's words (0.10 and 0.12 alike).
+_LACKING = re.compile(r"Resource axis: (\S+) of ")
+#: Layout that a `shard_map` asks of an operand that has another one, and its type, in JAX's words.
+_UNSHARDED = re.compile(
+    r"in_specs passed to shard_map: P(\(.*?\)) does not match .* for arg: (\S+\])"
+)
+#: What JAX says of meshes and layouts, by which it is no fault of anything else.
+_OF_MESHES = re.compile(r"mesh|PartitionSpec|[Ss]harding|shard_map")
+#: Most mesh axes that a program names, and layouts that it asks of inputs.
+_MOST_TRIES = 32
+#: How far and among how many objects meshes are looked for that a function refers to.
+_DEEPEST, _MOST_REFERRED = 8, 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLayout:
+    """A layout that a program asks for.
+
+    Attributes:
+        spec: the user's mesh axes for each dim of the value; () for a dim that is replicated, None
+            for one that is left open.
+        mesh: sizes of all axes of the user's mesh; empty where the program names axes alone.
+        by: what asks, "with_sharding_constraint".
+        line: the user's line, "model.py:12"; empty where it is not known.
+    """
+
+    spec: Spec
+    mesh: tuple[tuple[str, int], ...]
+    by: str
+    line: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The mesh axes that it shards over."""
+        return frozenset(axis for axes in self.spec for axis in axes or ())
+
+    def __str__(self) -> str:
+        spec = ", ".join(
+            "UNCONSTRAINED"
+            if axes is None
+            else "None"
+            if not axes
+            else repr(axes[0])
+            if len(axes) == 1
+            else repr(axes)
+            for axes in self.spec
+        )
+        return f"{self.by} P({spec})"
+
+
+def layout_of(eqn: Eqn) -> OwnLayout | None:
+    """The layout that an equation marks its operand with; None of any other equation."""
+    return _MARKED.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """What a user's function is traced under.
+
+    Attributes:
+        mesh: the mesh in force.
+        sizes: of the user's mesh axes, where they are known and the mesh does not have them.
+        inputs: layouts of inputs, by dtype and shape: in a mesh of Explicit axes a `shard_map`
+            asks for them.
+    """
+
+    mesh: AbstractMesh
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    inputs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The setting in force; layouts over axes of size 1 are no part of types. JAX lets meshes
+        of different sizes follow each other where one without axes stands between.
+        """
+        with (
+            jax.sharding.use_abstract_mesh(NO_MESH),
+            jax.sharding.use_abstract_mesh(self.mesh),
+            jax.remove_size_one_mesh_axis_from_type(True),
+        ):
+            yield
+
+    def after(self, error: Exception) -> _Setting | None:
+        """The setting with what the program lacked; None where it lacks nothing of a setting."""
+        if self.mesh.empty:
+            return None
+        if lacking := _LACKING.search(str(error)):
+            names = (*self.mesh.axis_names, lacking[1].strip("'\""))
+            return _planning_mesh(names, (self.mesh.axis_types[0],) * len(names), self.sizes)
+        if lacking := _UNSHARDED.search(str(error)):
+            spec = PartitionSpec(*ast.literal_eval(lacking[1]))
+            kind = re.sub(r"@[^,\]]+", "", lacking[2])
+            if self.inputs.get(kind) != spec:
+                return replace(self, inputs={**self.inputs, kind: spec})
+        return None
+
+    def abstract(self, value: Any) -> jax.ShapeDtypeStruct:
+        """An input as the program takes it."""
+        plain = _abstract(value)
+        spec = self.inputs.get(f"{plain.dtype}[{','.join(map(str, plain.shape))}]")
+        return plain if spec is None else plain.update(sharding=NamedSharding(self.mesh, spec))
+
+
+#: No mesh at all.
+NO_MESH = AbstractMesh((), ())
+
+
+def _planning_mesh(
+    names: Sequence[str], types: Sequence[AxisType], sizes: Mapping[str, int]
+) -> _Setting:
+    mesh = AbstractMesh((1,) * len(names), tuple(names), axis_types=tuple(types))
+    return _Setting(mesh=mesh, sizes=sizes)
+
+
+def ambient_mesh() -> AbstractMesh:
+    """The mesh that the caller has set; without axes where there is none."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def names_axes(ambient: AbstractMesh) -> bool:
+    """Whether mesh axes or rules for them are in force around a program."""
+    return not ambient.empty or bool(nn.get_logical_axis_rules())
+
+
+def _settings(ambient: AbstractMesh, function: Function) -> Iterator[_Setting]:
+    """What to trace a program under, in order; names that it uses beside these are added."""
+    named = [
+        _planning_mesh(INNER_AXES, (kind,) * len(INNER_AXES), {})
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ]
+    if not ambient.empty:
+        sizes = dict(ambient.shape)
+        yield _planning_mesh(ambient.axis_names, ambient.axis_types, sizes)
+        yield _Setting(mesh=ambient)
+    elif nn.get_logical_axis_rules():
+        yield from named[:1]
+    yield _Setting(mesh=NO_MESH)
+    yield from named
+    if ambient.empty:
+        yield from (_Setting(mesh=mesh) for mesh in _meshes(function))
+
+
+def _meshes(function: Function) -> list[AbstractMesh]:
+    """The meshes that a function refers to: in what it closes over, in globals, and in fields of
+    these.
+    """
+    meshes: list[AbstractMesh] = []
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(function, 0)]
+    while waiting and len(seen) < _MOST_REFERRED:
+        value, depth = waiting.pop(0)
+        if id(value) in seen or depth > _DEEPEST:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (Mesh, AbstractMesh)):
+            if value.abstract_mesh not in meshes:
+                meshes.append(value.abstract_mesh)
+        else:
+            waiting += [(one, depth + 1) for one in _referred(value)]
+    return meshes
+
+
+def _referred(value: Any) -> Iterator[Any]:
+    """What a function or an object refers to."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif inspect.ismethod(value):
+        yield from (value.__func__, value.__self__)
+    elif inspect.isfunction(value):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _filled(cell))
+        yield from value.__defaults__ or ()
+        names = _names(value.__code__)
+        known = [value.__globals__[name] for name in names if name in value.__globals__]
+        yield from known
+        for module in known:
+            if isinstance(module, ModuleType):
+                yield from (vars(module)[name] for name in names if name in vars(module))
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif not isinstance(value, (type, ModuleType, jax.Array, np.ndarray)):
+        yield from (getattr(value, "__dict__", None) or {}).values()
+        if callable(inner := getattr(value, "__wrapped__", None)):
+            yield inner
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return [*code.co_names, *itertools.chain(*inner)]
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def freed(function: Function, ambient: AbstractMesh) -> Function:
+    """A function without its layouts: traceable where no mesh is in force, and marked.
+
+    Args:
+        function: the user's own, or one that calls it; its arguments are pytrees of arrays, and
+            leaves of its results that are no arrays are given back as they are.
+        ambient: the mesh that the user has set; without axes for none.
+
+    Returns:
+        A function of the same arguments. Called, it raises a `TracingError` where a `shard_map`
+        cannot be rewritten, and else what the function raises.
+    """
+    liked: list[_Setting] = []
+
+    def free(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        results = _Results()
+        flat = results.flat(lambda *leaves: function(*structure.unflatten(leaves)))
+        setting, closed = _traced(
+            flat, leaves, itertools.chain(liked, _settings(ambient, function))
+        )
+        liked[:] = [setting]
+        jaxpr, constants = open_jaxpr(closed)
+        return results.whole(_Free(setting, ambient).run(jaxpr, constants, leaves, _Manual()))
+
+    return free
+
+
+def brings_layouts(jaxpr: Jaxpr) -> bool:
+    """Whether a program that was traced as it is asks for layouts."""
+    return any(
+        eqn.primitive.name in ("sharding_constraint", "reshard", "shard_map")
+        or any(map(_is_layout, _layouts(eqn)))
+        or any(
+            brings_layouts(item)
+            for value in eqn.params.values()
+            for item in (value if isinstance(value, (tuple, list)) else (value,))
+            if hasattr(item, "eqns")
+        )
+        for eqn in open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def _layouts(eqn: Eqn) -> list[Any]:
+    """What stands where an equation has layouts."""
+    params = eqn.params
+    several = ("in_shardings", "out_shardings", "devices")
+    return [
+        *(params.get(key) for key in _PARAMETERS),
+        *itertools.chain(*(params.get(key) or () for key in several)),
+    ]
+
+
+class _Results:
+    """The results of a function that is traced: its arrays, and leaves that are none."""
+
+    _tree: Any
+    _others: list[Any]
+
+    def flat(self, function: Function) -> Callable[..., list[Value]]:
+        """The function with its arrays as a list."""
+
+        def flat(*given: Any) -> list[Value]:
+            leaves, self._tree = jax.tree.flatten(function(*given))
+            self._others = [None if _is_array(one) else one for one in leaves]
+            return [one for one in leaves if _is_array(one)]
+
+        return flat
+
+    def whole(self, arrays: Sequence[Value]) -> Any:
+        """The results with these arrays."""
+        fresh = iter(arrays)
+        return self._tree.unflatten([next(fresh) if one is None else one for one in self._others])
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _traced(
+    flat: Function, leaves: Sequence[Value], settings: Iterable[_Setting]
+) -> tuple[_Setting, jex.ClosedJaxpr]:
+    """The jaxpr of a function, and what it could be traced under.
+
+    Raises:
+        Exception: what the function raises where its owner would call it.
+    """
+    errors: list[Exception] = []
+    for tried in settings:
+        setting: _Setting | None = tried
+        for _ in range(_MOST_TRIES):
+            if setting is None:
+                break
+            try:
+                with setting.entered():
+                    return setting, jax.make_jaxpr(flat)(*map(setting.abstract, leaves))
+            except Exception as error:
+                errors.append(error)
+                setting = setting.after(error)
+    # What is wrong under any mesh is no matter of meshes; else the user's own setting says it.
+    others = (one for one in errors if not _OF_MESHES.search(str(one)))
+    raise next(others, errors[0])
+
+
+def _abstract(value: Any) -> jax.ShapeDtypeStruct:
+    aval = value.aval if hasattr(value, "aval") else jax.typeof(value)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manual:
+    """The `shard_map`s around a part of a program.
+
+    Attributes:
+        maps: mesh, axes and whether variance is checked of each, the outermost first.
+    """
+
+    maps: tuple[tuple[Any, frozenset[str], bool], ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes that they map."""
+        return {axis: mesh.shape[axis] for mesh, axes, _ in self.maps for axis in axes}
+
+    def called(self, function: Callable[[], Any]) -> Any:
+        """What a function gives that traces as if it stood inside of them."""
+        results: list[Any] = []
+
+        def traced() -> None:
+            results.append(function())
+
+        for mesh, axes, checked in reversed(self.maps):
+            traced = jax.shard_map(
+                traced, mesh=mesh, axis_names=axes, check_vma=checked, in_specs=(), out_specs=None
+            )
+        jax.eval_shape(traced)
+        return results[-1]
+
+
+class _Free:
+    """Evaluates what was traced, without layouts.
+
+    Args:
+        setting: what it was traced under.
+        ambient: the mesh that the user has set.
+    """
+
+    def __init__(self, setting: _Setting, ambient: AbstractMesh) -> None:
+        self.setting, self.ambient = setting, ambient
+        self._jitted: dict[int, tuple[Any, Function]] = {}
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        constants: Sequence[Value],
+        arguments: Sequence[Value],
+        manual: _Manual,
+    ) -> list[Value]:
+        """The results of an open jaxpr.
+
+        Args:
+            jaxpr: what was traced.
+            constants: values of its constants.
+            arguments: values of its inputs.
+            manual: the `shard_map`s around it.
+        """
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_on_host, constants), strict=True))
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom: Any) -> Any:
+            return _on_host(atom.val) if isinstance(atom, jex.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            info = eqn.source_info
+            stack = source_info_util.current_name_stack() + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=stack):
+                results = self.equation(eqn, list(map(read, eqn.invars)), manual)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def equation(self, eqn: Eqn, operands: list[Value], manual: _Manual) -> Sequence[Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CASTS:
+            return operands
+        if name == "sharding_constraint":
+            opened = params.get("unconstrained_dims", ())
+            return [self.mark(operands[0], params["sharding"], eqn, "", opened)]
+        if name == "reshard":
+            explicit = AxisType.Explicit in params["dst_sharding"].mesh.axis_types
+            asked = params["dst_sharding"] if explicit else None
+            return [self.mark(operands[0], asked, eqn)]
+        if name == "device_put" and all(_is_layout(one) for one in params["devices"]):
+            asked = params["devices"]
+            return [self.mark(*one, eqn) for one in zip(operands, asked, strict=True)]
+        if name == "shard_map":
+            return self.shard_map(eqn, operands, manual)
+        if name == "custom_vmap_call":  # of `_ragged_dot`, that no axis maps
+            jaxpr, constants = open_jaxpr(params["call"])
+            return self.run(jaxpr, constants, operands, manual)
+        if name in _CALLS:
+            return self.call(eqn, operands, manual)
+        sizes = manual.sizes
+        axes = [axis for axis in _axis_names(params) if axis in sizes]
+        if axes:
+            return _collective(eqn, operands, {axis: sizes[axis] for axis in axes})
+        changed = {key: self.inner(value, manual) for key, value in params.items()}
+        layouts = [changed.pop(key) for key in _PARAMETERS if _is_layout(params.get(key))]
+        changed = {**params, **changed, **{key: None for key in _PARAMETERS if key in params}}
+        bound = eqn.primitive.get_bind_params(changed)
+        if name == "ragged_dot_general" and any(size > 1 for size in sizes.values()):
+            return [_ragged_dot(partial(eqn.primitive.bind, **bound), bound)(*operands)]
+        results = eqn.primitive.bind(*operands, **bound)
+        results = list(results) if eqn.primitive.multiple_results else [results]
+        if layouts and name in _USERS:
+            results[0] = self.mark(results[0], layouts[0], eqn)
+        return results
+
+    def inner(self, value: Any, manual: _Manual) -> Any:
+        """A parameter of an equation; programs and rules of derivatives among them without their
+        layouts.
+        """
+        if isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
+            return tuple(self.inner(item, manual) for item in value)
+        if hasattr(value, "eqns"):
+            jaxpr, constants = open_jaxpr(value)
+            closed = self.program(jaxpr, constants, manual)
+            return closed if hasattr(value, "consts") else open_jaxpr(closed)[0]
+        if isinstance(value, linear_util.WrappedFun):
+            return linear_util.wrap_init(self.rule(value, manual), debug_info=value.debug_info)
+        return value
+
+    def program(self, jaxpr: Jaxpr, constants: Sequence[Value], manual: _Manual) -> jex.ClosedJaxpr:
+        return jax.make_jaxpr(lambda *values: self.run(jaxpr, constants, values, manual))(
+            *map(_abstract, jaxpr.invars)
+        )
+
+    def rule(self, rule: Any, manual: _Manual) -> Function:
+        """The rule of a custom derivative: makes a jaxpr of flags, or cotangents of arrays."""
+
+        def made(*given: Any) -> Any:
+            if not any(hasattr(one, "aval") or isinstance(one, jax.Array) for one in given):
+                with self.setting.entered():
+                    jaxpr, constants, *rest = manual.called(lambda: rule.call_wrapped(*given))
+                free, constants = open_jaxpr(self.program(jaxpr, constants, manual))
+                return (free, constants, *rest)
+            results = _Results()
+            with self.setting.entered():
+                closed = manual.called(
+                    lambda: jax.make_jaxpr(results.flat(rule.call_wrapped))(*map(_abstract, given))
+                )
+            jaxpr, constants = open_jaxpr(closed)
+            return results.whole(self.run(jaxpr, constants, given, manual))
+
+        return made
+
+    def call(self, eqn: Eqn, operands: list[Value], manual: _Manual) -> Sequence[Value]:
+        """A jitted function, under its name."""
+        params = eqn.params
+        form = form_of(eqn)
+        if isinstance(form, MarkedLoss):
+            return self.loss(form, operands, manual)
+        inner = next(params[key] for key in ("jaxpr", "call_jaxpr") if key in params)
+        asked = params.get("in_shardings", ())
+        if any(map(_is_layout, asked)):
+            operands = [self.mark(*one, eqn) for one in zip(operands, asked, strict=True)]
+        if id(inner) not in self._jitted or manual.maps:
+            jaxpr, constants = open_jaxpr(inner)
+
+            def function(*values: Any) -> list[Value]:
+                return self.run(jaxpr, constants, values, manual)
+
+            function.__name__ = function.__qualname__ = str(params.get("name", eqn.primitive.name))
+            inlined = bool(params.get("inline", False))
+            self._jitted[id(inner)] = inner, jax.jit(function, inline=inlined)
+        results = self._jitted[id(inner)][1](*operands)
+        asked = params.get("out_shardings", ())
+        if any(map(_is_layout, asked)):
+            results = [self.mark(*one, eqn) for one in zip(results, asked, strict=True)]
+        return results
+
+    def loss(self, form: MarkedLoss, operands: list[Value], manual: _Manual) -> Sequence[Value]:
+        """The value and gradients of a loss that a step marks."""
+        count = form.constants
+        whole = [*form.jaxpr.constvars, *form.jaxpr.invars]
+        closed = jax.make_jaxpr(
+            lambda *values: self.run(form.jaxpr, values[:count], values[count:], manual)
+        )(*map(_abstract, whole))
+        form = replace(
+            form,
+            function=freed(form.function, self.ambient),
+            arrays=tuple(map(_on_host, form.arrays)),
+        )
+        return remarked(form, closed, operands)
+
+    def mark(
+        self, value: Value, asked: Any, eqn: Eqn, by: str = "", opened: Sequence[int] = ()
+    ) -> Value:
+        """A value with the layout that is asked for, if it is one."""
+        if not isinstance(asked, NamedSharding) or jax.dtypes.issubdtype(
+            value.dtype, jax.dtypes.extended
+        ):
+            return value
+        return self.marked(value, asked.spec, asked.mesh.shape, eqn, by, opened)
+
+    def marked(
+        self,
+        value: Value,
+        spec: PartitionSpec,
+        sizes: Mapping[str, int],
+        eqn: Eqn,
+        by: str = "",
+        opened: Sequence[int] = (),
+    ) -> Value:
+        parts = [_axes_of(part) for part in (*spec, *(None,) * (np.ndim(value) - len(spec)))]
+        known = (
+            {}
+            if all(size == 1 for size in sizes.values()) and not self.setting.mesh.empty
+            else sizes
+        ) or self.setting.sizes
+        layout = OwnLayout(
+            spec=tuple(None if dim in opened else axes for dim, axes in enumerate(parts)),
+            mesh=tuple(known.items()),
+            by=by or _WORDS.get(eqn.primitive.name, f"{eqn.primitive.name}(out_sharding)"),
+            line=user_line(eqn),
+        )
+        name = f"{_MARK}{hashlib.sha256(repr(layout).encode()).hexdigest()[:12]}"
+        _MARKED[name] = layout
+        return checkpoint_name(value, name)
+
+    def shard_map(self, eqn: Eqn, operands: list[Value], manual: _Manual) -> Sequence[Value]:
+        """What a `shard_map` computes for all shards together."""
+        params, mesh = eqn.params, eqn.params["mesh"]
+        axes = frozenset(params["newly_manual_axes"])
+        sizes = {axis: mesh.shape[axis] for axis in axes}
+        within = _Manual(maps=(*manual.maps, (mesh, axes, params["check_vma"])))
+        large = [axis for axis in mesh.axis_names if sizes.get(axis, 1) > 1]
+
+        def body(*shards: Value) -> list[Value]:
+            return self.run(params["jaxpr"], (), shards, within)
+
+        def marked(values: Sequence[Value], specs: Sequence[PartitionSpec]) -> list[Value]:
+            return [
+                self.marked(value, spec, mesh.shape, eqn) if any(map(_axes_of, spec)) else value
+                for value, spec in zip(values, specs, strict=True)
+            ]
+
+        def mapped(varying: bool, *operands: Value) -> list[Value]:
+            function = body
+            used = [_used(spec) for spec in params["out_specs"]]
+            for axis in reversed(large):
+                function = jax.vmap(
+                    function,
+                    in_axes=tuple(
+                        0 if axis in _used(spec) else None for spec in params["in_specs"]
+                    ),
+                    out_axes=[0 if varying or axis in one else None for one in used],
+                    axis_name=axis,
+                    axis_size=sizes[axis],
+                )
+            shards = [
+                _in_shards(value, spec, sizes, large)
+                for value, spec in zip(operands, params["in_specs"], strict=True)
+            ]
+            return [
+                _together(value, spec, large, varying)
+                for value, spec in zip(function(*shards), params["out_specs"], strict=True)
+            ]
+
+        operands = marked(operands, params["in_specs"])
+        try:
+            if not large:
+                results = body(*operands)
+            else:
+                shapes = list(map(_abstract, operands))
+                try:
+                    closed = jax.make_jaxpr(partial(mapped, False))(*shapes)
+                except ValueError as error:
+                    if "out_axes" not in str(error):
+                        raise
+                    # the user vouches that shards are alike
+                    closed = jax.make_jaxpr(partial(mapped, True))(*shapes)
+                results = self.run(*open_jaxpr(closed), operands, manual)
+        except ShardlibError:
+            raise
+        except Exception as error:
+            raise TracingError(
+                f"the shard_map at {user_line(eqn) or 'an unknown line'} over {_text(mesh)} cannot"
+                f" be evaluated for all shards together: {type(error).__name__}: {error}\nTry: the"
+                " same computation on whole arrays, which a plan shards; or a body of operations"
+                " that jax.vmap maps"
+            ) from error
+        return marked(results, params["out_specs"])
+
+
+#: What a user writes for a primitive.
+_WORDS: Mapping[str, str] = {
+    "sharding_constraint": "with_sharding_constraint",
+    "dot_general": "einsum or dot(out_sharding)",
+    "jit": "jit(in_shardings, out_shardings)",
+    "pjit": "jit(in_shardings, out_shardings)",
+    **{word: word for word in ("reshard", "shard_map", "device_put")},
+}
+
+
+def _text(mesh: Any) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def _is_layout(value: Any) -> bool:
+    return isinstance(value, NamedSharding) and value.memory_kind in (
+        None,
+        "device",
+        "unpinned_host",
+    )
+
+
+def _axes_of(part: Any) -> tuple[str, ...] | None:
+    """The axes of one entry of a `PartitionSpec`; None where it is left open."""
+    if part is PartitionSpec.UNCONSTRAINED:
+        return None
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _used(spec: PartitionSpec) -> frozenset[str]:
+    return frozenset(axis for part in spec for axis in _axes_of(part) or ())
+
+
+def _on_host(constant: Any) -> Any:
+    """A constant or literal of a program; as an array of the host where a mesh is in its type."""
+    if isinstance(constant, Tracer) or not hasattr(constant, "dtype"):
+        return constant
+    sharding = getattr(getattr(constant, "aval", None), "sharding", None)
+    of_mesh = isinstance(getattr(constant, "sharding", None), NamedSharding)
+    if not of_mesh and (sharding is None or sharding.mesh.empty):
+        return constant
+    if isinstance(constant, jax.Array) and not constant.is_fully_addressable:
+        return constant
+    array = np.asarray(constant)
+    weak = getattr(constant.aval, "weak_type", False) and not array.ndim
+    scalar = array.item() if weak else array
+    return scalar if weak and jax.typeof(scalar).dtype == array.dtype else array
+
+
+def _in_shards(
+    value: Value, spec: PartitionSpec, sizes: Mapping[str, int], large: Sequence[str]
+) -> Value:
+    """An array as its shards: leading dims for the axes that shard it, in the order of `large`."""
+    shape: list[int] = []
+    places: dict[str, int] = {}
+    for dim, size in enumerate(np.shape(value)):
+        axes = [a for a in _axes_of(spec[dim]) or () if a in large] if dim < len(spec) else []
+        for axis in axes:
+            places[axis] = len(shape)
+            shape.append(sizes[axis])
+        shape.append(size // int(np.prod([sizes[axis] for axis in axes], dtype=int)))
+    first = [places[axis] for axis in large if axis in places]
+    if not first:
+        return value
+    rest = [dim for dim in range(len(shape)) if dim not in first]
+    return jax.numpy.reshape(value, shape).transpose(*first, *rest)
+
+
+def _ragged_dot(bind: Function, params: EqnParams) -> Function:
+    """A ragged product under `jax.vmap`, which JAX (0.10 and 0.12) maps over few layouts: as one
+    product of all shards, or of other dims than a forward pass has, as one of each.
+    """
+    numbers = params["ragged_dot_dimension_numbers"]
+    forward = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+    plain = numbers == forward
+
+    @jax.custom_batching.custom_vmap
+    def product(*operands: Value) -> Value:
+        return bind(*operands)
+
+    @product.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: Value) -> tuple[Value, bool]:
+        def shard(at: int) -> list[Value]:
+            return [one[at] if of else one for one, of in zip(operands, batched, strict=True)]
+
+        rows, weights, groups = operands
+        if plain and list(batched) == [False, True, False]:
+            count, inner, width = weights.shape[1:]
+            side_by_side = weights.transpose(1, 2, 0, 3).reshape(count, inner, size * width)
+            result = product(rows, side_by_side, groups)
+            return result.reshape(len(rows), size, width).transpose(1, 0, 2), True
+        if not plain:
+            return jax.numpy.stack([product(*shard(at)) for at in range(size)]), True
+        rows, weights, groups = (
+            one if of else jax.numpy.broadcast_to(one, (size, *one.shape))
+            for one, of in zip(operands, batched, strict=True)
+        )
+        # The rows of a shard that are in no group are taken for the last one's, and left out.
+        count, inside = rows.shape[1], groups.sum(1, keepdims=True, dtype=groups.dtype)
+        result = product(
+            rows.reshape(-1, rows.shape[2]),
+            weights.reshape(-1, *weights.shape[2:]),
+            groups.at[:, -1:].add(count - inside).reshape(-1),
+        ).reshape(size, count, -1)
+        within = jax.numpy.arange(count, dtype=groups.dtype)[None, :, None] < inside[..., None]
+        return jax.numpy.where(within, result, 0), True
+
+    return product
+
+
+def _together(value: Value, spec: PartitionSpec, large: Sequence[str], varying: bool) -> Value:
+    """The array that shards are parts of; they have leading dims as `_in_shards` makes them, or
+    with `varying` for all axes, of which those that do not shard the array have equal shards.
+    """
+    used = _used(spec)
+    leading = [axis for axis in large if varying or axis in used]
+    for axis in [axis for axis in leading if axis not in used]:
+        value = jax.lax.index_in_dim(value, 0, leading.index(axis), keepdims=False)
+        leading.remove(axis)
+    if not leading:
+        return value
+    order: list[int] = []
+    shape: list[int] = []
+    for dim, size in enumerate(np.shape(value)[len(leading) :]):
+        axes = [a for a in _axes_of(spec[dim]) or () if a in leading] if dim < len(spec) else []
+        order += [*(leading.index(axis) for axis in axes), len(leading) + dim]
+        counts = [np.shape(value)[leading.index(axis)] for axis in axes]
+        shape.append(size * int(np.prod(counts, dtype=int)))
+    return value.transpose(*order).reshape(shape)
+
+
+def _axis_names(params: EqnParams) -> list[str]:
+    """Mesh axes that an equation names among its parameters."""
+    found: list[str] = []
+    for key in ("axes", "axis_name", "axis_names"):
+        named = params.get(key, ())
+        found += [
+            axis
+            for axis in (named if isinstance(named, (tuple, list, frozenset)) else (named,))
+            if isinstance(axis, str)
+        ]
+    return found
+
+
+def _collective(eqn: Eqn, operands: list[Value], sizes: Mapping[str, int]) -> Sequence[Value]:
+    """A collective over axes of a `shard_map`, by their sizes; those of size 1 change nothing but
+    shapes.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    large = [axis for axis in sizes if sizes[axis] > 1]
+    run = _COLLECTIVES.get(name)
+    if run is None or params.get("axis_index_groups") is not None:
+        what = "groups of devices in " if run is not None else ""
+        raise TracingError(
+            f"the shard_map at {user_line(eqn) or 'an unknown line'} uses {what}{name} over"
+            f" {', '.join(sizes)}, which cannot be written for whole arrays\nTry: one of"
+            f" {', '.join(sorted({_NAMES.get(one, one) for one in _COLLECTIVES}))} over whole"
+            " axes, or the same computation without shard_map"
+        )
+    return run(operands, params, large)
+
+
+def _reduced(reduce: Function) -> Callable[[list[Value], EqnParams, list[str]], list[Value]]:
+    def one(value: Value, params: EqnParams, large: list[str]) -> Value:
+        for axis in large:
+            value = reduce(jax.lax.all_gather(value, axis), axis=0)
+        dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
+        return reduce(value, axis=dims) if dims else value
+
+    return lambda operands, params, large: [one(value, params, large) for value in operands]
+
+
+def _sum(value: Value, axis: Any) -> Value:
+    return jax.numpy.sum(value, axis=axis, dtype=value.dtype)
+
+
+def _all_gather(operands: list[Value], params: EqnParams, large: list[str]) -> list[Value]:
+    dim, tiled = params["all_gather_dimension"], params["tiled"]
+
+    def gathered(value: Value) -> Value:
+        if not tiled:
+            value = jax.numpy.expand_dims(value, dim)
+        for axis in reversed(large):  # the last axis is the minor one
+            value = jax.lax.all_gather(value, axis, axis=dim, tiled=True)
+        return value
+
+    return list(map(gathered, operands))
+
+
+def _reduce_scatter(operands: list[Value], params: EqnParams, large: list[str]) -> list[Value]:
+    dim, tiled = params["scatter_dimension"], params["tiled"]
+
+    def scattered(value: Value) -> Value:
+        for axis in large:
+            value = jax.lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True)
+        return value if tiled else jax.numpy.squeeze(value, dim)
+
+    return list(map(scattered, operands))
+
+
+def _all_to_all(operands: list[Value], params: EqnParams, large: list[str]) -> list[Value]:
+    split, concat = params["split_axis"], params["concat_axis"]
+
+    def exchanged(value: Value) -> Value:
+        if len(large) > 1:
+            raise NotImplementedError("all_to_all over several mesh axes at once")
+        if large:
+            return jax.lax.all_to_all(
+                value, large[0], split_axis=split, concat_axis=concat, tiled=params["tiled"]
+            )
+        return value if params["tiled"] else jax.numpy.moveaxis(value, split, concat)
+
+    return list(map(exchanged, operands))
+
+
+def _ppermute(operands: list[Value], params: EqnParams, large: list[str]) -> list[Value]:
+    if len(large) > 1:
+        raise NotImplementedError("ppermute over several mesh axes at once")
+    if large:
+        return [jax.lax.ppermute(one, large[0], params["perm"]) for one in operands]
+    return [one if params["perm"] else jax.numpy.zeros_like(one) for one in operands]
+
+
+def _axis_index(operands: list[Value], params: EqnParams, large: list[str]) -> list[Value]:
+    return [jax.lax.axis_index(large[0]) if large else jax.numpy.int32(0)]
+
+
+#: What is known of collectives: (operands, parameters, mesh axes larger than 1) -> results.
+_COLLECTIVES: Mapping[str, Callable[[list[Value], EqnParams, list[str]], list[Value]]] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduced(_sum)),
+    "pmax": _reduced(jax.numpy.max),
+    "pmin": _reduced(jax.numpy.min),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), _all_gather),
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _ppermute,
+    "axis_index": _axis_index,
+}
+_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("psum2", "psum_invariant"), "psum"),
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "psum_scatter",
+}
