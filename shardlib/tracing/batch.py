@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -43,7 +45,11 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
         ]
     )
     check_counts((path, tuple(leaf.shape)) for path, leaf in leaves)
-    axes = _by_convention(leaves) if batch_axes is None else _as_given(batch, batch_axes, leaves)
+    axes = (
+        _by_convention(batch, leaves)
+        if batch_axes is None
+        else _as_given(batch, batch_axes, leaves)
+    )
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype.name, names)
         for (path, leaf), names in zip(leaves, axes, strict=True)
@@ -117,7 +123,7 @@ def require_rows(described: tuple[Described, ...]) -> None:
         raise_all(BatchError, "the batch has no rows", empty, hint="a batch of at least one row")
 
 
-def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
+def _by_convention(batch: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
     rows = {leaf.shape[0] for _, leaf in leaves if leaf.shape and not _is_key(leaf)}
     sizes = rows or {leaf.shape[0] for _, leaf in leaves if leaf.shape}
     if len(sizes) > 1:
@@ -125,10 +131,7 @@ def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
             BatchError,
             'the leading dims of the batch differ in size, so they cannot all be "batch"',
             [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves],
-            hint=(
-                "name the dims with batch_axes: (None,) for jax.random.PRNGKey, which belongs to no"
-                " row; jax.random.key needs no name"
-            ),
+            hint=_which_rows(batch, [leaf for _, leaf in leaves]),
         )
     return [
         (
@@ -138,6 +141,43 @@ def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
         )
         for _, leaf in leaves
     ]
+
+
+def _which_rows(batch: Tree, leaves: list[Any]) -> str:
+    """How to say which arrays of a batch have rows: as many as most arrays have, for example."""
+    sizes = Counter(leaf.shape[0] for leaf in leaves if leaf.shape and not _is_raw_key(leaf))
+    most = sizes.most_common(1)[0][0] if sizes else 0
+    names = [
+        ("batch" if leaf.shape[:1] == (most,) else None, *(None,) * len(leaf.shape[1:]))
+        if leaf.shape
+        else ()
+        for leaf in leaves
+    ]
+    axes = jax.tree.unflatten(jax.tree.structure(batch), names)
+    said = f"name the dims, for example batch_axes={fit(_spelled(axes), 600)}"
+    if any(map(_is_raw_key, leaves)):
+        return f"{said}; a jax.random.PRNGKey belongs to no row, and jax.random.key needs no name"
+    return f"{said}, where the {most} are the rows"
+
+
+def _spelled(axes: Tree) -> str:
+    """A batch of names as its user writes it, by the fields of its own types."""
+    if isinstance(axes, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_spelled(one)}' for key, one in axes.items())}}}"
+    fields = getattr(axes, "_fields", ())
+    if not fields and dataclasses.is_dataclass(axes):
+        fields = tuple(one.name for one in dataclasses.fields(axes))
+    if fields:
+        parts = ", ".join(f"{name}={_spelled(getattr(axes, name))}" for name in fields)
+        return f"{type(axes).__name__}({parts})"
+    if isinstance(axes, list):
+        return f"[{', '.join(map(_spelled, axes))}]"
+    return repr(axes)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """Whether an array may be the integers of one random key."""
+    return leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))
 
 
 def _is_key(leaf: Any) -> bool:
