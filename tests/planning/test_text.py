@@ -11,6 +11,7 @@ import pytest
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.machine.corrections import Applied
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.tier import Tier
 from shardlib.hardware.topology import Topology, topology
@@ -294,6 +295,11 @@ def test_one_device_needs_no_communication():
 def test_memory_of_the_topology_is_looked_up():
     usable = topology("h100:8").chip.usable_bytes
     assert f"Memory: 48.0 GiB of {bytes_text(usable)} on the fullest device" in explain(PLAN)
+    margin = Applied(quantity="margin", factor=1.07)
+    held = explain(replace(PLAN, estimate=replace(PLAN.estimate, corrections=(margin,))))
+    limit = f"{bytes_text(usable / 1.07)} usable of {bytes_text(usable)}"
+    assert f"Memory: 48.0 GiB of {limit} on the fullest device" in held
+    assert f"48.0 GiB of {limit} a device" in " ".join(held.split())
     assert "Memory: 48.0 GiB on the fullest device" in explain(
         replace(PLAN, topology="elsewhere.toml")
     )

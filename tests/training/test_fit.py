@@ -100,6 +100,28 @@ def test_a_seed_that_is_none_is_refused_before_there_is_a_folder(program: Progra
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_anew(
+    program: Program, tmp_path: Path
+):
+    def ending(number: int) -> dict[str, np.ndarray]:
+        if number == 3:
+            raise RuntimeError("the power is gone")
+        return batch_of(number)
+
+    said = (
+        f"an earlier start of the run in {tmp_path} ended before its first whole checkpoint: it"
+        " begins anew. Saving more often (save_every, --save-every) loses less"
+    )
+    first, second, third = io.StringIO(), io.StringIO(), io.StringIO()
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        run(program, tmp_path, steps=5, batches=ending, shown=first)
+    assert RunFolder(tmp_path).saved() == ()
+    run(program, tmp_path, steps=4, shown=second)
+    run(program, tmp_path, steps=5, shown=third)
+    told = [" ".join(shown.getvalue().split()) for shown in (first, second, third)]
+    assert [said in text for text in told] == [False, True, False]
+
+
 @pytest.mark.long
 def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):
     found = run(program, tmp_path)

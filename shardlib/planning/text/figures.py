@@ -66,7 +66,7 @@ def memory_section(plan: PlanData, hbm_bytes: float | None) -> str:
     whole = hbm_bytes or parts.peak or 1.0
     if hbm_bytes and hbm_bytes > parts.peak:
         rows += spare_rows(plan.estimate, hbm_bytes)
-    of = f" of {bytes_text(hbm_bytes)}" if hbm_bytes else ""
+    of = f" of {limit_text(plan.estimate, hbm_bytes)}" if hbm_bytes else ""
     return "\n".join(
         [
             f"Memory: {bytes_text(parts.peak)}{of} on the fullest device",
@@ -75,15 +75,27 @@ def memory_section(plan: PlanData, hbm_bytes: float | None) -> str:
     )
 
 
-def held_back(estimate: Estimate, hbm_bytes: float) -> float:
-    """Bytes of a device that stay free for what a program may need beyond the prediction.
+def limit_bytes(estimate: Estimate, hbm_bytes: float) -> float:
+    """Bytes of a device that a plan may fill, as a program may need more than predicted.
 
     Args:
         estimate: with its margin.
         hbm_bytes: what a device has.
     """
-    peak = estimate.device_bytes.peak
-    return max(0.0, min(peak * (estimate.margin - 1), hbm_bytes - peak))
+    return hbm_bytes / estimate.margin
+
+
+def limit_text(estimate: Estimate, hbm_bytes: float) -> str:
+    """The limit that plans keep to: "14.7 GiB usable of 15.8 GiB"; the whole where nothing is held
+    back.
+
+    Args:
+        estimate: with its margin.
+        hbm_bytes: what a device has.
+    """
+    limit = limit_bytes(estimate, hbm_bytes)
+    whole = bytes_text(hbm_bytes)
+    return whole if limit == hbm_bytes else f"{bytes_text(limit)} usable of {whole}"
 
 
 def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[tuple[str, float, str]]:
@@ -93,8 +105,8 @@ def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[tuple[str, float, s
         estimate: with its margin.
         hbm_bytes: what a device has.
     """
-    held = held_back(estimate, hbm_bytes)
-    rows = (("margin", held), ("spare", hbm_bytes - estimate.device_bytes.peak - held))
+    limit, peak = limit_bytes(estimate, hbm_bytes), estimate.device_bytes.peak
+    rows = (("margin", hbm_bytes - max(limit, peak)), ("spare", limit - peak))
     return [(label, size, bytes_text(size)) for label, size in rows if size > 0]
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from shardlib.cost.estimate import Estimate
 from shardlib.planning.decisions.plan_data import PlanData, Rejected
-from shardlib.planning.text.figures import LABELS, held_back, in_every_step
+from shardlib.planning.text.figures import LABELS, in_every_step, limit_bytes, limit_text
 from shardlib.planning.units.quantity import (
     bytes_text,
     count_text,
@@ -53,20 +53,20 @@ def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
         )
     lines += _communication_reason(plan)
     if hbm_bytes:
-        spare = hbm_bytes - estimate.device_bytes.peak
+        limit = limit_bytes(estimate, hbm_bytes)
+        spare = limit - estimate.device_bytes.peak
         lines.append(
-            f"Memory: {bytes_text(estimate.device_bytes.peak)} of {bytes_text(hbm_bytes)} a"
-            " device, "
+            f"Memory: {bytes_text(estimate.device_bytes.peak)} of"
+            f" {limit_text(estimate, hbm_bytes)} a device, "
             + (
-                f"{percent_text(spare / hbm_bytes)} spare."
+                f"{percent_text(spare / limit)} spare"
                 if spare >= 0
-                else f"{bytes_text(-spare)} too much."
+                else f"{bytes_text(-spare)} too much"
             )
             + (
-                f" {bytes_text(held)} of that are held back, as programs may need"
-                f" {percent_text(estimate.margin - 1)} more than predicted."
-                if (held := held_back(estimate, hbm_bytes))
-                else ""
+                f", as programs may need {percent_text(estimate.margin - 1)} more than predicted."
+                if estimate.margin > 1
+                else "."
             )
         )
     return lines + _runner_reasons(plan)

@@ -93,4 +93,13 @@ class Held:
             if found.untraced
             else []
         )
+        texts += (
+            [
+                f"an earlier start of the run in {folder.path} ended before its first"
+                " whole checkpoint: it begins anew. Saving more often (save_every, --save-every) loses"
+                " less"
+            ]
+            if found.known and not folder.saved()
+            else []
+        )
         return Held(owner=owner, trace=trace, changes=found.changes, texts=tuple(texts))
