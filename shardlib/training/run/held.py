@@ -96,8 +96,8 @@ class Held:
         texts += (
             [
                 f"an earlier start of the run in {folder.path} ended before its first"
-                " whole checkpoint: it begins anew. Saving more often (save_every, --save-every) loses"
-                " less"
+                " whole checkpoint: it begins anew. Saving more often (save_every, --save-every)"
+                " loses less"
             ]
             if found.known and not folder.saved()
             else []
