@@ -29,7 +29,7 @@ CoordinationClient: TypeAlias = Any
 
 
 @contextmanager
-def names_alone(apply: Callable[..., Any] = lambda value, *_: value) -> Iterator[None]:
+def names_alone(apply: Callable[..., Any] | None = None) -> Iterator[None]:
     """A context in which variables of Flax NNX and boxes of Flax Linen have their names, and Flax
     puts nothing anywhere because of them (Flax 0.12.8 to 0.12.12 alike).
 
@@ -41,10 +41,10 @@ def names_alone(apply: Callable[..., Any] = lambda value, *_: value) -> Iterator
 
     Args:
         apply: (value of a new variable, its names, its rules, its mesh) -> value, in the place of
-            Flax's own function.
+            Flax's own function; by default that of a context around this one, or nothing.
     """
     _ask_before_applying()
-    token = _APPLY.set(apply)
+    token = _APPLY.set(apply or _APPLY.get() or (lambda value, *_: value))
     try:
         yield
     finally:

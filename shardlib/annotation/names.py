@@ -21,7 +21,7 @@ reads the names one dim too far to the left then; such dims are found by `stack_
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -34,7 +34,7 @@ from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.jax_types import Jaxpr, Value
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: The name that a stacking dim gets when the user gave it none.
 STACK = "layers"
@@ -174,6 +174,8 @@ def _entries(
             yield text, axes
         return
     inner = f"{text}." if path else ""
+    if not jax.tree.leaves(axes):  # a part of the state without arrays
+        return
     if not any(place.startswith(inner) for place in places):
         yield text, axes
         return
@@ -197,6 +199,85 @@ def _unknown(keys: list[str], paths: list[str], what: str) -> NoReturn:
             "one tuple of names, or None, in the place of each array; or names by dotted path:"
             f" arrays are {', '.join(paths[:NAMED])}"
             f"{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}"
+        ),
+    )
+
+
+def of_state(
+    state: Tree, axes: Tree, stacks: Sequence[Sequence[int]], weights: Collection[int]
+) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
+    """The logical axes of the weights in the state of a step by dotted path, and what the user
+    should know.
+
+    Args:
+        state: abstract, in boxes and variables or not.
+        axes: names beside those of boxes and variables, see `beside`.
+        stacks: as of `fitted`.
+        weights: which arrays are weights; what follows them is sharded as they are.
+
+    Raises:
+        AnnotationError: names do not fit the weights, or `axes` names what is not there.
+    """
+    names = [
+        own if one is None else one
+        for one, own in zip(beside(state, axes, "state"), written(state), strict=True)
+    ]
+    named, findings = fitted(
+        state, [one if at in weights else None for at, one in enumerate(names)], stacks
+    )
+    others = {at: one for at, one in enumerate(names) if one is not None and at not in weights}
+    return named, (*findings, *_unread(state, named, others))
+
+
+@diagnostic
+def optimizer_names(params: Tree) -> tuple[Finding, ...]:
+    """A finding where variables have other names for the optimizer's arrays than for themselves.
+
+    Args:
+        params: NNX variables.
+    """
+    holders = jax.tree_util.tree_leaves_with_path(params, is_leaf=holds_names)
+    return _unread_finding(
+        [
+            path_text(path)
+            for path, holder in holders
+            for own in [metadata_of(holder).get("optimizer_sharding")]
+            if own is not None and own != _names(holder)
+        ]
+    )
+
+
+@diagnostic
+def _unread(
+    state: Tree, named: Mapping[str, LogicalAxes], others: Mapping[int, object]
+) -> tuple[Finding, ...]:
+    """A finding where arrays that follow weights have names that no weight of their shape has."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    known = {(leaf.shape, named.get(path_text(path))) for path, leaf in leaves}
+    paths = list[str]()
+    for at, one in others.items():
+        path, leaf = leaves[at]
+        own = of_dims(spelled(one), len(leaf.shape))
+        if any(own) and len(own) == len(leaf.shape) and (leaf.shape, own) not in known:
+            paths.append(path_text(path))
+    return _unread_finding(paths)
+
+
+@diagnostic
+def _unread_finding(paths: list[str]) -> tuple[Finding, ...]:
+    if not paths:
+        return ()
+    return (
+        Finding(
+            code="state-names-unread",
+            severity="info",
+            where=", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else ""),
+            message=(
+                f"{len(paths)} arrays of optimizer state have names of their own, which are not"
+                " read: what an optimizer keeps of a parameter is sharded as the parameter is, and"
+                " by ZeRO over data and fsdp"
+            ),
+            hint="name the parameter, and pin zero",
         ),
     )
 

@@ -18,7 +18,7 @@ from flax import nnx
 from shardlib import _jax_compat
 from shardlib.annotation.keys import key_of
 from shardlib.annotation.model import Free, Model, PureLoss, as_it_is
-from shardlib.annotation.names import fitted, stack_dims, written
+from shardlib.annotation.names import fitted, optimizer_names, stack_dims, written
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.exact import op_by_op
 from shardlib.annotation.trees.paths import Tree
@@ -85,7 +85,7 @@ def from_nnx(
         axes=axes,
         bind=trees.bind,
         rebuild=trees.rebuild,
-        findings=(*findings, *others, *told),
+        findings=(*findings, *others, *told, *optimizer_names(params)),
         state_axes=state_axes,
         evaluating=_in_eval_mode,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from shardlib._jax_compat import names_alone
 from shardlib.annotation.activations import no_mesh
-from shardlib.annotation.trees.paths import Tree, path_text
-from shardlib.axes import LogicalAxes
+from shardlib.annotation.names import stack_dims
+from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping, Pins
-from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
+from shardlib.errors import ArgumentError, TracingError
 from shardlib.frontend import own_layouts
 from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.machines import machine_of
@@ -149,8 +150,10 @@ def compile_step(
         topology: the machine, see `plan`; all devices of this one if left out.
         pin: "mesh", "mesh.AXIS", "rules", "sequence_parallel", "zero" or "axis_order", see
             `docs/pins.md`.
-        axes: pytree like the state, or like a part of it, of tuples of logical names; a model
-            without names is planned, too.
+        axes: logical names in the places of arrays in a pytree like the state, or like a part of
+            it, as `nn.get_partition_spec` and `nnx.get_partition_spec` make it, or by dotted path.
+            What boxes of Linen and variables of NNX in the state say is read, too; a model without
+            names is planned all the same.
         batch_axes: as of `shardlib.plan`.
         devices: to run on; by default the first of JAX's.
         name: what to call the step; its own name by default.
@@ -178,14 +181,15 @@ def compile_step(
     require_honour(honour)
     ambient = ambient_mesh()
     with no_mesh():
-        first, given, shapes = _state_of(init, ambient)
+        first, given, shapes, stacks = _state_of(init, ambient)
         machine = machine_of(topology)
         traced = traced_freed(
             step,
             shapes,
             batch,
             ambient,
-            axes=_axes_of(axes),
+            axes=axes,
+            stacks=stacks,
             batch_axes=batch_axes,
             name=name or getattr(step, "__name__", "step"),
         )
@@ -207,19 +211,22 @@ def traced_freed(
     batch: Tree,
     ambient: AbstractMesh,
     *,
-    axes: Mapping[str, LogicalAxes] | None = None,
+    axes: Tree = None,
+    stacks: Sequence[Sequence[int]] = (),
     batch_axes: Tree = None,
     name: str,
 ) -> TracedStep:
     """A traced step; that of the same step without layouts where it brings some.
 
     Args:
-        step, state, batch, axes, batch_axes, name: see `trace_step`.
+        step, state, batch, axes, stacks, batch_axes, name: see `trace_step`.
         ambient: the mesh that the user has set.
     """
 
     def run(step: Step) -> TracedStep:
-        return trace_step(step, state, batch, axes=axes, batch_axes=batch_axes, name=name)
+        return trace_step(
+            step, state, batch, axes=axes, stacks=stacks, batch_axes=batch_axes, name=name
+        )
 
     if not names_axes(ambient):
         try:
@@ -280,6 +287,7 @@ def stepping(
     plan = plan.with_findings(
         *own_layouts.findings(traced.layouts, problem, plan, pin, honour, searched)
     )
+    plan = plan.with_findings(*traced.findings)
     count = plan.mesh.devices
     chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
     losses = None if marked is None else lower_losses(marked, plan, chosen)
@@ -300,24 +308,30 @@ def stepping(
 
 def _state_of(
     init: InitState, ambient: AbstractMesh
-) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
-    """(key -> state, state, abstract state); one of the first two is None."""
+) -> tuple[Callable[..., Tree] | None, Tree, Tree, Sequence[Sequence[int]]]:
+    """(key -> state, state, abstract state, dims of its arrays that a transform has added and not
+    named); one of the first two is None.
+    """
     if not callable(init):
-        return None, init, init
-    made = cast("Callable[..., Tree]", init)
+        return None, init, init, ()
+    made = names_alone()(cast("Callable[..., Tree]", init))
     if names_axes(ambient):
         made = freed(made, ambient)
     key = jax.eval_shape(lambda: jax.random.key(0))
+    first = made
     try:
-        return made, None, jax.eval_shape(made, key)
+        shapes = jax.eval_shape(made, key)
     except TypeError as error:
         try:
             shapes = jax.eval_shape(made)
         except TypeError:
             raise _untraced(error) from error
+
+        def first(_: jax.Array) -> Tree:
+            return made()
     except Exception as error:
         raise _untraced(error) from error
-    return lambda _: made(), None, shapes
+    return first, None, shapes, stack_dims(lambda: first(jax.random.key(0)), shapes)
 
 
 def _untraced(error: Exception) -> TracingError:
@@ -326,19 +340,6 @@ def _untraced(error: Exception) -> TracingError:
         f"init cannot be traced: {type(error).__name__}: {error}\nTry: init=lambda key: state, or a"
         " state; of an NNX model, lambda key: Model(nnx.Rngs(key))"
     )
-
-
-def _axes_of(axes: Tree) -> Mapping[str, LogicalAxes]:
-    def names(value: object) -> bool:
-        return isinstance(value, tuple) and all(
-            one is None or isinstance(one, str) for one in value
-        )
-
-    found = jax.tree_util.tree_leaves_with_path(axes, is_leaf=names)
-    wrong = [path_text(path) for path, leaf in found if not names(leaf)]
-    if wrong:
-        raise_all(AnnotationError, "logical axes are tuples of names", wrong)
-    return {path_text(path): leaf for path, leaf in found}
 
 
 def _plain(tree: Tree) -> Tree:

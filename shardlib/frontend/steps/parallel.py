@@ -10,6 +10,7 @@ from typing import overload
 import jax
 from jax.sharding import AbstractMesh
 
+from shardlib._jax_compat import names_alone
 from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping
@@ -92,7 +93,7 @@ class Parallel:
 
     def _made(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
         ambient = ambient_mesh()
-        with no_mesh():
+        with no_mesh(), names_alone():
             shapes = jax.tree.map(abstract_leaf, (state, batch))
             out = self._results(shapes, ambient)
             alone = same_form(out, shapes[0])

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from shardlib._jax_compat import names_alone
+from shardlib.annotation.names import of_state
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.annotation.trees.static_parts import static_difference
 from shardlib.axes import LogicalAxes
@@ -29,6 +31,7 @@ from shardlib.graph.graph import Graph
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.jax_types import Leaf
+from shardlib.report import Finding
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
 from shardlib.tracing.graph_parts import PlacedLayout
 from shardlib.tracing.jaxpr_to_graph import translated
@@ -64,6 +67,7 @@ class TracedStep:
         unmarked: gradients that are taken outside of them, in a step that marks some.
         others: kinds of the custom calls that stand outside of them.
         layouts: those that the step brings along, with values of `problem.forward`.
+        findings: about names of its state.
     """
 
     name: str
@@ -80,6 +84,7 @@ class TracedStep:
     unmarked: UnmarkedGradients = field(default_factory=UnmarkedGradients)
     others: frozenset[str] = frozenset()
     layouts: tuple[PlacedLayout, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def trained(self) -> frozenset[int]:
@@ -97,7 +102,8 @@ def trace_step(
     state: Tree,
     batch: Tree,
     *,
-    axes: Mapping[str, LogicalAxes] | None = None,
+    axes: Tree = None,
+    stacks: Sequence[Sequence[int]] = (),
     batch_axes: Tree = None,
     name: str = "step",
 ) -> TracedStep:
@@ -107,15 +113,19 @@ def trace_step(
         step: (state, batch) -> (new state, metrics), or the new state alone.
         state: arrays or `jax.ShapeDtypeStruct`.
         batch: the same, global sizes.
-        axes: logical axes of arrays of the state, by path.
+        axes: logical axes of arrays of the state, beside those in its boxes and variables; see
+            `shardlib.annotation.names.beside`.
+        stacks: dims of each array of the state that a transform has added and not named.
         batch_axes: as of `shardlib.plan`.
         name: of the step.
 
     Raises:
         TracingError: it cannot be traced, or returns no pair.
         StateError: the new state has another structure, other shapes or dtypes; all are listed.
+        AnnotationError: names do not fit the weights, or `axes` names what is not in the state.
         BatchError: names do not fit the batch, or it has no rows.
     """
+    step = names_alone()(step)
     shapes = jax.tree.map(abstract_leaf, (state, batch))
     described = describe_batch(shapes[1], batch_axes)
     if not described:
@@ -145,11 +155,12 @@ def trace_step(
         _again(step, shapes, described),
     )
     unmarked = unmarked_gradients(program, found.values, roles.gradients, losses, len(paths))
+    named, findings = of_state(shapes[0], axes, stacks, roles.weights)
     return TracedStep(
         name=name,
         closed=closed,
         program=program,
-        problem=_problem(graph, roles, paths, described, axes or {}, name, mapped),
+        problem=_problem(graph, roles, paths, described, named, name, mapped),
         roles=roles,
         paths=paths,
         state=shapes[0],
@@ -158,6 +169,7 @@ def trace_step(
         returns_pair=pair,
         losses=losses,
         unmarked=unmarked,
+        findings=findings,
         others=frozenset(
             call.form.kind for call, _ in calls.values() if not isinstance(call.form, MarkedLoss)
         ),
