@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
@@ -210,6 +211,31 @@ def test_layouts_are_priced_and_as_pins_they_are_the_plan():
     assert re.search(hidden, program.lower().as_text())
     part = planned(honour="pins", pin={"zero": 0})
     assert dict(part.mesh) == {"data": 4, "tensor": 2}
+
+
+def test_flax_calls_with_out_sharding_are_brought_unchanged():
+    class Network(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            hidden = nnx.relu(self.up(x, out_sharding=P("rows", "model")))
+            return self.down(hidden, out_sharding=P("rows", None))
+
+    def loss(network: Network, batch: Any) -> jax.Array:
+        return jnp.mean((network(batch["x"]) - batch["y"]) ** 2)
+
+    with jax.set_mesh(mesh(EXPLICIT)):
+        program = shardlib.compile(
+            Network, loss, optax.sgd(0.1), BATCH, topology="cpu:8", pin=PIN, evaluation=loss
+        )
+        state = program.init(0)
+        before = program.evaluate(state, BATCH)["loss"]
+        _, metrics = program.step(state, BATCH)
+    with jax.set_mesh(jax.make_mesh((1, 1), ("rows", "model"), axis_types=EXPLICIT)):
+        wanted = loss(Network(nnx.Rngs(0)), jax.tree.map(jnp.asarray, BATCH))
+    close((metrics["loss"], before), (wanted, wanted))
+    assert "einsum or dot(out_sharding) P('rows', 'model') at test_own" in own(program.plan)
 
 
 def test_four_of_eight_devices_as_pins():
