@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -149,7 +149,7 @@ def runnable(
     function: Callable[..., Any],
     compiled: jax.stages.Compiled,
     arguments: Any,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None,
 ) -> Callable[..., Any]:
     """What runs a compiled function.
 
@@ -161,7 +161,7 @@ def runnable(
         function: by `jax.jit`.
         compiled: the same, lowered and compiled for the arguments.
         arguments: abstract, a tree.
-        mesh: of the program.
+        mesh: that the function was lowered under; None for none.
     """
     import jax
 
@@ -170,7 +170,7 @@ def runnable(
         return compiled
 
     def run(*values: Any) -> Any:
-        with in_mesh(mesh):
+        with nullcontext() if mesh is None else in_mesh(mesh):
             return function(*values)
 
     return run

@@ -125,3 +125,41 @@ def test_a_frozen_array_of_no_elements():
         None,
         wrt=lambda path, leaf: "z" not in str(path),
     )
+
+
+def test_a_step_and_stages_with_frozen_arrays_of_4_bits():
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, given: Any) -> Any:
+            w, q = given
+            return x + jnp.tanh(x @ (w + 0.1 * q.astype(jnp.float32))), None
+
+        return jnp.mean(jax.lax.scan(layer, batch["x"], (params["w"], params["q"]))[0] ** 2)
+
+    def stacked(key: Any) -> Any:
+        return {
+            "w": jax.random.normal(key, (4, 16, 16)) * 0.1,
+            "q": jax.random.randint(key, (4, 16, 16), 0, 3, jnp.int8).astype(jnp.int4),
+        }
+
+    def trained(path: Any, leaf: Any) -> bool:
+        return "w" in str(path)
+
+    for more in ({}, {"pipeline": "programs"}):
+        pin = {"mesh": {"stage": 2, "data": 2}, "microbatches": 2, "schedule": "1f1b", **more}
+        check(stacked, loss, BATCH, pin, wrt=trained)
+
+    def step(state: Any, batch: Any) -> Any:
+        of_w = jax.value_and_grad(lambda w: loss({**state, "w": w}, batch))
+        value, gradient = of_w(state["w"])
+        return {**state, "w": state["w"] - 0.1 * gradient}, {"loss": value}
+
+    program = shardlib.compile_step(
+        stacked, step, BATCH, topology="cpu:8", pin={"mesh": {"data": 2, "fsdp": 2}}
+    )
+    state = program.init(0)
+    plain = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
+    for _ in range(2):
+        state, metrics = program.step(state, BATCH)
+        plain, wanted = step(plain, BATCH)
+        np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-5)
+    np.testing.assert_allclose(state["w"], plain["w"], atol=1e-6)

@@ -38,7 +38,7 @@ class StepEvaluation:
 
     program: StepProgram
     loss: Callable[[Tree, Tree], Tree]
-    programs: dict[Any, tuple[jax.stages.Compiled, Tree]] = field(default_factory=dict)
+    programs: dict[Any, tuple[Callable[..., dict[str, Any]], Tree]] = field(default_factory=dict)
 
     def metrics(self, state: Tree, batch: Tree) -> tuple[Value, Metrics]:
         """The loss and the user's own metrics, to be traced.
@@ -67,7 +67,7 @@ class StepEvaluation:
         call, asked = self.programs[key]
         return in_every_process(call(state, placed(batch, asked)))
 
-    def _compiled(self, shapes: Tree) -> tuple[jax.stages.Compiled, Tree]:
+    def _compiled(self, shapes: Tree) -> tuple[Callable[..., dict[str, Any]], Tree]:
         dims, sizes = rows_of(describe_batch(shapes))
         if not sizes or not all(sizes):
             raise BatchError("a batch to evaluate has no rows\nTry: at least one row")
@@ -92,7 +92,9 @@ class StepEvaluation:
 
         with _jax_compat.in_mesh(mesh):
             call = jax.jit(evaluate, out_shardings=named_sharding(mesh, Layout()))
-            return call.lower(self.program.state, asked).compile(), asked
+            compiled = call.lower(self.program.state, asked).compile()
+        arguments = (self.program.state, asked)
+        return _jax_compat.runnable(call, compiled, arguments, mesh), asked
 
     def _axes(self, sizes: tuple[int, ...]) -> tuple[str, ...]:
         """Those axes of the plan's batch that divide all numbers of rows the most ways."""

@@ -86,7 +86,11 @@ def laid_out_for(
         TracingError: the loss does not trace for these shapes.
     """
     described = _described(batch, batch_axes, known)
-    if not described or any(0 in shape for _, shape, _, _ in described):
+    if not described or any(
+        shape[axes.index("batch") if "batch" in axes else 0] == 0
+        for _, shape, _, axes in described
+        if shape
+    ):
         raise BatchError(
             "a batch to evaluate has no rows:"
             f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"

@@ -280,13 +280,12 @@ class LoweredProgram:
             return step
         run = named(step_function(self.parts), "update", self.plan.digest)
         metrics = shardings.named_sharding(self.mesh, Layout())
-        return OneUpdate(
-            call=jax.jit(
-                run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
-            )
-            .lower(self.state, made)
-            .compile()
+        jitted = jax.jit(
+            run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
         )
+        compiled = jitted.lower(self.state, made).compile()
+        runs = _jax_compat.runnable(jitted, compiled, (self.state, made), None)
+        return OneUpdate(call=compiled, run=runs)
 
     @property
     def _first(self) -> Callable[[Any], TrainState]:

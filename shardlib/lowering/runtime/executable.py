@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardlib._jax_compat import in_mesh
+from shardlib._jax_compat import in_mesh, runnable
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.dependence import needed
@@ -141,12 +141,16 @@ class Draft:
         run.__name__ = run.__qualname__ = name
         taken = tuple(at for at, k in enumerate(self.reads) if k in set(donated))
         with in_mesh(mesh):
-            lowered = jax.jit(
-                run, donate_argnums=taken, out_shardings=[asked[k] for k in self.made]
-            ).lower(*(self.inputs[k] for k in self.reads))
-            return Executable(
-                call=lowered.compile(), reads=self.reads, sources=self.sources, draft=self
-            )
+            jitted = jax.jit(run, donate_argnums=taken, out_shardings=[asked[k] for k in self.made])
+            arguments = tuple(self.inputs[k] for k in self.reads)
+            compiled = jitted.lower(*arguments).compile()
+        return Executable(
+            call=compiled,
+            run=runnable(jitted, compiled, arguments, mesh),
+            reads=self.reads,
+            sources=self.sources,
+            draft=self,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,17 +159,19 @@ class Executable:
 
     Attributes:
         call: the program.
+        run: what runs it.
         reads, sources, draft: see `Draft`.
     """
 
     call: jax.stages.Compiled
+    run: Callable[..., Any]
     reads: tuple[int, ...]
     sources: tuple[tuple[bool, int], ...]
     draft: Draft
 
     def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
         """Results, for all inputs; those that are not read may be anything."""
-        made = self.call(*[inputs[k] for k in self.reads])
+        made = self.run(*[inputs[k] for k in self.reads])
         return [made[k] if fresh else inputs[k] for fresh, k in self.sources]
 
     @property

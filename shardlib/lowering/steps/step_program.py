@@ -134,7 +134,7 @@ class LoweredStep:
         """
         require(batch, self.batch)
         state = self._required(state)
-        state, metrics = self.compiled()(state, given(batch, self.batch))
+        state, metrics = self._run_step(state, given(batch, self.batch))
         return state, in_every_process(metrics)
 
     def prepare(self) -> None:
@@ -164,13 +164,25 @@ class LoweredStep:
 
     def lowered(self) -> jax.stages.Lowered:
         """The program as it goes to the compiler."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         with no_mesh():
-            return jax.jit(
-                self.function,
-                out_shardings=(shardings, None),
-                donate_argnums=(0,) if self.donate else (),
-            ).lower(self.state, self.batch)
+            return self._jitted.lower(self.state, self.batch)
+
+    @cached_property
+    def _jitted(self) -> jax.stages.Wrapped:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(
+            self.function,
+            out_shardings=(shardings, None),
+            donate_argnums=(0,) if self.donate else (),
+        )
+
+    @cached_property
+    def _run_step(self) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+        def run(*arguments: Tree) -> tuple[Tree, Tree]:
+            with no_mesh():
+                return self._jitted(*arguments)
+
+        return _jax_compat.runnable(run, self.compiled(), (self.state, self.batch), None)
 
     def function(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """The step with its layouts, to be traced.

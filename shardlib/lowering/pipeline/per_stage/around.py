@@ -60,13 +60,15 @@ class OneUpdate:
 
     Attributes:
         call: it.
+        run: what runs it.
     """
 
     call: jax.stages.Compiled
+    run: Callable[..., tuple[TrainState, Metrics]]
 
     def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
         """The next state, and metrics."""
-        return self.call(state, batch)
+        return self.run(state, batch)
 
     def memory(self) -> dict[str, int]:
         """Its bytes per device."""
