@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +106,28 @@ def forms(count: int, seed: int) -> list[dict[str, Any]]:
     return [kinds[k % len(kinds)](k) for k in order.tolist()]
 
 
-def run(url: str, count: int, window: float, seed: int = 0) -> dict[str, Any]:
+def run(
+    url: str,
+    count: int,
+    window: float,
+    *,
+    settle: float = SETTLE,
+    most_seconds: float = math.inf,
+    head: Mapping[str, str] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
     """Sends forms and plain requests; returns figures.
 
     Args:
         url: of the server.
         count: of forms.
         window: seconds of each window.
+        settle: seconds at the begin of a quiet window that do not count.
+        most_seconds: after which no more forms are sent.
+        head: of the requests.
         seed: of the order of the forms.
     """
+    end = time.monotonic() + most_seconds
     left, lock = forms(count, seed), threading.Lock()
     attacking, ended = threading.Event(), threading.Event()
     seconds: dict[str, list[float]] = {"quiet": [], "hostile": []}
@@ -121,12 +135,12 @@ def run(url: str, count: int, window: float, seed: int = 0) -> dict[str, Any]:
     quiet_since = [time.monotonic()]
 
     def attack() -> None:
-        with httpx2.Client(base_url=url, timeout=120) as client:
+        with httpx2.Client(base_url=url, timeout=120, headers=head) as client:
             while not ended.is_set():
                 if not attacking.wait(0.2):
                     continue
                 with lock:
-                    if not left:
+                    if not left or time.monotonic() > end:
                         return
                     form = left.pop()
                 body = {"prompt": "x", "max_tokens": 8, "structured_outputs": form}
@@ -135,22 +149,22 @@ def run(url: str, count: int, window: float, seed: int = 0) -> dict[str, Any]:
                     said[str(status)] += 1
 
     def ask(number: int) -> None:
-        with httpx2.Client(base_url=url, timeout=120) as client:
+        with httpx2.Client(base_url=url, timeout=120, headers=head) as client:
             while not ended.is_set():
                 begun, hostile = time.monotonic(), attacking.is_set()
                 body = {"prompt": f"request {number}", "max_tokens": 16, "temperature": 0}
                 found = client.post("/v1/completions", json=body)
                 assert found.status_code == 200, found.text
                 took = time.monotonic() - begun
-                if hostile == attacking.is_set() and (hostile or begun - quiet_since[0] > SETTLE):
+                if hostile == attacking.is_set() and (hostile or begun - quiet_since[0] > settle):
                     seconds["hostile" if hostile else "quiet"].append(took)
 
     threads = [threading.Thread(target=attack) for _ in range(ATTACKERS)]
     threads += [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
     for one in threads:
         one.start()
-    while sum(said.values()) < count:
-        time.sleep(SETTLE + window)
+    while sum(said.values()) < count and time.monotonic() < end:
+        time.sleep(settle + min(window, max(1.0, end - time.monotonic())))
         attacking.set()
         until = time.monotonic() + window
         while time.monotonic() < until and sum(said.values()) < count:
@@ -164,7 +178,7 @@ def run(url: str, count: int, window: float, seed: int = 0) -> dict[str, Any]:
     p50 = {name: float(np.percentile(all_of, 50)) for name, all_of in seconds.items()}
     p99 = {name: float(np.percentile(all_of, 99)) for name, all_of in seconds.items()}
     return {
-        "forms": count,
+        "forms": sum(said.values()),
         "statuses": dict(said),
         "health": health["status"],
         "requests": {name: len(all_of) for name, all_of in seconds.items()},
@@ -183,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--forms", type=int, default=FORMS)
     parser.add_argument("--window", type=float, default=WINDOW, help="seconds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="in which forms are sent")
     parser.add_argument("--out", type=Path, default=RESULTS / "hostile_forms.json")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert process.stdout is not None
         try:
             url = json.loads(process.stdout.readline())["url"].removesuffix("/v1")
-            result = run(url, options.forms, options.window)
+            result = run(url, options.forms, options.window, most_seconds=options.seconds)
         finally:
             process.terminate()
             code = process.wait(120)

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
+from benchmarks import hostile_forms
 from shardlib.serving.http.guard import Guard
 from shardlib.serving.http.server import serving as serve
 from shardlib.serving.http.settings import Settings
@@ -164,3 +165,12 @@ def test_a_schema_of_any_depth_is_refused(url: str):
             timeout=60,
         )
         assert found.status_code == 400, (depth, found.text)
+
+
+def test_hostile_forms_of_every_kind_leave_others_their_answers(url: str):
+    """A short run of `benchmarks/hostile_forms.py`, which measures how long the others wait."""
+    pytest.importorskip("llguidance")
+    found = hostile_forms.run(url, 12, 2.0, settle=0.1, most_seconds=60.0, head=HEAD, seed=1)
+    assert found["forms"] and found["health"] == "ok"
+    assert set(found["statuses"]) <= {"200", "400", "429"}, found
+    assert found["requests"]["hostile"] and found["requests"]["quiet"]

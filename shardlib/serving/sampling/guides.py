@@ -3,7 +3,8 @@
 Forms are a stranger's, and their compiler is native code: each form is compiled in a process of its
 own (`grammars.py`, `shardlib.untrusted.confined`), which then says the masks of all answers that
 have it. A form that takes too much ends its process and its answers, and nothing else. Compiling
-has the lowest priority of the machine, and so have the masks of a form that takes long for them.
+yields to everything else that the machine does, and so do the masks of a form that takes long for
+them.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from shardlib.untrusted.json_types import JsonMapping
 #: Forms that no answer has and that stay compiled: a process each.
 KEPT = 32
 #: Forms that are compiled at a time.
-LANES = 8
+LANES = 6
 #: Of a form.
 LIMITS = ChildLimits(seconds=2.0, memory_bytes=1 << 28, stack_bytes=1 << 23)
-#: Seconds of a mask from which on its form has the lowest priority.
+#: Seconds of a mask from which on its form yields to everything else.
 SLOW_SECONDS = 0.005
 
 
