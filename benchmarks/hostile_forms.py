@@ -164,7 +164,7 @@ def run(
     for one in threads:
         one.start()
     while sum(said.values()) < count and time.monotonic() < end:
-        time.sleep(settle + min(window, max(1.0, end - time.monotonic())))
+        time.sleep(settle + min(window / 2, max(1.0, end - time.monotonic())))
         attacking.set()
         until = time.monotonic() + window
         while time.monotonic() < until and sum(said.values()) < count:
