@@ -6,6 +6,10 @@ graphs of a problem at once; the user's logical names are seeds, and dims with t
 colour. Colours without a name are called after the first input that has them ("mlp.up.kernel:1"),
 so that a model with no annotation at all has a readable plan.
 
+Repeating layers that are written out are one colour, too, wherever they stand: in a loss, in a step
+with its backward pass, in a block of several layers, as five local ones and a global one
+(`ties.tie_alike`).
+
 A colour may occur twice in one value: the query and the key dim of attention scores both come from
 the sequence. It then cuts the first of the two; the other stays whole (`Rules.resolve` sees to
 that, and `Colouring.conflicts` lists them).
@@ -23,7 +27,15 @@ from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph
 from shardlib.graph.problem import Problem
 from shardlib.propagation.loops import carried_along, walked_along
-from shardlib.propagation.ties import Classes, stack_dims, tie_graph, tie_inputs, tie_names
+from shardlib.propagation.ties import (
+    Classes,
+    named_dims,
+    stack_dims,
+    tie_alike,
+    tie_graph,
+    tie_inputs,
+    tie_names,
+)
 from shardlib.report import Finding
 
 #: Names that mean the same as ours, from MaxText, T5X and Flax examples.
@@ -102,6 +114,24 @@ class Colouring:
         """The colour of the sequence, whether it can be sharded or not."""
         return next((found for name in SEQUENCE_NAMES if (found := self.canonical(name))), None)
 
+    @property
+    def shardable(self) -> tuple[Colour, ...]:
+        """Colours that the tensor axis may shard.
+
+        That of the residual stream is none where the sequence can be sharded instead: both cost the
+        same collectives, and along the sequence the normalisation needs none.
+        """
+        barred = {self.batch_colour, self.named_sequence}
+        return tuple(
+            c
+            for c in self.colours.values()
+            if c.matmuls
+            and c.divisor > 1
+            and c.name not in barred
+            and not c.walked
+            and not (c.carried and self.sequence_colour)
+        )
+
     def conflicts(
         self, graph: Graph, names: tuple[LogicalAxes, ...]
     ) -> tuple[tuple[int, str], ...]:
@@ -142,6 +172,15 @@ def colour(problem: Problem) -> Colouring:
     }
     for tag, graph in graphs.items():
         tie_graph(classes, tag, graph)
+    found = _coloured(classes, problem)
+    named = {n for _, axes in named_dims(problem) for n in axes}
+    unnamed = {c.name: c.inputs for c in found.shardable if c.name not in named}
+    values = (axes for every in (found.forward, *found.steps.values()) for axes in every)
+    return _coloured(classes, problem) if tie_alike(classes, problem, unnamed, values) else found
+
+
+def _coloured(classes: Classes, problem: Problem) -> Colouring:
+    """The colouring of a problem whose dims are tied."""
     stacks = stack_dims(problem)
     shapes = {p.path: p.shape for p in problem.parameters} | {
         path: shape for path, shape, _, _ in problem.batch
@@ -207,9 +246,7 @@ def colour(problem: Problem) -> Colouring:
 
 
 def _names_of(classes: Classes, root: Hashable, problem: Problem) -> list[str]:
-    every = [name for p in problem.parameters for name in p.axes if name] + [
-        name for _, _, _, axes in problem.batch for name in axes if name
-    ]
+    every = [name for _, axes in named_dims(problem) for name in axes if name]
     return [name for name in dict.fromkeys(every) if classes.find(("name", name)) == root]
 
 

@@ -11,8 +11,9 @@ True
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
+from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph
 from shardlib.graph.problem import Problem
 
@@ -98,13 +99,61 @@ def tie_names(classes: Classes, problem: Problem) -> None:
         classes: classes of dims, changed.
         problem: parameters and batch with their logical axes.
     """
-    named = [(p.path, p.axes) for p in problem.parameters] + [
-        (path, axes) for path, _, _, axes in problem.batch
-    ]
-    for path, axes in named:
+    for path, axes in named_dims(problem):
         for dim, name in enumerate(axes):
             if name is not None:
                 classes.join([("name", name), ("input", path, dim)])
+
+
+def named_dims(problem: Problem) -> tuple[tuple[str, LogicalAxes], ...]:
+    """(path, logical axes) of every parameter and batch array."""
+    return (
+        *((p.path, p.axes) for p in problem.parameters),
+        *((path, axes) for path, _, _, axes in problem.batch),
+    )
+
+
+def tie_alike(
+    classes: Classes,
+    problem: Problem,
+    dims: Mapping[str, tuple[tuple[str, int], ...]],
+    values: Iterable[LogicalAxes],
+) -> bool:
+    """Joins colours that shard parameters of the same shapes along the same dims, as heads and
+    widths of layers do that are written out one after the other. Two that meet in a value, as the
+    widths of two layers in the weight between them do, stay apart: of such a chain every second
+    one is tied.
+
+    Args:
+        classes: classes of dims, changed.
+        problem: the parameters.
+        dims: colour -> the (path, dim) of all inputs that have it; those that may be tied.
+        values: colours of the dims of all values.
+
+    Returns:
+        Whether any were joined.
+    """
+    shapes = {p.path: p.shape for p in problem.parameters} | {
+        path: shape for path, shape, _, _ in problem.batch
+    }
+    meets: dict[str, set[str]] = defaultdict(set)
+    for axes in {frozenset(axes) for axes in values}:
+        mine = {name for name in axes if name is not None and name in dims}
+        for name in mine:
+            meets[name] |= mine
+    groups: dict[Hashable, list[list[str]]] = defaultdict(list)
+    for name, places in dims.items():
+        alike = groups[frozenset((shapes[path], dim) for path, dim in places)]
+        apart = (group for group in alike if meets[name].isdisjoint(group))
+        group = next(apart, None)
+        if group is None:
+            alike.append([name])
+        else:
+            group.append(name)
+    several = [group for alike in groups.values() for group in alike if len(group) > 1]
+    for group in several:
+        classes.join(("input", *dims[name][0]) for name in group)
+    return bool(several)
 
 
 def stack_dims(problem: Problem) -> set[tuple[str, int]]:

@@ -18,6 +18,10 @@ from shardlib.planning.assembly.advice import advise, critical_batch_tokens
 from shardlib.planning.assembly.findings import notes
 from shardlib.planning.assembly.situation import Situation
 from shardlib.planning.decisions.plan_data import Link, Rejected, Search
+from shardlib.planning.plan import Plan
+from shardlib.planning.units.quantity import seconds_text
+from shardlib.report import Finding
+from shardlib.rules import Rules
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN, parameter
 
@@ -289,15 +293,18 @@ def test_plans_carry_the_advice():
     assert "below-ridge" not in {finding.code for finding in large.findings}
 
 
-def test_dimensions_that_the_search_leaves_out_are_said_in_the_words_of_users() -> None:
-    load, where = worlds.prepared(worlds.mlp), topology("h100:2")
-    plan = planner.search(load.problem, where, load=load)
-    (finding,) = [
-        one
-        for one in notes(load, where, plan, ("mlp.up:1", "vocab"), 2)
-        if one.code == "dimensions-left-out"
-    ]
-    assert finding.message.endswith(
-        "these dimensions unsharded because there are too many: mlp.up:1, vocab"
-    )
+def test_dimensions_that_are_left_whole_are_said_with_their_cost() -> None:
+    load, where = worlds.prepared(lambda: worlds.mlp(4096, 1024, 4096)), topology("h100:2")
+    sharded = planner.search(load.problem, where, {"mesh": {"tensor": 2}}, load=load)
+    whole = replace(sharded, rules=Rules(()))  # as if both devices computed all matmuls
+
+    def found(plan: Plan) -> list[Finding]:
+        every = notes(load, where, plan, ("mlp",), 2)
+        return [one for one in every if one.code == "dimensions-left-out"]
+
+    assert not found(sharded)
+    (finding,) = found(whole)
+    half = whole.estimate.seconds.compute / 2
+    assert finding.severity == "warning"
+    assert f"at most {seconds_text(half)} of a step" in finding.message
     assert "colour" not in f"{finding}" and "the same logical axis" in finding.hint

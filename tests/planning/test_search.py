@@ -8,7 +8,9 @@ import functools
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from shardlib.axes import MeshShape
@@ -22,6 +24,7 @@ from shardlib.planning import planner
 from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.plan import Plan, source_of
+from shardlib.planning.space import limits
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
@@ -582,3 +585,30 @@ def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() ->
         for remat in ("none", "full")
     }
     assert "zero-bubble-keeps" in said["full"] and "zero-bubble-keeps" not in said["none"]
+
+
+def perceptron(widths: list[int]) -> Problem:
+    """Layers of widths that all differ, so that no two are one dimension."""
+    kernels = {f"w{n}": worlds.shape(*pair) for n, pair in enumerate(itertools.pairwise(widths))}
+
+    def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+        return jnp.mean(functools.reduce(lambda x, n: jnp.tanh(x @ p[n]), kernels, b["x"]) ** 2)
+
+    batch = {"x": worlds.shape(4096, widths[0])}
+    return worlds.problem(loss, kernels, batch, {}, {"x": ("batch", None)}, remat={})
+
+
+@pytest.mark.parametrize("pin", [{"mesh": {"tensor": 8}}, {}])
+def test_dimensions_beyond_those_tried_in_all_sets_are_sharded_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, pin: dict[str, object]
+) -> None:
+    world = perceptron([512, 4096, 576, 4352, 640, 4608, 704, 4864, 256])
+    every = planner.search(world, "h100:8", pin)
+    assert len([name for name, axes in every.rules.entries if "tensor" in axes]) >= 4
+    for most in (1, 3):
+        monkeypatch.setattr(limits, "MAX_TENSOR_COLOURS", most)
+        few = planner.search(world, "h100:8", pin)
+        assert few.rules == every.rules and few.mesh == every.mesh
+        assert few.estimate.step_seconds == pytest.approx(every.estimate.step_seconds, rel=1e-9)
+        first = next(iter(planner.ranked(world, "h100:8", pin, slack=1.0))).make()
+        assert first.decisions == few.decisions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import worlds
@@ -117,3 +119,51 @@ def test_placements_stand_on_matmuls_and_carries() -> None:
     texts = {str(layout) for layout in found.values()}
     assert {"[data, tensor, -]", "[data, -, tensor]", "[data, -, tensor, -]"} <= texts
     assert any("/carry/" in path for path, _ in found)
+
+
+def step_colours(widths: list[int]) -> dict[str, str | None]:
+    """Colour of the width before and after every layer of a perceptron, whose step is planned as
+    it is written: [rows, widths[0]] -> [rows, widths[1]] ...
+    """
+    kernels = {f"w{at}": worlds.shape(a, b) for at, (a, b) in enumerate(itertools.pairwise(widths))}
+
+    def loss(p: dict[str, jax.Array], b: dict[str, jax.Array]) -> jax.Array:
+        x = b["x"]
+        for name in kernels:
+            x = jnp.tanh(x @ p[name])
+        return (x**2).mean()
+
+    batch = {"x": worlds.shape(8, widths[0])}
+    problem = worlds.problem(loss, kernels, batch, {}, {"x": ("batch", None)}, remat={})
+    return {f"{path}:{dim}": name for path, axes in colour(problem).parameters.items()
+            for dim, name in enumerate(axes)}  # fmt: skip
+
+
+def test_layers_that_are_written_out_have_one_colour() -> None:
+    found = step_colours([24, 96, 32, 96, 32, 96, 32, 10])
+    assert {found[f"w{at}:1"] for at in (0, 2, 4)} == {
+        "w0:1",
+        "w2:1",
+    }  # the first has another shape
+    assert found["w2:1"] == found["w3:0"] == found["w4:1"] == found["w5:0"]
+    assert found["w1:1"] == found["w3:1"] == found["w2:0"] == found["w4:0"]
+    assert found["w1:1"] != found["w2:1"]
+
+
+def test_widths_that_meet_in_a_weight_have_two_colours_in_turn() -> None:
+    found = step_colours([24, 64, 64, 64, 64, 64, 10])
+    ends = [found[f"w{at}:1"] for at in range(5)]
+    assert ends[1] == ends[3] and ends[1] != ends[2]
+    assert all(found[f"w{at}:0"] != found[f"w{at}:1"] for at in range(6))
+
+
+def test_names_that_a_user_gave_stay_apart() -> None:
+    kernels = {name: worlds.shape(32, 32) for name in ("a", "b", "c", "d")}
+
+    def loss(p: dict[str, jax.Array], b: dict[str, jax.Array]) -> jax.Array:
+        return (jnp.tanh(jnp.tanh(b["x"] @ p["a"]) @ p["b"] @ p["c"]) @ p["d"]).mean()
+
+    axes = {"a": (None, "first"), "c": (None, "second")}
+    batch = {"x": worlds.shape(8, 32)}
+    problem = worlds.problem(loss, kernels, batch, axes, {"x": ("batch", None)}, remat={})
+    assert {"first", "second"} < {*colour(problem).colours}

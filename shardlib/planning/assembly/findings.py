@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardlib.cost.machine.expert_load import BALANCED, dropped_share
 from shardlib.cost.step import capacity_experts as capped
 from shardlib.cost.tables.pricer import Pricer
@@ -14,10 +16,13 @@ from shardlib.planning.assembly.situation import situation_of
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.space.microbatching import coupled
 from shardlib.planning.space.workload import Workload
-from shardlib.planning.units.quantity import percent_text
+from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.report import Finding, diagnostic
 from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.table import named
+
+#: Part of a step that is too little to warn of.
+_LITTLE = 0.01
 
 
 @diagnostic
@@ -30,7 +35,7 @@ def notes(
         load: the prepared problem.
         topology: the machine.
         plan: the plan.
-        left_out: what the search did not look at, in words.
+        left_out: colours that the search tried one after the other, and not in all sets.
         most: devices of the largest mesh that it looked at.
     """
     found = [
@@ -68,18 +73,67 @@ def notes(
         for one in plan.estimate.corrections
         if one.unknown
     ]
-    if left_out:
-        found.append(
-            Finding(
-                code="dimensions-left-out",
-                severity="info",
-                message="the search left these dimensions unsharded because there are too many: "
-                + ", ".join(left_out),
-                hint="the same logical axis for dims that may be sharded alike, which are one"
-                " dimension then",
-            )
-        )
+    found += _left_out(load, plan, left_out)
     return tuple(found)
+
+
+@diagnostic
+def _left_out(load: Workload, plan: PlanData, left_out: tuple[str, ...]) -> list[Finding]:
+    """Dimensions that were not tried in all sets with others and that the plan does not shard, and
+    how much longer a step takes for it at most.
+    """
+    ways, colours = plan.mesh["tensor"], load.colouring.colours
+    cut = {name for name, axes in plan.rules.entries if ways > 1 and "tensor" in axes}
+    names = [name for name in left_out if name not in cut and colours[name].divisor % ways == 0]
+    if not names:
+        return []
+    total = plan.estimate.step_seconds
+    most = plan.estimate.seconds.compute * _share_computed_whole(load, plan, cut, names)
+    if ways == 1:
+        cost = "this plan shards nothing over tensor"
+    elif most < _LITTLE * total:
+        cost = "hardly anything is computed more often for it"
+    else:
+        cost = (
+            f"their matmuls are computed by each of the {ways} devices of tensor, which is at most"
+            f" {seconds_text(most)} of a step of {seconds_text(total)}"
+        )
+    return [
+        Finding(
+            code="dimensions-left-out",
+            severity="warning" if ways > 1 and most >= _LITTLE * total else "info",
+            message=(
+                f"of {len(load.colouring.shardable)} dimensions {', '.join(names)} were tried one"
+                " after the other in the fastest plans, not in every set with others, and are not"
+                f" sharded: {cost}"
+            ),
+            hint="the same logical axis for dims that may be sharded alike, which are one"
+            " dimension then",
+        )
+    ]
+
+
+def _share_computed_whole(
+    load: Workload, plan: PlanData, cut: set[str], names: Sequence[str]
+) -> float:
+    """Part of a device's FLOPs that would go where some colours were sharded over tensor, too.
+
+    Args:
+        load: the prepared problem.
+        plan: the plan.
+        cut: colours that it shards over tensor.
+        names: colours that it does not.
+    """
+    policy = plan.remat if plan.remat in load.problem.steps else "none"
+    graph, colours = load.problem.steps[policy].graph, load.colouring.steps[policy]
+    ways, whole, everything = plan.mesh["tensor"], 0.0, 0.0
+    for op in graph.ops:
+        if op.category in ("matmul", "convolution"):
+            mine = {name for value in (*op.operands, *op.results) for name in colours[value]}
+            flops = op.flops * graph.trips(op.region)
+            everything += flops / ways if mine & cut else flops
+            whole += 0.0 if mine & cut or mine.isdisjoint(names) else flops
+    return whole / everything * (1 - 1 / ways) if everything else 0.0
 
 
 @diagnostic

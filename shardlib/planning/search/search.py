@@ -2,7 +2,9 @@
 
 The search prices every legal plan that no lower bound excludes, so its answer is optimal within the
 cost model: gap 0, or the gap that it says. What the space is stands in `planning/space/space.py`,
-how it is priced in `planning/search/branch_and_bound.py`. Ties go to the simpler plan.
+how it is priced in `planning/search/branch_and_bound.py`. Of a model with more dimensions to shard
+over tensor than it tries all sets of, the others are tried one after the other in the fastest
+plans. Ties go to the simpler plan.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.search.collective_matmul import with_any_loops, with_loops
 from shardlib.planning.search.infeasible import infeasible
+from shardlib.planning.search.left_out import fastest_with_left_out, with_left_out
 from shardlib.planning.search.pipeline_forms import fastest_form, forms_in_order, left_open
 from shardlib.planning.search.priced_space import PricedSpace, priced_space
 from shardlib.planning.space.workload import Workload, prepare
@@ -94,8 +97,10 @@ def search(
     space = priced_space(load, topology, pins, all_devices=all_devices)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
-    found = space.best.seconds
-    candidate, step_seconds = with_loops(load, topology, space.best.fastest, pins, found)
+    fastest, found = fastest_with_left_out(
+        load, topology, space, space.best.fastest, space.best.seconds
+    )
+    candidate, step_seconds = with_loops(load, topology, fastest, pins, found)
     bound = min(found, step_seconds)
     if pins.collective_matmul == "any" and load.profile.name == XLA.name:
         candidate, step_seconds, bound = with_any_loops(load, topology, pins, space)
@@ -197,7 +202,8 @@ def ranked(
     seconds = time.perf_counter() - started
 
     def plan(candidate: Candidate, entry: Entry[Candidate]) -> Plan:
-        chosen, step_seconds = with_loops(load, topology, candidate, pins, entry.seconds)
+        other, found = with_left_out(load, topology, space, candidate, entry.seconds)
+        chosen, step_seconds = with_loops(load, topology, other, pins, found)
         bound = min(space.best.seconds, step_seconds)
         certificate = _certificate(space, chosen, step_seconds, seconds, bound)
         return _plan(load, topology, pins, space, chosen, certificate)

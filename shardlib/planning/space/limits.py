@@ -8,6 +8,7 @@ experts, and the colours that the tensor axis may shard; and what the framework 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardlib.cost.terms.abilities import ANYTHING, Abilities
@@ -125,24 +126,16 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Colours that the tensor axis may shard, the most specific first, and those left out for being
-    too many.
-
-    The colour of the residual stream is no candidate where the sequence can be sharded instead:
-    both cost the same collectives, and along the sequence the normalisation needs none.
+    """Colours whose subsets are all tried for the tensor axis, the most specific first, and those
+    beyond `MAX_TENSOR_COLOURS`, those of the most FLOPs first.
     """
-    barred = {colouring.batch_colour, colouring.named_sequence}
-    fit = [
-        c
-        for c in colouring.colours.values()
-        if c.matmuls
-        and c.divisor > 1
-        and c.name not in barred
-        and not c.walked
-        and not (c.carried and colouring.sequence_colour)
-    ]
-    by_use = sorted(fit, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name))
-    kept, rest = by_use[:MAX_TENSOR_COLOURS], by_use[MAX_TENSOR_COLOURS:]
-    return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(
-        c.name for c in rest
+    by_use = sorted(
+        colouring.shardable, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name)
     )
+    kept = (c.name for c in by_use[:MAX_TENSOR_COLOURS])
+    return most_specific_first(kept, colouring), tuple(c.name for c in by_use[MAX_TENSOR_COLOURS:])
+
+
+def most_specific_first(names: Iterable[str], colouring: Colouring) -> tuple[str, ...]:
+    """Colours in the order of their priority for the tensor axis."""
+    return tuple(sorted(names, key=lambda name: (colouring.colours[name].matmuls, name)))

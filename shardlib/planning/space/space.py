@@ -13,7 +13,8 @@ The space, where pins do not narrow it:
   outermost links (`shardlib.hardware.placement.orders`);
 - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
 - colours that the tensor axis shards: every subset of up to `MAX_TENSOR_COLOURS`, with and without
-  sequence parallelism;
+  sequence parallelism; in the fastest plans further ones, one after the other
+  (`planning/search/left_out.py`);
 - ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where
   `remat_classes` is "any", for each layer group a policy and a number of them
   (`shardlib.planning.offers.price_by_layer_group`);
@@ -66,7 +67,8 @@ class Space:
 
     Attributes:
         tensor: colours that the tensor axis may shard, in order of priority.
-        left_out: colours beyond `MAX_TENSOR_COLOURS`.
+        left_out: colours beyond `MAX_TENSOR_COLOURS`, which are tried one after the other in the
+            fastest plans (`planning/search/left_out.py`).
         policies: remat policies.
         choices: every set of colours, with and without sequence parallelism.
         routes: whether tokens of experts may be routed, each in turn.
@@ -138,7 +140,7 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
     tensor, left_out = tensor_colours(colouring)
     return Space(
         tensor=tensor,
-        left_out=left_out,
+        left_out=left_out if fixed is None and limits.able.free else (),
         policies=policies_of_space(problem, pins, each, limits.able),
         choices=tuple(
             choice
