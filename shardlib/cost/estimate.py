@@ -102,6 +102,19 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offloaded:
+    """What is in host memory or on disk instead of device memory, all of its kind or nothing.
+
+    Attributes:
+        device_bytes: that a device would need more without.
+        seconds: that a step takes longer with it.
+    """
+
+    device_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The predicted cost of one training step.
 
@@ -117,6 +130,7 @@ class Estimate:
         corrections: factors that seconds and bytes were multiplied by
             (`shardlib.cost.machine.corrections`).
         stage: what a stage of the pipeline does with one microbatch; None without stages.
+        offloaded: what is not in device memory; None where all is.
     """
 
     seconds: Seconds
@@ -128,6 +142,7 @@ class Estimate:
     peak_flops_per_s: float = 1.0
     corrections: tuple[Applied, ...] = ()
     stage: StageSeconds | None = None
+    offloaded: Offloaded | None = None
 
     __repr__ = compact
 
@@ -180,6 +195,7 @@ class Estimate:
             "peak_flops_per_s": self.peak_flops_per_s,
             "corrections": [one.to_json() for one in self.corrections],
             "stage": asdict(self.stage) if self.stage else None,
+            "offloaded": asdict(self.offloaded) if self.offloaded else None,
         }
 
     @classmethod

@@ -16,6 +16,7 @@ from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.cost.terms.frameworks import framework
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError
+from shardlib.exchanges.values import Exact
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
@@ -27,6 +28,7 @@ from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.decisions.dtypes import effective, under
 from shardlib.planning.plan import Plan, Ranked, Source
 from shardlib.planning.questions.alternatives import alternatives
+from shardlib.planning.questions.batch import divided_badly
 from shardlib.planning.questions.constraints import constraints
 from shardlib.planning.questions.kernels import kernels
 from shardlib.planning.questions.replan import replan
@@ -174,6 +176,9 @@ def search(
     source = _source(problem, topology, pin, load, profile)
     preparing = time.perf_counter() - started
     found = searching.search(problem, source.topology, source.pins, load=source.load)
+    if load is None and isinstance(source.pins.exchange, Exact):
+        first = divided_badly(found, source.load, source.topology, source.pins)
+        found = replace(found, findings=(*first, *found.findings))
     return _sourced(found, source, preparing)
 
 

@@ -20,6 +20,8 @@ from shardlib.planning import planner
 from shardlib.planning.plan import Plan
 from shardlib.planning.space.attention import strategies
 from shardlib.planning.space.workload import Workload, prepare
+from shardlib.planning.text.reasons import reasons
+from shardlib.planning.units.quantity import bytes_text
 from tests.planning import worlds
 
 
@@ -366,6 +368,17 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
         and found.estimate.device_bytes.peak <= fitting_bytes(tight)
         and found.estimate.step_seconds > roomy.estimate.step_seconds
     )
+    moved = found.estimate.offloaded
+    assert moved is not None and roomy.estimate.offloaded is None
+    same = plan({**found.decisions, "offload": ["none"]})
+    assert same.estimate.device_bytes.peak == pytest.approx(
+        found.estimate.device_bytes.peak + moved.device_bytes, rel=1e-6
+    )
+    assert found.estimate.step_seconds - moved.seconds == pytest.approx(
+        same.estimate.step_seconds, rel=1e-6
+    )
+    (why,) = [line for line in reasons(found, tight.chip.usable_bytes) if "Offloaded" in line]
+    assert f"would need {bytes_text(same.estimate.device_bytes.peak)}, more than the" in why
 
 
 @pytest.mark.long

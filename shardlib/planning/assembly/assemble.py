@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardlib.cost.estimate import Offloaded
 from shardlib.cost.pricing.estimated import estimate, with_corrections
 from shardlib.cost.pricing.step_collectives import Placed, collectives
 from shardlib.cost.pricing.variants.replicated import replicated
@@ -14,7 +15,7 @@ from shardlib.hardware.placement import Placement
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import findings, layouts
 from shardlib.planning.assembly.activations.listing import activation_layouts
-from shardlib.planning.assembly.candidate_price import OnMachine
+from shardlib.planning.assembly.candidate_price import OnMachine, price
 from shardlib.planning.assembly.replicated import of_replicated
 from shardlib.planning.assembly.staged_programs import faster_as_programs
 from shardlib.planning.assembly.stages import stage_seconds
@@ -93,7 +94,11 @@ def assemble(
             load.class_names,
         ),
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
-        estimate=replace(with_corrections(cost, topology), stage=stage_seconds(one)),
+        estimate=replace(
+            with_corrections(cost, topology),
+            stage=stage_seconds(one),
+            offloaded=_offloaded(given, topology, one),
+        ),
         search=certificate,
         framework=_framework(load),
     )
@@ -129,6 +134,17 @@ def _framework(load: Workload) -> FrameworkJob | None:
         layers=max(load.counts, default=0),
         compute_dtype=load.problem.compute_dtype,
         experts=experts,
+    )
+
+
+def _offloaded(load: Workload, topology: Topology, one: OnMachine) -> Offloaded | None:
+    """What the same plan would need and take with nothing offloaded, over what it does."""
+    if not one.candidate.decisions.offload:
+        return None
+    less, more = one.totals(), price(load, topology, one.candidate.but(offload=()))
+    return Offloaded(
+        device_bytes=float(more.peak_bytes[0] - less.peak_bytes[0]),
+        seconds=max(0.0, float(less.step_seconds[0] - more.step_seconds[0])),
     )
 
 

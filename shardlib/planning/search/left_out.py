@@ -11,8 +11,9 @@ from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.search.priced_space import PricedSpace
 from shardlib.planning.space.limits import most_specific_first
 from shardlib.planning.space.workload import Workload
-from shardlib.planning.units.quantity import TIE
 
+#: How much faster a plan is at least for another dimension to be sharded.
+GAIN = 1e-3
 #: Meshes whose fastest plans are tried beside the fastest of all, and how many times its seconds
 #: they may take.
 MESHES, REACH = 3, 1.25
@@ -44,7 +45,7 @@ def fastest_with_left_out(
     best = candidate, seconds
     for its, one in [(seconds, candidate), *others[:MESHES]]:
         found = with_left_out(load, topology, space, one, its)
-        best = found if found[1] < best[1] * (1 - TIE) else best
+        best = found if found[1] < best[1] else best
     return best
 
 
@@ -62,6 +63,6 @@ def with_left_out(
         other = replace(candidate, choice=replace(candidate.choice, tensor=tensor))
         totals = price(load, topology, other)
         its = float(totals.step_seconds[0])
-        if its < seconds * (1 - TIE) and totals.peak_bytes[0] <= fitting_bytes(topology):
+        if its < seconds * (1 - GAIN) and totals.peak_bytes[0] <= fitting_bytes(topology):
             candidate, seconds = other, its
     return candidate, seconds

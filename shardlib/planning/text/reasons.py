@@ -69,7 +69,7 @@ def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
                 else "."
             )
         )
-    return lines + _runner_reasons(plan)
+    return lines + _offload_reason(plan, hbm_bytes) + _runner_reasons(plan)
 
 
 def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
@@ -104,6 +104,29 @@ def _communication_reason(plan: PlanData) -> list[str]:
         f"Communication takes {seconds_text(everything)}, of which"
         f" {percent_text(1 - exposed / everything)} hides behind compute; the most is over"
         f" {'·'.join(axes)} ({seconds_text(most)})."
+    ]
+
+
+def _offload_reason(plan: PlanData, hbm_bytes: float | None) -> list[str]:
+    """Why something is offloaded, however much memory is spare with it."""
+    one = plan.estimate.offloaded
+    if one is None:
+        return []
+    whole = plan.estimate.device_bytes.peak + one.device_bytes
+    limit = hbm_bytes / plan.estimate.margin if hbm_bytes else None
+    why = (
+        f"more than the {bytes_text(limit)} that a plan may take"
+        if limit is not None and whole > limit
+        else "which would fit"
+    )
+    what = " and ".join(
+        {"optimizer": "optimizer state", "disk": "optimizer state"}.get(part, part)
+        for part in plan.offload
+    )
+    return [
+        f"Offloaded: {what}, {bytes_text(one.device_bytes)} per device. With that in device memory"
+        f" the same plan would need {bytes_text(whole)}, {why}; all of it is moved or nothing,"
+        f" which costs {seconds_text(one.seconds)} of a step."
     ]
 
 
