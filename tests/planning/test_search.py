@@ -614,3 +614,23 @@ def test_dimensions_beyond_those_tried_in_all_sets_are_sharded_where_that_is_fas
     assert few.estimate.step_seconds == pytest.approx(every.estimate.step_seconds, rel=1e-9)
     first = next(iter(planner.ranked(world, "h100:8", pin, slack=1.0))).make()
     assert first.decisions == few.decisions
+
+
+def test_equally_fast_plans_that_nearly_fill_the_memory_go_to_the_one_with_more_room() -> None:
+    size = {"embed": 1024, "hidden": 4096, "heads": 8, "vocab": 1024, "depth": 8}
+    load = worlds.prepared(worlds.layers, batch=64, seq=512, **size)
+    place, pin = topology("h100:8"), {"mesh": {"fsdp": 8}, "remat": "none", "microbatches": 1}
+    each = {
+        zero: planner.search(load.problem, place, {**pin, "zero": zero}, load=load)
+        for zero in (1, 3)
+    }
+    one, three = (each[zero].estimate for zero in (1, 3))
+    assert one.step_seconds == pytest.approx(three.step_seconds, rel=1e-9)
+    assert one.device_bytes.peak > three.device_bytes.peak
+    assert planner.search(load.problem, place, pin, load=load).zero == 1  # the simpler of the two
+    room = place.chip.usable_bytes / fitting_bytes(place)  # held back for what is not predicted
+    full = with_memory(place, one.device_bytes.peak * room / 0.97)
+    found = planner.search(load.problem, full, pin, load=load)
+    assert found.zero == 3 and found.estimate.step_seconds == three.step_seconds
+    assert next(iter(planner.ranked(load.problem, full, pin, load=load))).make().zero == 3
+    assert planner.search(load.problem, full, {**pin, "zero": 1}, load=load).zero == 1

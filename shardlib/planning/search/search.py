@@ -4,7 +4,8 @@ The search prices every legal plan that no lower bound excludes, so its answer i
 cost model: gap 0, or the gap that it says. What the space is stands in `planning/space/space.py`,
 how it is priced in `planning/search/branch_and_bound.py`. Of a model with more dimensions to shard
 over tensor than it tries all sets of, the others are tried one after the other in the fastest
-plans. Ties go to the simpler plan.
+plans. Ties go to the simpler plan, and where memory is nearly full to the ZeRO stage with more
+room (`planning/search/more_room.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.search.collective_matmul import with_any_loops, with_loops
 from shardlib.planning.search.infeasible import infeasible
 from shardlib.planning.search.left_out import fastest_with_left_out, with_left_out
+from shardlib.planning.search.more_room import with_more_room
 from shardlib.planning.search.pipeline_forms import fastest_form, forms_in_order, left_open
 from shardlib.planning.search.priced_space import PricedSpace, priced_space
 from shardlib.planning.space.workload import Workload, prepare
@@ -100,6 +102,7 @@ def search(
     fastest, found = fastest_with_left_out(
         load, topology, space, space.best.fastest, space.best.seconds
     )
+    fastest = with_more_room(load, topology, pins, space, fastest, found)
     candidate, step_seconds = with_loops(load, topology, fastest, pins, found)
     bound = min(found, step_seconds)
     if pins.collective_matmul == "any" and load.profile.name == XLA.name:
@@ -203,6 +206,7 @@ def ranked(
 
     def plan(candidate: Candidate, entry: Entry[Candidate]) -> Plan:
         other, found = with_left_out(load, topology, space, candidate, entry.seconds)
+        other = with_more_room(load, topology, pins, space, other, found)
         chosen, step_seconds = with_loops(load, topology, other, pins, found)
         bound = min(space.best.seconds, step_seconds)
         certificate = _certificate(space, chosen, step_seconds, seconds, bound)
