@@ -21,7 +21,7 @@ from shardlib.planning.search.priced_space import priced_space
 from shardlib.planning.space.limits import batch_size, divisors
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.quantity import ratio_text
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: Batches that are tried have at most so much more or less than the batch, as a part of it.
 NEAR = 0.25
@@ -54,6 +54,7 @@ def nearby(rows: int, devices: int) -> tuple[int, ...]:
     return tuple(best)
 
 
+@diagnostic
 def divided_badly(
     plan: Plan, load: Workload, topology: Topology, pins: Pins
 ) -> tuple[Finding, ...]:
