@@ -1,0 +1,641 @@
+"""Whole training programs of others, brought as they are: lines changed, and numbers beside plain
+`jax.jit`.
+
+    python benchmarks/brought_programs.py --sources FOLDER [--only NAME] [--seconds 300]
+
+FOLDER holds what is not ours and is only read: `flax` (a checkout of google/flax, for its
+`examples`) and `nanodo` (google-deepmind/nanodo). What a source imports and is not installed
+(TensorFlow, datasets, pictures) is replaced by a stand-in, as no step uses it.
+
+Each program has a state as its source makes it, on small sizes, and the source's own step; it runs
+in a process of its own, three steps on one device under `jax.jit`, and the same under
+`shardlib.compile_step` on `data 2 x fsdp 2 x tensor 2` with ZeRO 3. Then its loss is marked: in the text of its step `jax.value_and_grad`, or that of NNX,
+becomes `shardlib.value_and_grad`, the only other line that changes.
+
+A difference is that of an array, as a part of the array's largest number. Adam divides gradients by
+their size, and what is zero but for rounding becomes as large as all else; so the same is given for
+plain JAX with a state that is moved by half a unit in the last place, and arrays that this moves by
+more than 1e-3 are counted and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training import train_state
+
+import shardlib
+from benchmarks.environment import RESULTS, source_digest, write
+
+STEPS, ROWS, LENGTH, VOCAB = 3, 16, 16, 64
+PINS: dict[str, dict[str, Any]] = {
+    "data 2 x fsdp 2 x tensor 2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3},
+}
+#: An array that rounding alone moves by more than this part of it is noise.
+NOISE = 1e-3
+#: What is promised.
+LIMIT = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """A program as its source has it.
+
+    Attributes:
+        init: key -> state.
+        step: (state, batch) -> (state, metrics), or the state alone: the source's own.
+        batch: of arrays.
+        line: of the source, that hands the step to JAX and that changes.
+        names: whether its parameters have names of dims.
+        mapped: the axis of `jax.pmap` that it is mapped over.
+        marks: whether it takes the gradients of a loss by a call that one word marks.
+    """
+
+    init: Callable[[jax.Array], Any]
+    step: Callable[[Any, Any], Any]
+    batch: Any
+    line: str
+    names: bool = False
+    mapped: str = ""
+    marks: bool = True
+
+
+class Absent(types.ModuleType):
+    """Stands for a package that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=f"{self.__name__}.{name}")
+
+
+class Absence:
+    """Finds stand-ins for packages of data and pictures, and for what is in them."""
+
+    packages = ("tensorflow", "tensorflow_datasets", "tensorflow_text", "tensorboard", "datasets",
+                "clu.metric_writers", "clu.periodic_actions", "matplotlib", "grain", "sklearn",
+                "sentencepiece", "cv2", "gym", "PIL")  # fmt: skip
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if not any(f"{name}.".startswith(f"{package}.") for package in self.packages):
+            return None
+        return importlib.util.spec_from_loader(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> Any:
+        return Absent(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__path__ = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A folder of sources, whose modules are read with the loss marked or not."""
+
+    folder: Path
+    marked: bool
+
+    def module(self, name: str, *, script: bool = False) -> Any:
+        """A module of the folder; of a script what is defined before its first loop."""
+        path = self.folder / f"{name}.py"
+        text = path.read_text()
+        if self.marked:
+            for word in ("nnx.value_and_grad(", "jax.value_and_grad("):
+                text = text.replace(word, "shardlib.value_and_grad(")
+        tree = ast.parse(text)
+        if script:
+            first = next(
+                (at for at, one in enumerate(tree.body) if isinstance(one, ast.For)),
+                len(tree.body),
+            )
+            defined = (
+                ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign
+            )  # fmt: skip
+            tree.body = [
+                one for one in tree.body[:first]
+                if isinstance(one, defined) and "load_dataset" not in ast.unparse(one)
+                and "dataset[" not in ast.unparse(one) and "X_t" not in ast.unparse(one)
+            ]  # fmt: skip
+        module = types.ModuleType(name)
+        module.__file__, module.__dict__["shardlib"] = str(path), shardlib
+        sys.modules[name] = module
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+        return module
+
+    def has(self, name: str, line: str) -> bool:
+        """Whether a module has a line, spaces apart."""
+        squeezed = "".join((self.folder / f"{name}.py").read_text().split())
+        return "".join(line.split()) in squeezed
+
+
+def tokens(number: int, *shape: int, low: int = 1) -> np.ndarray:
+    return np.random.default_rng(number).integers(low, VOCAB, shape).astype(np.int32)
+
+
+def normal(number: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=shape).astype(np.float32)
+
+
+KEY = jax.random.key(7)
+SIZES = {"vocab_size": VOCAB, "output_vocab_size": VOCAB, "emb_dim": 32, "num_heads": 4,
+         "num_layers": 2, "qkv_dim": 32, "mlp_dim": 64, "max_len": LENGTH}  # fmt: skip
+
+
+def lm1b(source: Source) -> Brought:
+    for name in ("input_pipeline", "temperature_sampler"):
+        sys.modules[name] = Absent(name)
+    models, utils, train = map(source.module, ("models", "utils", "train"))
+    config = models.TransformerConfig(**SIZES)
+    schedule = train.create_learning_rate_schedule(learning_rate=1e-2, warmup_steps=2)
+    tx = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1)
+    model = models.TransformerLM(config.replace(deterministic=True))
+    sizes = types.SimpleNamespace(per_device_batch_size=ROWS, max_target_length=LENGTH)
+    return Brought(
+        init=functools.partial(utils.init_train_state, model, tx, sizes),
+        step=lambda state, batch: train.train_step(state, batch, config, schedule, 0.0, KEY),
+        batch={"inputs": tokens(1, ROWS, LENGTH)},
+        line="jit_train_step = jax.jit(train_step,",
+        names=True,
+    )
+
+
+def wmt(source: Source) -> Brought:
+    for name in ("input_pipeline", "decode", "bleu"):
+        sys.modules[name] = Absent(name)
+    models, train = map(source.module, ("models", "train"))
+    config = models.TransformerConfig(**SIZES)
+    schedule = train.create_learning_rate_schedule(learning_rate=1e-2, warmup_steps=2)
+
+    def init(key: jax.Array) -> Any:
+        model = models.Transformer(config.replace(deterministic=True))
+        shape = jnp.ones((ROWS, LENGTH), jnp.float32)
+        return train.TrainState.create(
+            apply_fn=model.apply,
+            params=model.init(key, shape, shape)["params"],
+            tx=optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1),
+            dynamic_scale=None,
+        )
+
+    return Brought(
+        init=init,
+        step=lambda state, batch: train.train_step(state, batch, config, schedule, dropout_rng=KEY),
+        batch={"inputs": tokens(1, ROWS, LENGTH), "targets": tokens(2, ROWS, LENGTH)},
+        line="p_train_step = jax.pmap(functools.partial(train_step,",
+        mapped="batch",
+    )
+
+
+def nlp_seq(source: Source) -> Brought:
+    sys.modules["input_pipeline"] = Absent("input_pipeline")
+    models, train = map(source.module, ("models", "train"))
+    model = models.Transformer(models.TransformerConfig(**SIZES))
+    schedule = train.create_learning_rate_scheduler(base_learning_rate=0.05)
+
+    def init(key: jax.Array) -> Any:
+        made = model.init(key, inputs=jnp.ones((LENGTH, 1), jnp.float32), train=False)
+        tx = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=1e-1)
+        return train_state.TrainState.create(apply_fn=model.apply, params=made["params"], tx=tx)
+
+    return Brought(
+        init=init,
+        step=lambda state, batch: train.train_step(state, batch, model, schedule, KEY),
+        batch={"inputs": tokens(1, ROWS, LENGTH), "targets": tokens(2, ROWS, LENGTH)},
+        line="p_train_step = jax.pmap(functools.partial(train_step,",
+        mapped="batch",
+    )
+
+
+def seq2seq(source: Source) -> Brought:
+    table = source.module("input_pipeline").CharacterTable("0123456789+= ", 3)
+    source.module("models")
+    train = source.module("train")
+    train.FLAGS = types.SimpleNamespace(hidden_size=32, learning_rate=0.003)
+    random.seed(0)  # which draws the batch
+    return Brought(
+        init=lambda key: train.get_train_state(key, table),
+        step=lambda state, batch: train.train_step(state, batch, KEY, table.eos_id),
+        batch=jax.tree.map(np.asarray, table.get_batch(ROWS)),
+        line="@jax.jit def train_step(",
+    )
+
+
+def vae(source: Source) -> Brought:
+    for name in ("input_pipeline", "utils"):
+        sys.modules[name] = Absent(name)
+    models, train = map(source.module, ("models", "train"))
+
+    def init(key: jax.Array) -> Any:
+        params = models.model(20).init(key, jnp.ones((ROWS, 784)), KEY)["params"]
+        return train_state.TrainState.create(
+            apply_fn=models.model(20).apply, params=params, tx=optax.adam(1e-3)
+        )
+
+    return Brought(
+        init=init,
+        step=lambda state, batch: train.train_step(state, batch, KEY, 20),
+        batch=(normal(1, ROWS, 784) > 0).astype(np.float32),
+        line="state = train_step(state, batch, key, config.latents)",
+        marks=False,
+    )
+
+
+def imagenet(source: Source) -> Brought:
+    sys.modules["input_pipeline"] = Absent("input_pipeline")
+    models, train = map(source.module, ("models", "train"))
+    train.NUM_CLASSES = 16
+    model = models.ResNet(
+        stage_sizes=[1, 1], block_cls=models.ResNetBlock, num_classes=16, num_filters=8
+    )
+    schedule = optax.linear_schedule(0.1, 0.0, 100)
+    config = types.SimpleNamespace(half_precision=False, momentum=0.9)
+    return Brought(
+        init=lambda key: train.create_train_state(key, config, model, 32, schedule),
+        step=functools.partial(train.train_step, learning_rate_fn=schedule),
+        batch={"image": normal(1, ROWS, 32, 32, 3), "label": tokens(2, ROWS) % 16},
+        line="p_train_step = jax.pmap(functools.partial(train_step,",
+        mapped="batch",
+    )
+
+
+def sst2(source: Source) -> Brought:
+    sys.modules["input_pipeline"] = Absent("input_pipeline")
+    models, train = map(source.module, ("models", "train"))
+    model = models.TextClassifier(
+        embedding_size=32, hidden_size=32, vocab_size=VOCAB, output_size=1, dropout_rate=0.5,
+        word_dropout_rate=0.1,
+    )  # fmt: skip
+    config = types.SimpleNamespace(learning_rate=0.1, momentum=0.9, weight_decay=3e-6)
+    batch = {
+        "token_ids": tokens(1, ROWS, LENGTH),
+        "length": (tokens(2, ROWS) % LENGTH + 1).astype(np.int32),
+        "label": (tokens(3, ROWS, 1) % 2).astype(np.float32),
+    }
+    return Brought(
+        init=lambda key: train.create_train_state(key, config, model),
+        step=lambda state, batch: train.train_step(state, batch, {"dropout": KEY}),
+        batch=batch,
+        line="train_step_fn = jax.jit(train_step)",
+    )
+
+
+def ppo(source: Source) -> Brought:
+    for name in ("env_utils", "test_episodes", "seed_rl_atari_preprocessing"):
+        sys.modules[name] = Absent(name)
+    models = source.module("models")
+    source.module("agent")
+    library = source.module("ppo_lib")
+    config = types.SimpleNamespace(decaying_lr_and_clip_param=True, learning_rate=2.5e-4)
+
+    def init(key: jax.Array) -> Any:
+        model = models.ActorCritic(num_outputs=4)
+        params = model.init(key, jnp.ones((1, 84, 84, 4)))["params"]
+        return library.create_train_state(params, model, config, 100)
+
+    states = np.random.default_rng(0).integers(0, 255, (2 * ROWS, 84, 84, 4)).astype(np.uint8)
+    batch = (
+        states, tokens(1, 2 * ROWS) % 4, -np.abs(normal(2, 2 * ROWS)), normal(3, 2 * ROWS),
+        normal(4, 2 * ROWS),
+    )  # fmt: skip
+    return Brought(
+        init=init,
+        step=lambda state, batch: library.train_step(
+            state, batch, ROWS, clip_param=0.1, vf_coeff=0.5, entropy_coeff=0.01
+        ),
+        batch=batch,
+        line="@functools.partial(jax.jit, static_argnums=(2,)) def train_step(",
+    )
+
+
+def mnist(source: Source) -> Brought:
+    train = source.module("train")
+
+    def init(key: jax.Array) -> Any:
+        model = train.CNN(nnx.Rngs(key))
+        return {
+            "model": model,
+            "optimizer": nnx.Optimizer(model, optax.adamw(0.005, 0.9), wrt=nnx.Param),
+            "metrics": nnx.MultiMetric(
+                accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")
+            ),
+            "rngs": nnx.Rngs(dropout=jax.random.fold_in(key, 1)),
+        }
+
+    def step(state: Any, batch: Any) -> Any:
+        train.train_step(state["model"], state["optimizer"], state["metrics"], batch, state["rngs"])
+        return state
+
+    return Brought(
+        init=init,
+        step=step,
+        batch={"image": normal(1, ROWS, 28, 28, 1), "label": tokens(2, ROWS) % 10},
+        line="@nnx.jit def train_step(",
+    )
+
+
+def nanodo(source: Source) -> Brought:
+    folder = str(source.folder.parent)
+    sys.path.insert(0, folder)
+    from nanodo import loss as losses  # type: ignore[import-not-found]
+    from nanodo import model as models  # type: ignore[import-not-found]
+    from nanodo import optimizer as optimizers  # type: ignore[import-not-found]
+
+    train = source.module("train")
+    config = Config(
+        model=Config(D=32, H=4, L=LENGTH, N=2, F=64),
+        opt=Config(
+            optimizer="adamw", learning_rate_schedule="constant", init_learning_rate=0.0,
+            peak_learning_rate=0.01, final_learning_rate=0.0, warmup_steps=2, num_train_steps=20,
+            decay_type="cosine", weight_decay=1e-4, clip_by_global_norm=1.0, b1=0.9, b2=0.98,
+            eps=1e-9,
+        ),
+    )  # fmt: skip
+    module = models.TransformerDo(models.DoConfig(D=32, H=4, L=LENGTH, N=2, F=64, V=VOCAB))
+
+    def init(key: jax.Array) -> Any:
+        params = module.init(key, jnp.ones((1, LENGTH), jnp.int32))
+        return train.TrainState.create(
+            apply_fn=module.apply,
+            params=params["params"],
+            tx=optimizers.get_optimizer(config.opt),
+        )
+
+    return Brought(
+        init=init,
+        step=functools.partial(train._train_step, c=config, get_loss_fn=losses.get_default_loss_fn),
+        batch=tokens(1, ROWS, LENGTH),
+        line="self.step_fn = jax.jit(functools.partial(_train_step,",
+        names=True,
+    )
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """A configuration whose keys are fields."""
+
+    __getattr__ = dict.__getitem__
+
+
+def toy(name: str, make: Callable[[Any], Brought]) -> Callable[[Source], Brought]:
+    return lambda source: make(source.module(name, script=True))
+
+
+def functional(script: Any) -> Brought:
+    def init(key: jax.Array) -> Any:
+        model = script.MLP(din=1, dhidden=32, dout=1, rngs=nnx.Rngs(key))
+        return nnx.split(model, nnx.Param, script.Count)[1:]
+
+    return Brought(
+        init=init, step=lambda state, batch: script.train_step(*state, batch),
+        batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)), line="@jax.jit def train_step(",
+        marks=False,
+    )  # fmt: skip
+
+
+def with_state(script: Any) -> Brought:
+    def init(key: jax.Array) -> Any:
+        model = script.MLP(din=1, dhidden=32, dout=1, rngs=nnx.Rngs(key))
+        graph, params, counts = nnx.split(model, nnx.Param, script.Count)
+        return script.TrainState.create(
+            apply_fn=None, graphdef=graph, params=params, tx=optax.sgd(0.1), counts=counts
+        )
+
+    return Brought(
+        init=init, step=script.train_step, batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)),
+        line="@jax.jit def train_step(", marks=False,
+    )  # fmt: skip
+
+
+def objects_vae(script: Any) -> Brought:
+    def init(key: jax.Array) -> Any:
+        model = script.VAE(
+            din=784, hidden_size=64, latent_size=16, output_shape=(28, 28),
+            rngs=nnx.Rngs(key, noise=1),
+        )  # fmt: skip
+        return {"model": model, "opt": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)}
+
+    def step(state: Any, batch: Any) -> Any:
+        loss = script.train_step(state["model"], state["opt"], batch)
+        return state, loss
+
+    batch = (normal(1, ROWS, 28, 28) > 0).astype(np.float32)
+    return Brought(init=init, step=step, batch=batch, line="@nnx.jit def train_step(")
+
+
+def fsdp(script: Any) -> Brought:
+    def init(key: jax.Array) -> Any:
+        model = script.MLP(1, 32, 1, rngs=nnx.Rngs(key))
+        return {"model": model, "opt": script.SGD(nnx.variables(model, nnx.Param), 0.01, 0.9)}
+
+    def step(state: Any, batch: Any) -> Any:
+        loss = script.train_step(state["model"], state["opt"], *batch)
+        return state, loss
+
+    return Brought(
+        init=init, step=step, batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)),
+        line="@nnx.jit def train_step(", names=True,
+    )  # fmt: skip
+
+
+#: Name -> (folder, module that has the line, program).
+PROGRAMS: dict[str, tuple[str, str, Callable[[Source], Brought]]] = {
+    **{
+        name: (f"flax/examples/{name}", module, program)
+        for name, module, program in (
+            ("lm1b", "train", lm1b),
+            ("wmt", "train", wmt),
+            ("nlp_seq", "train", nlp_seq),
+            ("seq2seq", "train", seq2seq),
+            ("vae", "train", vae),
+            ("imagenet", "train", imagenet),
+            ("sst2", "train", sst2),
+            ("ppo", "ppo_lib", ppo),
+            ("mnist", "train", mnist),
+        )
+    },
+    "nanodo": ("nanodo/nanodo", "train", nanodo),
+    **{
+        name: ("flax/examples/nnx_toy_examples", script, toy(script, program))
+        for name, script, program in (
+            ("nnx functional", "01_functional_api", functional),
+            ("nnx train state", "03_train_state", with_state),
+            ("nnx vae", "05_vae", objects_vae),
+            ("nnx fsdp", "10_fsdp_and_optimizer", fsdp),
+        )
+    },
+}
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """The arrays of a tree of floating numbers."""
+    return [
+        np.asarray(leaf, np.float64)
+        for leaf in jax.tree.leaves(flax.core.meta.unbox(tree))
+        if jnp.issubdtype(leaf.dtype, jnp.number)
+    ]
+
+
+def apart(one: Any, other: Any) -> np.ndarray:
+    """How far arrays are apart, each as a part of its largest number."""
+    pairs = zip(numbers(one), numbers(other), strict=True)
+    return np.array(
+        [np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-30) for a, b in pairs]
+    )
+
+
+def moved(state: Any) -> Any:
+    """A state that differs by half a unit in the last place."""
+    signs = np.random.default_rng(0)
+
+    def leaf(one: Any) -> Any:
+        if one.dtype != jnp.float32:
+            return one
+        return one * jnp.asarray(1 + signs.choice([-1, 1], one.shape) * 2.0**-24, one.dtype)
+
+    return jax.tree.map(leaf, state)
+
+
+def alone_in(step: Callable[..., Any], axis: str) -> Callable[..., Any]:
+    """A step that is mapped over an axis, on one device."""
+    if not axis:
+        return step
+    mesh = jax.make_mesh((1,), (axis,), devices=jax.devices()[:1])
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+
+def trained(state: Any, step: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
+    metrics: list[Any] = []
+    for _ in range(STEPS):
+        found = step(state, batch)
+        pair = isinstance(found, tuple) and len(found) == 2 and not _alike(found, state)
+        state, rest = found if pair else (found, {})
+        metrics.append(rest)
+    return state, metrics
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return jax.tree.structure(one) == jax.tree.structure(other)
+
+
+def measured(name: str, sources: Path) -> dict[str, Any]:
+    """One program, under all pins, its loss marked and not."""
+    folder, module, program = PROGRAMS[name]
+    sys.meta_path.insert(0, Absence())  # type: ignore[arg-type]
+    sys.path.insert(0, str(sources / folder))
+    source = Source(folder=sources / folder, marked=False)
+    brought = program(source)
+    if not source.has(module, brought.line):
+        raise SystemExit(f"{name}: {module}.py has no line {brought.line}")
+    with nnx.use_eager_sharding(False):
+        leaves = jax.jit(lambda key: jax.tree.leaves(brought.init(key)))
+        shapes = jax.eval_shape(brought.init, jax.random.key(0))
+        first = jax.tree.structure(shapes).unflatten(leaves(jax.random.key(0)))
+    plain = jax.jit(alone_in(brought.step, brought.mapped))
+    wanted = trained(first, plain, brought.batch)
+    rounding = apart(trained(moved(first), plain, brought.batch), wanted)
+    noise = rounding > NOISE
+    rows: dict[str, Any] = {}
+    for marked in (False, True) if brought.marks else (False,):
+        run = program(Source(folder=sources / folder, marked=True)) if marked else brought
+        for pin, decisions in PINS.items():
+            begin = time.perf_counter()
+            compiled = shardlib.compile_step(
+                run.init, run.step, run.batch, topology="cpu:8", pin=decisions
+            )
+            found = trained(compiled.init(seed=0), compiled.step, run.batch)
+            if not compiled.traced.returns_pair:
+                found = found[0], wanted[1]
+            differences = apart(found, wanted)[~noise]
+            rows[f"{pin}, marked" if marked else pin] = {
+                "mesh": str(compiled.plan.mesh),
+                "difference": float(differences.max(initial=0)),
+                "within": bool(
+                    differences.max(initial=0) <= max(LIMIT, 10 * rounding[~noise].max(initial=0))
+                ),
+                "seconds": round(time.perf_counter() - begin, 1),
+                "findings": sorted({one.code for one in compiled.findings}),
+            }
+    return {
+        "lines changed": 1,
+        "lines changed, marked": 2 if brought.marks else None,
+        "line": brought.line,
+        "names": brought.names,
+        "arrays": int(noise.size),
+        "noise": int(noise.sum()),
+        "rounding": float(rounding[~noise].max(initial=0)),
+        "runs": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sources", type=Path, required=True, help="folder of the sources")
+    parser.add_argument("--only", help="one program", choices=PROGRAMS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=600.0, help="that one program may take")
+    asked = parser.parse_args()
+    if asked.child:
+        print(json.dumps(measured(asked.only, asked.sources)))
+        return
+    version = f"jax {jax.__version__}, flax {flax.__version__}"
+    path = RESULTS / "brought_programs.json"
+    for name in [asked.only] if asked.only else PROGRAMS:
+        row = apart_from_here(name, asked.sources, asked.seconds)
+        kept = json.loads(path.read_text())["programs"] if path.exists() else {}
+        kept.setdefault(version, {})[name] = row
+        write(path, {"source": source_digest("."), "programs": kept}, quiet=True)
+        if "error" in row:
+            print(f"{name:16} {row['error']}", flush=True)
+            continue
+        worst = max(one["difference"] for one in row["runs"].values())
+        same = all(one["within"] for one in row["runs"].values())
+        print(
+            f"{name:16} {len(row['runs'])} runs, largest difference {worst:.1e}, rounding alone"
+            f" {row['rounding']:.1e}, {'equal' if same else 'DIFFERENT'}",
+            flush=True,
+        )
+
+
+def apart_from_here(name: str, sources: Path, seconds: float) -> dict[str, Any]:
+    """What is measured of a program, in a process of its own."""
+    asked = ["--sources", str(sources.absolute()), "--only", name, "--child"]
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, *asked],
+            capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {seconds:.0f} s"}
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        return {"error": (said or ["no message"])[-1][:300]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
