@@ -409,6 +409,8 @@ def idle(root: Path, steps: int) -> list[dict[str, Any]]:
 
         first = begun(processes)
         trained(folder, 7)
+        while not RunFolder(folder).saved():
+            time.sleep(0.02)
         os.kill(pid_of(folder, processes - 1), signal.SIGKILL)
         codes = [first.end()]
         begin = time.monotonic()
@@ -502,7 +504,7 @@ def main() -> None:
             "faults": lambda: faults(Path(name), 3 * given.steps),
             "idle": lambda: {
                 **found.get("idle", {}),
-                f"jax {version('jax')}": idle(Path(name), given.steps + 2),
+                f"jax {version('jax')}": idle(Path(name), 3 * given.steps),
             },
         }
         for part, run in parts.items():

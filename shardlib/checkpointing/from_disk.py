@@ -1,6 +1,5 @@
-"""Arrays that Orbax does not write by itself: those that are stored on disk, into a checkpoint and
-out of it, a few at a time, so that memory holds no more of them than that; and those of a mesh that
-is inside of one of several processes.
+"""Arrays that are stored on disk, into a checkpoint and out of it: a few at a time, so that memory
+holds no more of them than that.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ import orbax.checkpoint as ocp
 
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.host_memory.offload import HOST
+from shardlib.processes.shards import ArrayHandler
 
 #: Bytes of arrays, all processes together, that are read at a time.
 PORTION = 1 << 28
 
 
-class _Handler(ocp.type_handlers.ArrayHandler):
+class _Handler(ArrayHandler):
     """Writes arrays; those on disk after the others, each read when the one before it is
     written.
     """
-
-    def __init__(self) -> None:
-        super().__init__(array_metadata_store=None, enable_write_sharding_file=False)
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -33,7 +30,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         resting = [k for k, leaf in enumerate(values) if not isinstance(leaf, DiskArray)]
         stored = [[k] for k, leaf in enumerate(values) if isinstance(leaf, DiskArray)]
         for portion in ([resting] if resting else []) + stored:
-            arrays = [_of_job(_in_memory(values[k])) for k in portion]
+            arrays = [_in_memory(values[k]) for k in portion]
             for written in await super().serialize(
                 arrays, [infos[k] for k in portion], [options[k] for k in portion]
             ):
@@ -53,22 +50,6 @@ def _in_memory(leaf: Any) -> jax.Array:
         for device in leaf.sharding.addressable_devices
     )
     return leaf.array(HOST if apart else None)
-
-
-class _OfJob:
-    """An array of a mesh inside of one process, as Orbax takes it: it refuses a `jax.Array` that is
-    in one of several processes, since each could have one of its own.
-    """
-
-    def __init__(self, array: jax.Array) -> None:
-        self._array = array
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._array, name)
-
-
-def _of_job(array: jax.Array) -> Any:
-    return _OfJob(array) if jax.process_count() > 1 and array.is_fully_addressable else array
 
 
 def registry() -> ocp.type_handlers.TypeHandlerRegistry:

@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import Sharding
 
 from shardlib.checkpointing import from_disk
 from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
@@ -39,8 +38,9 @@ from shardlib.checkpointing.tree import (
 from shardlib.errors import CheckpointError
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.checksums import by_path
+from shardlib.processes import shards
 from shardlib.processes import together as processes
-from shardlib.processes.values import owners_of, whole
+from shardlib.processes.values import whole
 from shardlib.report import Finding
 
 
@@ -247,14 +247,10 @@ def _sums(array: jax.Array, path: str, about: About, camera: Camera) -> np.ndarr
 def _read_arrays(
     path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, every device's part alone.
-
-    The handler is used without a `Checkpointer`, which would wait at a barrier for processes that
-    have failed.
-    """
+    """Reads arrays of a checkpoint, every device's part alone; that it fails is known to all."""
     failure, arrays = "", {}
     try:
-        arrays = _read_shards(path / "state", leaves)
+        arrays = shards.read(path / "state", leaves)
     except PermissionError as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions"
@@ -268,31 +264,6 @@ def _read_arrays(
     if not processes.all_well(not failure):
         raise DamagedError(failure or "its arrays cannot be read in another process")
     return arrays
-
-
-def _read_shards(
-    path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    if jax.process_index() not in owners_of(leaves.values()):
-        return {
-            p: jax.make_array_from_single_device_arrays(
-                leaf.shape, cast(Sharding, leaf.sharding), [], dtype=leaf.dtype
-            )
-            for p, leaf in leaves.items()
-        }
-    return ocp.handlers.PyTreeCheckpointHandler().restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-            item=dict(leaves),
-            restore_args={
-                p: ocp.ArrayRestoreArgs(
-                    sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
-                )
-                for p, leaf in leaves.items()
-            },
-            partial_restore=True,
-        ),
-    )
 
 
 def _verified(arrays: dict[str, jax.Array], about: About, sums: Any) -> dict[str, jax.Array]:

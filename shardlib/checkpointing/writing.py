@@ -18,6 +18,7 @@ from shardlib.checkpointing.tree import (
     said,
 )
 from shardlib.errors import CheckpointError
+from shardlib.processes import shards
 from shardlib.processes import together as processes
 from shardlib.processes.values import by_owners, owners_of
 
@@ -36,7 +37,7 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
     """
     arrays = {**snapshot.arrays, **snapshot.stored}
     owners = owners_of(arrays.values())
-    options = processes.options(owners)
+    options = shards.options(owners)
 
     def write() -> None:
         with (

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from shardlib import errors
@@ -22,22 +21,6 @@ T = TypeVar("T")
 def is_first() -> bool:
     """Whether this process is the one that deletes and renames."""
     return jax.process_index() == 0
-
-
-def options(owners: frozenset[int]) -> ocp.options.MultiprocessingOptions:
-    """How Orbax waits for other processes: by JAX's coordination service.
-
-    Its default are collectives on the devices, which must not run in a thread beside those of the
-    training loop.
-
-    Args:
-        owners: the processes that write.
-    """
-    if jax.process_count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=min(owners), active_processes=set(owners)
-    )
 
 
 def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:

@@ -98,10 +98,9 @@ class StepProgram(LoweredStep):
             folder: where.
             state: of this program.
         """
-        import orbax.checkpoint as ocp
+        from shardlib.processes import shards
 
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(Path(folder).absolute(), _plain(state))
+        shards.save(Path(folder).absolute(), _plain(state))
 
     def restore(self, folder: str | Path) -> Tree:
         """A state that a program of the same step has saved, on any mesh, where this one has it.
@@ -109,10 +108,9 @@ class StepProgram(LoweredStep):
         Args:
             folder: see `save`.
         """
-        import orbax.checkpoint as ocp
+        from shardlib.processes import shards
 
-        with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore(Path(folder).absolute(), _plain(self.state))
+        found = shards.read(Path(folder).absolute(), _plain(self.state))
         leaves, structure = jax.tree.flatten(self.state)
         return structure.unflatten(
             [_keyed(leaf, found[str(number)]) for number, leaf in enumerate(leaves)]
