@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -84,6 +85,30 @@ def described(program: Program, run: Fitted) -> dict[str, Any]:
     }
 
 
+def own_step(devices: int, folder: Path) -> list[float]:
+    """Losses of two steps of the user's own, with a state that is saved and restored between."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"w": jax.random.normal(key, (16, 16)) / 4, "seen": jnp.zeros((), jnp.int32)}
+
+    def step(state: dict[str, jax.Array], batch: dict[str, jax.Array]) -> Any:
+        def error(w: jax.Array) -> jax.Array:
+            return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["y"]) ** 2)
+
+        value, gradient = jax.value_and_grad(error)(state["w"])
+        return {"w": state["w"] - gradient, "seen": state["seen"] + 1}, {"loss": value}
+
+    program = shardlib.compile_step(
+        init, step, batch_of(0), topology=f"cpu:{devices}", pin={"mesh": {"fsdp": devices}}
+    )
+    state, first = program.step(program.init(0), batch_of(0))
+    program.save(folder, state)
+    return [
+        float(first["loss"]),
+        float(program.step(program.restore(folder), batch_of(1))[1]["loss"]),
+    ]
+
+
 def work(number: int, count: int, port: str, folder: str) -> None:
     devices, how = int(sys.argv[4]), sys.argv[5]
     jax.distributed.initialize(f"localhost:{port}", count, number)
@@ -101,7 +126,10 @@ def work(number: int, count: int, port: str, folder: str) -> None:
 
     program = compiled(devices)
     run = fitted(program, batches, str(Path(folder, "run")))
-    Path(folder, f"found-{number}").write_text(json.dumps(described(program, run)))
+    found = described(program, run)
+    if not how:
+        found["own step"] = own_step(devices, Path(folder, "own"))
+    Path(folder, f"found-{number}").write_text(json.dumps(found))
     jax.distributed.shutdown()
 
 

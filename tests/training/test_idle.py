@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.processes import child, free_port
-from tests.training.idle_fit import EVERY, STEPS, batch_of, compiled, described, fitted
+from tests.training.idle_fit import (
+    EVERY,
+    STEPS,
+    batch_of,
+    compiled,
+    described,
+    fitted,
+    own_step,
+)
 
 #: Devices of the mesh by processes of two devices.
 USED = {"all": lambda count: 2 * count, "half": lambda count: count, "one": lambda count: 1}
@@ -22,6 +31,12 @@ def reference() -> dict[str, Any]:
     """The run of one process on one device that was left alone."""
     program = compiled(1)
     return described(program, fitted(program, batch_of, None))
+
+
+@cache
+def own_losses() -> list[float]:
+    with TemporaryDirectory() as folder:
+        return own_step(1, Path(folder, "own"))
 
 
 def trained(folder: Path, count: int, used: str, how: str) -> list[dict[str, Any]]:
@@ -61,5 +76,6 @@ def test_a_run_goes_on_with_another_number_of_processes(
         for name in ("losses", "loss", "loss of the average", "next loss"):
             np.testing.assert_allclose(one[name], expected[name], rtol=2e-5, err_msg=name)
         np.testing.assert_allclose(one["parameters"], expected["parameters"], atol=2e-5)
+        np.testing.assert_allclose(one["own step"], own_losses(), rtol=2e-5)
         for step, metrics in expected["validations"].items():
             assert one["validations"][step] == pytest.approx(metrics, rel=2e-5)
