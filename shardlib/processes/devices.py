@@ -83,6 +83,29 @@ def set_cpu_devices(count: int) -> None:
     let_collectives_wait()
 
 
+#: What a machine with an accelerator has: files of drivers, and variables of those who lend one.
+_DRIVERS = ("nvidia[0-9]*", "nvidiactl", "nvhost*", "dxg", "kfd", "accel*", "vfio/[0-9]*", "dri/*")
+_LENT = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TPU_NAME", "TPU_WORKER_ID")
+
+
+def cpu_without_accelerators(
+    dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
+) -> None:
+    """Has this process use the CPU where the machine has no accelerator and nobody says otherwise:
+    plugins that are installed without one print errors of their own while JAX looks for it. Call it
+    before JAX is used; processes that this one starts are not concerned.
+
+    Args:
+        dev: where the files of drivers are.
+        environ: variables of this process.
+    """
+    if jax.config.values["jax_platforms"] or {*_LENT} & environ.keys():
+        return
+    if not any(file for form in _DRIVERS for file in dev.glob(form)):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_platforms", "cpu")
+
+
 def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None:
     """Gives simulated CPU devices threads for several collectives at a time; call it before JAX
     starts. What the user has set stays.

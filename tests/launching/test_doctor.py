@@ -25,6 +25,7 @@ from shardlib.doctor.ports import Ear, Unheard, at_fault, callees, unreached
 from shardlib.errors import LaunchError
 from shardlib.hardware.placement import Span
 from shardlib.hardware.topology import topology
+from shardlib.processes.devices import _DRIVERS, _LENT
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -294,3 +295,26 @@ def test_a_host_without_a_name_and_one_with_other_devices(tmp_path):
         and "what a process sees is 2 cpu, and 1 cpu in process 0 (process 1 on node1)"
         in found.stdout
     )
+
+
+@pytest.mark.skipif(
+    any(file for form in _DRIVERS for file in Path("/dev").glob(form)),
+    reason="this machine has an accelerator",
+)
+def test_a_plugin_without_its_accelerator_says_nothing(tmp_path: Path):
+    plugin = tmp_path / "jax_plugins" / "broken" / "__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("def initialize():\n    raise RuntimeError('cuDNN not found.')\n")
+    left_out = {"JAX_PLATFORMS", "XLA_FLAGS", *_LENT}
+    environ = {key: value for key, value in os.environ.items() if key not in left_out}
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+
+    def said(*words: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, *words], env=environ, capture_output=True, text=True, timeout=300
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stderr
+
+    assert "cuDNN not found." in said("-c", "import jax; jax.devices()")
+    assert said("-m", "shardlib", "doctor", "--quick") == ""

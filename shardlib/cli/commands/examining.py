@@ -46,7 +46,9 @@ def doctor_command(
     something is wrong. With several processes: shardlib launch ... -- doctor.
     """
     from shardlib.launching import join
+    from shardlib.processes.devices import cpu_without_accelerators
 
+    cpu_without_accelerators()
     with quiet_stdout(as_json):
         joined = join()
         first = joined is None or joined.process == 0

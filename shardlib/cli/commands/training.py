@@ -157,7 +157,9 @@ def train_command(
     pins = parse_pins(task.pin or [])
     from shardlib.errors import StoppedError
     from shardlib.launching import join
+    from shardlib.processes.devices import cpu_without_accelerators
 
+    cpu_without_accelerators()
     join()
     from shardlib.processes.ranks import is_first
     from shardlib.processes.signals import ends_at_once

@@ -65,7 +65,9 @@ def export_command(
 ) -> None:
     """Write a model for other programs."""
     from shardlib.errors import ArgumentError
+    from shardlib.processes.devices import cpu_without_accelerators
 
+    cpu_without_accelerators()
     given = [one for one in (into.huggingface, into.jax, into.triton) if one is not None]
     if len(given) != 1:
         raise ArgumentError(

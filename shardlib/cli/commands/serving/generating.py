@@ -78,6 +78,7 @@ def generate_command(
     written. A run may still be training; its newest whole checkpoint counts.
     """
     from shardlib.errors import ArgumentError
+    from shardlib.processes.devices import cpu_without_accelerators
     from shardlib.serving.scheduling.requests import Asked
     from shardlib.serving.scheduling.settings import Sampling
 
@@ -86,6 +87,7 @@ def generate_command(
     asked = replace(Sampling(temperature=0.8), **given)  # before anything is read
     if not prompt:
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
+    cpu_without_accelerators()
     with quiet_stdout(as_json):
         from shardlib.serving.scheduling.capacity import Capacity
         from shardlib.serving.words import named

@@ -134,6 +134,9 @@ def _deployed(
     average: bool,
 ) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
+    from shardlib.processes.devices import cpu_without_accelerators
+
+    cpu_without_accelerators()
     devices = devices_of(room)
     from shardlib.serving.hosting.demonstration import demonstration
     from shardlib.serving.hosting.deployment import deploy
