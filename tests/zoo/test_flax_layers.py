@@ -11,10 +11,24 @@ from flax import nnx
 
 from tests.zoo.flax_layers import CASES, full_names, has_params, plain_losses, planned_losses
 
+#: Layers that plain JAX computes otherwise, each with the reason.
+OTHERWISE = {
+    "flax.nnx.SpectralNorm": "it assigns to the kernel in the forward pass, and what a loss assigns"
+    " to a trained parameter is not kept: the optimizer updates what the parameter was before"
+}
+
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "case, names", [(case, ("all", "leading")[at % 2]) for at, case in enumerate(CASES)]
+    "case, names",
+    [
+        pytest.param(
+            case,
+            ("all", "leading")[at % 2],
+            marks=[pytest.mark.xfail(reason=OTHERWISE[case], strict=True)] * (case in OTHERWISE),
+        )
+        for at, case in enumerate(CASES)
+    ],
 )
 def test_five_steps_are_those_of_plain_jax(case: str, names: str):
     if not has_params(case):
