@@ -304,7 +304,12 @@ def test_a_host_without_a_name_and_one_with_other_devices(tmp_path):
 def test_a_plugin_without_its_accelerator_says_nothing(tmp_path: Path):
     plugin = tmp_path / "jax_plugins" / "broken" / "__init__.py"
     plugin.parent.mkdir(parents=True)
-    plugin.write_text("def initialize():\n    raise RuntimeError('cuDNN not found.')\n")
+    # As the plugin for CUDA does: it looks for its libraries unless JAX is told to leave it out.
+    plugin.write_text(
+        "import jax\n\ndef initialize():\n"
+        "    if not jax.config.values['jax_platforms']:\n"
+        "        raise RuntimeError('cuDNN not found.')\n"
+    )
     left_out = {"JAX_PLATFORMS", "XLA_FLAGS", *_LENT}
     environ = {key: value for key, value in os.environ.items() if key not in left_out}
     environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
