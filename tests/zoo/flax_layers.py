@@ -105,6 +105,8 @@ class Layer:
             size = {"features": 16} if self.linen else {"in_features": 16}
             parts = [self.made(self.kind, rngs), self.made(dense, rngs, **size)]
             return nn.Sequential(parts) if self.linen else nnx.Sequential(*parts)
+        if name == "LoRA":  # which is zero at first
+            return self.made(self.kind, rngs, base_module=self.made(dense, rngs))
         if name == "Sequential":
             parts = [self.made(dense, rngs), jnp.tanh]
             return nn.Sequential(parts) if self.linen else nnx.Sequential(*parts)

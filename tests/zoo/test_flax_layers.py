@@ -12,10 +12,11 @@ from flax import nnx
 from tests.zoo.flax_layers import CASES, full_names, has_params, plain_losses, planned_losses
 
 #: Layers that plain JAX computes otherwise, each with the reason.
-OTHERWISE = {
-    "flax.nnx.SpectralNorm": "it assigns to the kernel in the forward pass, and what a loss assigns"
-    " to a trained parameter is not kept: the optimizer updates what the parameter was before"
-}
+OTHERWISE = dict.fromkeys(
+    ("flax.nnx.SpectralNorm", "flax.nnx.WeightNorm"),
+    "it assigns to the kernel in the forward pass, and what a loss assigns to a trained parameter"
+    " is not kept: the optimizer updates what the parameter was before",
+)
 
 
 @pytest.mark.matrix
