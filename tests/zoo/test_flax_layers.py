@@ -26,7 +26,8 @@ OTHERWISE = dict.fromkeys(
         pytest.param(
             case,
             ("all", "leading")[at % 2],
-            marks=[pytest.mark.xfail(reason=OTHERWISE[case], strict=True)] * (case in OTHERWISE),
+            marks=[pytest.mark.xfail(reason=OTHERWISE.get(case, ""), strict=True)]
+            * (case in OTHERWISE),
         )
         for at, case in enumerate(CASES)
     ],
