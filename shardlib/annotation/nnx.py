@@ -21,6 +21,7 @@ from shardlib.annotation.model import Free, Model, PureLoss, as_it_is
 from shardlib.annotation.names import fitted, optimizer_names, stack_dims, written
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.exact import op_by_op
+from shardlib.annotation.trees.handed_on import origins
 from shardlib.annotation.trees.paths import Tree
 from shardlib.annotation.trees.wrt import (
     Filter,
@@ -30,7 +31,7 @@ from shardlib.annotation.trees.wrt import (
     selected,
 )
 from shardlib.axes import LogicalAxes
-from shardlib.errors import AnnotationError
+from shardlib.errors import AnnotationError, raise_all
 from shardlib.jax_types import Index, KeyPath
 from shardlib.report import Finding
 
@@ -263,12 +264,43 @@ class _Trees:
     def bind(self, loss: Callable[..., Tree]) -> PureLoss:
         """The user's loss as a pure function."""
 
-        @_jax_compat.unsharded_variables()
-        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
+        def called(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            """The result of the loss, and its params afterwards."""
             module = self.rebuild(params, state)
             with _jax_compat.unsharded_variables():
                 value, metrics = loss_and_metrics(loss(module, batch))
-                _, _, after = nnx.split(module, self.trained, ...)
-            return value, (metrics, self.state.plain(after))
+                _, assigned, after = nnx.split(module, self.trained, ...)
+            return (value, (metrics, self.state.plain(after))), self.params.plain(assigned)
+
+        @_jax_compat.unsharded_variables()
+        def pure(params: Tree, state: Tree, batch: Tree) -> Tree:
+            result, assigned = called(params, state, batch)
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(assigned), strict=True)
+            if not all(before is after for before, after in pairs):
+                self._require_handed_on(called, (params, state, batch))
+            return result
 
         return pure
+
+    def _require_handed_on(self, called: Callable[..., Tree], inputs: Tree) -> None:
+        """Refuses a loss that assigns to trained parameters, which the step of the optimizer would
+        overwrite.
+        """
+        traced = jax.make_jaxpr(lambda *inputs: called(*inputs)[1])(
+            *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
+        )
+        changed = [
+            ".".join(map(str, path))
+            for number, (path, origin) in enumerate(
+                zip(self.params.paths, origins(traced), strict=True)
+            )
+            if origin != number
+        ]
+        if changed:
+            raise_all(
+                AnnotationError,
+                "the loss assigns to trained parameters, and what it assigns would be lost",
+                [f"{path}: another value after the loss than before" for path in changed],
+                hint="keep what the forward pass computes in a variable of another type"
+                " (nnx.BatchStat); or bring the whole step: shardlib.compile_step",
+            )

@@ -436,3 +436,40 @@ def test_a_function_of_a_key_is_told_of_tree():
 
     with pytest.raises(AnnotationError, match=r"RuntimeError: no weights$"):
         read(broken)
+
+
+class Rewound(nnx.Module):
+    """A stack under `nnx.scan` and a layer under `nnx.remat`, which hand parameters on unchanged."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(3))
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(self.layer, x)
+        walk = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return walk(self.stack, x)
+
+
+class Doubled(Rewound):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = super().__call__(x)
+        self.layer.kernel.set_value(2 * self.layer.kernel.get_value())
+        return x
+
+
+def test_parameters_that_a_loss_assigns_are_refused():
+    def traced(kind: type[Rewound]) -> tuple[int, ...]:
+        model = read(kind)
+        loss = model.bind(lambda module, batch: jnp.sum(module(batch)))
+        return jax.eval_shape(loss, model.params, model.state, jnp.ones((2, 8)))[0].shape
+
+    assert traced(Rewound) == ()
+    with pytest.raises(AnnotationError) as refused:
+        traced(Doubled)
+    assert str(refused.value) == (
+        "the loss assigns to trained parameters, and what it assigns would be lost:"
+        " layer.kernel: another value after the loss than before\nTry: keep what the forward pass"
+        " computes in a variable of another type (nnx.BatchStat); or bring the whole step:"
+        " shardlib.compile_step"
+    )
