@@ -56,7 +56,8 @@ class DeviceBytes:
         activations: values saved from the forward pass for the backward pass.
         temporaries: the largest set of other values alive at once.
         communication: gathered parameters and buffers of collectives in flight.
-        batch: the input batch, and random streams, integers and the like of the model state.
+        batch: the input batch, results with a value for each of its rows, and random streams,
+            integers and the like of the model state.
         frozen: stored parameters that are not trained, and other floating-point state of the
             model.
         exchange: what islands keep for their meetings.

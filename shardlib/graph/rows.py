@@ -17,7 +17,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: What a result can be, by what happens to it when the batch is worked through in parts.
-KINDS: tuple[str, ...] = ("mean", "sum", "additive", "weighted mean", "constant", "coupled")
+KINDS: tuple[str, ...] = (
+    "mean",
+    "sum",
+    "additive",
+    "weighted mean",
+    "constant",
+    "rows",
+    "coupled",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowDim:
+    """Where an array has its rows.
+
+    Attributes:
+        dim: its dim of rows.
+        inner: elements along that dim that belong to one row, side by side.
+        bytes: of the array.
+    """
+
+    dim: int
+    inner: int = 1
+    bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +51,14 @@ class Dependence:
         kind: "mean" of a function of each row; "sum" of it; "additive": several such sums that are
             scaled differently by the number of rows; "weighted mean": a sum over rows with
             coefficients that are made from the data of the whole batch; "constant": no row is
-            looked at; "coupled": rows meet before the end.
+            looked at; "rows": an array with a value for every row, which looks at that row alone;
+            "coupled": rows meet before the end.
         why: what couples the rows.
         where: the operation and the line of the source where they meet.
         notes: what is computed in every part by itself although the rows meet in it, by the
             function's own declaration: "balance".
         fixed: whether the rows are coupled since the loss computes for their number alone.
+        rows: where the rows are, of "rows".
     """
 
     kind: str
@@ -41,9 +66,11 @@ class Dependence:
     where: str = ""
     notes: tuple[str, ...] = ()
     fixed: bool = False
+    rows: RowDim | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
+        assert self.rows is None or self.kind == "rows"
 
     def __str__(self) -> str:
         return f"{self.why} ({self.where})" if self.where else self.why or f"a {self.kind}"
@@ -85,6 +112,13 @@ class Rows:
     def splits(self) -> bool:
         """Whether the batch can be worked through in parts with the numbers of the whole."""
         return not self.reasons
+
+    @property
+    def by_row(self) -> tuple[tuple[str, RowDim], ...]:
+        """The results that have a value for every row, with what to call them; microbatches are put
+        together to the rows of the whole batch, which are kept until the last.
+        """
+        return tuple((name, one.rows) for name, one in self.all if one.rows is not None)
 
     @property
     def notes(self) -> tuple[str, ...]:

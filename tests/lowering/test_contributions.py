@@ -48,6 +48,19 @@ def vouched(p: Any, b: Any) -> Any:
     }
 
 
+def by_row(p: Any, b: Any) -> Any:
+    values = each(p, b)
+    return shardlib.WeightedMean((values * b["mask"]).sum(), b["mask"].sum()), {
+        "flat": values.reshape(-1),
+        "hits": values < 1.5,
+        "mean": values.mean(),
+        "scaled": values / values.size,
+        "share": values * b["mask"] / b["mask"].sum(),
+        "turned": values.T,
+        "values": values,
+    }
+
+
 def number(result: Any) -> Any:
     return (
         result.total / jax.lax.stop_gradient(result.weight)
@@ -85,6 +98,8 @@ def unsharded(
         (masked, {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "1f1b"}),
         (summed, {"mesh": {"data": 2, "fsdp": 2}, "microbatches": 4, "zero": 3}),
         (vouched, {"mesh": {"fsdp": 2}, "microbatches": 4, "zero": 2}),
+        (by_row, {"mesh": {"data": 2, "fsdp": 2}, "microbatches": 4, "zero": 3}),
+        (by_row, {"mesh": {"data": 2}, "microbatches": 4}),
         (
             vouched,
             {"mesh": {"stage": 2}, "microbatches": 4, "schedule": "gpipe", "pipeline": "programs"},
@@ -95,6 +110,8 @@ def unsharded(
         "masked, in lockstep",
         "sum, ZeRO 3",
         "weighted mean, ZeRO 2",
+        "values of every row, ZeRO 3",
+        "values of every row, gradients reduced once",
         "weighted mean, stages as programs",
     ],
 )
@@ -242,3 +259,46 @@ def test_a_plan_for_parts_is_not_carried_out_for_a_loss_that_has_none():
     )
     with pytest.raises(PinError, match="2 microbatches would change the numbers"):
         shardlib.compile(model, contrastive, optax.sgd(0.1), BATCH, plan=plan)
+
+
+def test_values_of_every_row_go_through_no_stages():
+    with pytest.raises(PinError, match=r"4 microbatches cannot go through 2 pipeline stages"):
+        shardlib.plan(
+            shardlib.tree(losses.params, losses.AXES),
+            by_row,
+            optax.sgd(0.3),
+            BATCH,
+            topology="cpu:8",
+            pin={"mesh": {"stage": 2}, "microbatches": 4},
+        )
+    free = shardlib.plan(
+        shardlib.tree(losses.params, losses.AXES),
+        by_row,
+        optax.sgd(0.3),
+        BATCH,
+        topology="cpu:8",
+        pin={"mesh.stage": 2},
+    )
+    assert free.microbatches == 1
+
+
+def test_values_of_every_row_are_counted_in_whole():
+    def planned(loss: Callable[..., Any]) -> float:
+        return shardlib.plan(
+            shardlib.tree(losses.params, losses.AXES),
+            loss,
+            optax.sgd(0.3),
+            BATCH,
+            topology="cpu:8",
+            pin={"mesh": {"data": 2}, "microbatches": 4},
+        ).estimate.device_bytes.batch
+
+    def plain(p: Any, b: Any) -> Any:
+        return each(p, b).mean(), {}
+
+    def valued(p: Any, b: Any) -> Any:
+        values = each(p, b)
+        return values.mean(), {"values": values}
+
+    values = jax.eval_shape(each, losses.params(jax.random.key(0)), BATCH)
+    assert planned(valued) - planned(plain) == values.size * 4 / 2

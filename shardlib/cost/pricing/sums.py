@@ -29,7 +29,7 @@ class Model:
 
     Attributes:
         counts: layers of each class.
-        batch_bytes: bytes of the global batch.
+        batch_bytes: bytes of the global batch, and of results with a value for each of its rows.
         state_bytes: bytes of model state that is replicated.
         largest_end: the largest share that one array has of the parameters outside of all layers.
         reduction: bytes of gradients in their communication dtype over those as traced.

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.accumulation.microbatches import Microbatches, averages
+from shardlib.lowering.accumulation.microbatches import Microbatches
 from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.reading.loss import LossReading
@@ -223,7 +223,7 @@ def accumulated_once(
             (_cut(total, cut) / microbatches.count).astype(leaf.dtype)
             for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
         ]
-        results = averages(values, metrics, value, last, after)
+        results = microbatches.averages(values, metrics, value, last, after)
         return results, structure.unflatten(means), found.laid_out(kept[0]) if keeps else None
 
     return run

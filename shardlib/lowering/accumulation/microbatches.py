@@ -3,13 +3,15 @@
 Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts,
 parts], and part i is the column i. No row changes its device; a part is a strided sample of the
 batch. Losses and metrics are averaged over the parts: `loss/contribution` has rewritten the loss of
-a part so that this average is the loss of the whole batch.
+a part so that this average is the loss of the whole batch. Metrics with a value for every row are
+put together as the batch was taken apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
+from shardlib.graph.rows import RowDim
 from shardlib.jax_types import KeyPath
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.runtime.random_keys import BatchDims, Fold
@@ -73,12 +76,49 @@ class Microbatches:
         dims: batch dim of each array, by path; None where it has none.
         count: number of microbatches.
         repeated: see `shardlib.lowering.loss.contribution.share.Contribution`.
+        by_row: for each array of the metrics where it has its rows; None, as for those beyond, for
+            one that is averaged.
     """
 
     shardings: Tree
     dims: BatchDims
     count: int
     repeated: frozenset[int] = frozenset()
+    by_row: tuple[RowDim | None, ...] = ()
+
+    def whole(self, metrics: Tree) -> Tree:
+        """Metrics of the whole batch.
+
+        Args:
+            metrics: of all parts, along a leading dim.
+        """
+        leaves, structure = jax.tree.flatten(metrics)
+        return structure.unflatten(
+            [
+                _mean(leaf) if rows is None else _unstack(leaf, rows)
+                for leaf, rows in zip_longest(leaves, self.by_row[: len(leaves)])
+            ]
+        )
+
+    def averages(
+        self, values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree
+    ) -> Tree:
+        """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading
+        dim, and of the last.
+
+        Args:
+            values: losses of all microbatches but the last, [parts - 1].
+            metrics: of these, along a leading dim.
+            value: loss of the last.
+            last: metrics of the last.
+            after: model state after the last.
+        """
+
+        def joined(some: jax.Array, one: jax.Array) -> jax.Array:
+            return jnp.concatenate([some, one[None]])
+
+        mean = _mean(joined(values, value)).astype(values.dtype)
+        return mean, (self.whole(jax.tree.map(joined, metrics, last)), after)
 
     def entering(self, first: Tree, state: Tree) -> Tree:
         """The model state that a microbatch begins with.
@@ -136,6 +176,16 @@ def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> ja
     )
 
 
+def _unstack(stacked: jax.Array, rows: RowDim) -> jax.Array:
+    """The rows of the whole batch of those of its parts, as `_stack` took them."""
+    parts, dim, inner = stacked.shape[0], rows.dim, rows.inner
+    shape = stacked.shape[1:]
+    seen = stacked.reshape(parts, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
+    return jnp.moveaxis(seen, 0, dim + 1).reshape(
+        *shape[:dim], parts * shape[dim], *shape[dim + 1 :]
+    )
+
+
 def accumulated(
     loss: PureLoss,
     batch: Tree,
@@ -175,27 +225,9 @@ def accumulated(
         gradients = jax.tree.map(
             lambda total, leaf: (total / microbatches.count).astype(leaf.dtype), sums, params
         )
-        return (values.mean(0), (jax.tree.map(_mean, metrics), after)), gradients
+        return (values.mean(0), (microbatches.whole(metrics), after)), gradients
 
     return run
-
-
-def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Tree:
-    """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim,
-    and of the last.
-
-    Args:
-        values: losses of all microbatches but the last, [parts - 1].
-        metrics: of these, along a leading dim.
-        value: loss of the last.
-        last: metrics of the last.
-        after: model state after the last.
-    """
-
-    def mean(some: jax.Array, one: jax.Array) -> jax.Array:
-        return _mean(jnp.concatenate([some, one[None]]))
-
-    return mean(values, value).astype(values.dtype), (jax.tree.map(mean, metrics, last), after)
 
 
 def _mean(values: jax.Array) -> jax.Array:

@@ -69,6 +69,7 @@ def driver_of(
             dims=share.dims,
             count=plan.microbatches,
             repeated=share.repeated,
+            by_row=share.by_row,
         )
         run = unpiped(part.traced, placing, microbatches, store.trained.gradient, model.partition)
         run = run.of_parts(share.prologue).finished(share.finish)

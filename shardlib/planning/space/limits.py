@@ -32,6 +32,7 @@ class Limits:
         layers: layers of the largest class; 0 without layers.
         experts: experts; 1 without.
         splits: whether the batch can be worked through in parts with the numbers of the whole.
+        staged: whether microbatches can go through pipeline stages.
         groups: layer groups.
         able: what the framework can do.
     """
@@ -41,6 +42,7 @@ class Limits:
     layers: int
     experts: int
     splits: bool = True
+    staged: bool = True
     groups: int = 1
     able: Abilities = ANYTHING
 

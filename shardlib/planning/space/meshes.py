@@ -17,8 +17,9 @@ from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
 Array = np.ndarray
-#: Where the tensor axis stands among the axes, and those that split the batch.
+#: Where the tensor axis stands among the axes, that of stages, and those that split the batch.
 _TENSOR = MESH_AXES.index(TENSOR.name)
+_STAGE = MESH_AXES.index("stage")
 _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 
 
@@ -75,7 +76,8 @@ def _sizes(
         rows += [
             (*mesh, micro)
             for micro in microbatches[parts]
-            if free or _able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro)
+            if (micro == 1 or mesh[_STAGE] == 1 or limits.staged)
+            and (free or _able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro))
         ]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
     return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))

@@ -52,6 +52,28 @@ def require_whole(rows: Rows, microbatches: int) -> None:
         )
 
 
+def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
+    """Raises where microbatches are to go through stages, and the loss has results that stages
+    cannot put together.
+
+    Args:
+        rows: how the loss depends on the rows of the batch.
+        microbatches: of a step.
+        stages: of the pipeline; 1 without one.
+
+    Raises:
+        PinError: several microbatches, several stages, and results with a value for every row.
+    """
+    if microbatches > 1 and stages > 1 and rows.by_row:
+        raise_all(
+            PinError,
+            f"{microbatches} microbatches cannot go through {stages} pipeline stages: results have"
+            " a value for every row",
+            [name for name, _ in rows.by_row],
+            hint="return a sum or a mean over the rows, or pin stage to 1",
+        )
+
+
 @diagnostic
 def coupled(rows: Rows, microbatches: int) -> list[Finding]:
     """Findings about a loss whose rows meet.

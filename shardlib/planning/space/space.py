@@ -53,7 +53,7 @@ from shardlib.planning.space.limits import (
     sequence_size,
     tensor_colours,
 )
-from shardlib.planning.space.microbatching import require_whole
+from shardlib.planning.space.microbatching import require_unstaged, require_whole
 from shardlib.planning.space.remat_policies import policies_of_groups, policies_of_space
 from shardlib.planning.space.why_empty import misfit
 from shardlib.planning.space.workload import Workload
@@ -132,10 +132,14 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
         layers=max(load.counts, default=0),
         experts=colouring.colours[load.expert].divisor if load.expert else 1,
         splits=problem.rows.splits,
+        staged=not problem.rows.by_row,
         groups=len(load.counts),
         able=load.framework.able if load.framework is not None else ANYTHING,
     )
-    require_whole(problem.rows, max(pins.microbatches or 1, pins.accumulation or 1))
+    parts = max(pins.microbatches or 1, pins.accumulation or 1)
+    require_whole(problem.rows, parts)
+    stages = dict(pins.axes).get("stage", 1) if pins.mesh is None else pins.mesh["stage"]
+    require_unstaged(problem.rows, parts, stages or 1)
     pins, each = policies_of_groups(problem, pins, load.class_names, load.by_class)
     tensor, left_out = tensor_colours(colouring)
     return Space(

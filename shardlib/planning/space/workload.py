@@ -221,6 +221,7 @@ def prepare(
     segments = parameter_segments(facts)
     batch_bytes = float(
         sum(math.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch)
+        + sum(rows.bytes for _, rows in problem.rows.by_row)
     )
     return Workload(
         problem=problem,

@@ -6,12 +6,14 @@ proof.rows.loss.kind        # "mean"
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from jax.extend import core as jex
 
-from shardlib.graph.rows import Dependence, Rows
+from shardlib.graph.rows import Dependence, RowDim, Rows
+from shardlib.jax_types import Aval
 from shardlib.tracing.lines import raising_line
 from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rows.analysis import Analysis
@@ -186,7 +188,10 @@ def compare(
     found = Rows(
         loss=dependence(loss),
         metrics=tuple(
-            (name, dependence(kind)) for name, kind in zip(names.metrics, metrics, strict=True)
+            (name, _by_row(kind, one.avals[value], sizes[0]) or dependence(kind))
+            for name, kind, value in zip(
+                names.metrics, metrics, one.outputs[1 : 1 + len(metrics)], strict=True
+            )
         ),
         state=tuple(
             (name, _of_state(kind))
@@ -224,6 +229,23 @@ def dependence(kind: Kind) -> Dependence:
             else "sum"
         ),
         notes=notes,
+    )
+
+
+def _by_row(kind: Kind, aval: Aval, rows: int) -> Dependence | None:
+    """An array with a value for every row along one dim; None for all else."""
+    place = kind.place
+    if kind.family != "row" or kind.power is None or place is None or place.scans:
+        return None
+    if kind.beforehand or kind.descent.scaled:
+        return None
+    if len(place.dims) != 1 or aval.shape[place.start] != rows * place.inner:
+        return None
+    size = math.prod(aval.shape) * aval.dtype.itemsize
+    return Dependence(
+        kind="rows",
+        notes=tuple(sorted(kind.descent.notes)),
+        rows=RowDim(dim=place.start, inner=place.inner, bytes=size),
     )
 
 

@@ -68,6 +68,9 @@ class MarkedStep:
         [loss] = list(self.losses)
         if any(kind in loss.found.call.path for kind in ("/body/", "/branch")):
             return "its loss stands in a loop or a branch"
+        if self.problem.rows.by_row:
+            listed = ", ".join(name for name, _ in self.problem.rows.by_row)
+            return f"its loss returns values for every row, {listed}"
         given = {path for path, _ in loss.params}
         apart = sorted({one.path for one in self.problem.parameters} - given)
         if apart:

@@ -34,6 +34,7 @@ from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import BatchDims, is_key, of_the_whole
 from shardlib.planning.plan import Plan
+from shardlib.planning.space.microbatching import require_unstaged
 from shardlib.tracing.program import flatten
 from shardlib.tracing.row_proofs import result_names
 from shardlib.tracing.rows.draws import draws
@@ -104,6 +105,7 @@ def contribution(
             list(whole.rows.reasons),
             hint="a plan with one microbatch",
         )
+    require_unstaged(whole.rows, plan.microbatches, plan.mesh["stage"])
     try:
         proof = compare(
             whole.traced.closed_jaxpr,
@@ -142,7 +144,11 @@ def contribution(
             finish=edits.finish(share.traced, 0),
         )
     )
-    return replace(contributed, repeated=frozenset(range(whole.inputs.states)))
+    return replace(
+        contributed,
+        repeated=frozenset(range(whole.inputs.states)),
+        by_row=tuple(one.rows for _, one in proof.rows.metrics),
+    )
 
 
 def _asserted(plan: Plan, whole: Whole, share: Share, mesh: Mesh | AbstractMesh) -> Contribution:

@@ -228,7 +228,9 @@ class Edits:
                     weight = weights.pop(0)
                     divisor = weight if at == 0 else divisor
                     leaves[at] = leaves[at] / weight.astype(leaves[at].dtype)
-                elif not jnp.issubdtype(avals[at].dtype, jnp.inexact):
+                elif leaves[at].dtype != avals[at].dtype and not jnp.issubdtype(
+                    avals[at].dtype, jnp.inexact
+                ):
                     leaves[at] = jnp.round(leaves[at]).astype(avals[at].dtype)
             loss, metrics = structure.unflatten(leaves)
             if divisor is not None:
@@ -254,7 +256,7 @@ def _result(kind: Kind, parts: int) -> float | Handed | str:
     if kind.family == "data":
         assert kind.origin is not None
         return Handed(origin=kind.origin)
-    assert kind.family in ("free", "sum") and kind.power is not None, kind
+    assert kind.family in ("free", "sum", "row") and kind.power is not None, kind
     return _factor(kind.power + (1 if kind.family == "sum" else 0), parts)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.graph.rows import Rows
+from shardlib.graph.rows import RowDim, Rows
 from shardlib.layout import Layout
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import BatchDims
@@ -30,6 +30,7 @@ class Contribution:
         handed: layouts of what is handed in.
         repeated: positions of the arrays of model state with which every microbatch begins as they
             are before the step; the others go on from microbatch to microbatch.
+        by_row: for each metric where it has its rows; None for one that is averaged.
     """
 
     traced: LossJaxpr
@@ -39,6 +40,7 @@ class Contribution:
     finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
     handed: tuple[Layout, ...] = ()
     repeated: frozenset[int] = frozenset()
+    by_row: tuple[RowDim | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
