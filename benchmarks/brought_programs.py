@@ -414,7 +414,10 @@ def in_float64(program: Callable[[Source], Brought]) -> Callable[[Source], Broug
 
     def double(tree: Any) -> Any:
         return jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf, tree
+            lambda leaf: (
+                leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
+            ),
+            tree,
         )
 
     def doubled(source: Source) -> Brought:
