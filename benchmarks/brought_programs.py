@@ -465,8 +465,7 @@ def objects(script: Any) -> Brought:
 
     def init(key: jax.Array) -> Any:
         model = script.MLP(din=1, dhidden=32, dout=1, rngs=nnx.Rngs(key))
-        wrt = getattr(script, "is_param", nnx.Param)
-        return {"model": model, "opt": nnx.Optimizer(model, optax.sgd(1e-3), wrt=wrt)}
+        return {"model": model, "opt": nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)}
 
     def step(state: Any, batch: Any) -> Any:
         script.train_step(state["model"], state["opt"], batch)
@@ -533,12 +532,11 @@ PROGRAMS: dict[str, tuple[str, str, Callable[[Source], Brought]]] = {
             ("nnx lifted", "02_lifted_transforms", objects),
             ("nnx train state", "03_train_state", with_state),
             ("nnx vae", "05_vae", objects_vae),
-            ("nnx array leaves", "07_array_leaves", objects),
             ("nnx fsdp", "10_fsdp_and_optimizer", fsdp),
         )
     },
 }
-for _name in ("lm1b", "mnist", "nanodo", "vae"):
+for _name in ("lm1b", "imagenet", "mnist", "nanodo", "vae"):
     _folder, _module, _program = PROGRAMS[_name]
     PROGRAMS[f"{_name} in float64"] = (_folder, _module, in_float64(_program))
 

@@ -21,7 +21,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph
@@ -164,7 +164,6 @@ def colour(problem: Problem) -> Colouring:
         The colouring. Dims of size 1, and dims that no input has, get no colour.
     """
     classes = Classes()
-    tie_names(classes, problem)
     tie_inputs(classes, problem)
     graphs = {
         "forward": problem.forward,
@@ -172,11 +171,34 @@ def colour(problem: Problem) -> Colouring:
     }
     for tag, graph in graphs.items():
         tie_graph(classes, tag, graph)
+    told = _misnamed(tie_names(classes, problem), problem)
     found = _coloured(classes, problem)
     named = {n for _, axes in named_dims(problem) for n in axes}
     unnamed = {c.name: c.inputs for c in found.shardable if c.name not in named}
     values = (axes for every in (found.forward, *found.steps.values()) for axes in every)
-    return _coloured(classes, problem) if tie_alike(classes, problem, unnamed, values) else found
+    if tie_alike(classes, problem, unnamed, values):
+        found = _coloured(classes, problem)
+    return replace(found, findings=(*found.findings, *told))
+
+
+def _misnamed(paths: tuple[str, ...], problem: Problem) -> tuple[Finding, ...]:
+    """Parameters whose names are left out."""
+    if not paths:
+        return ()
+    axes = dict(named_dims(problem))
+    return (
+        Finding(
+            code="names-contradict",
+            severity="warning",
+            where=", ".join(paths[:4]),
+            message=(
+                "names are left out that would tie dims which other parameters tell apart: "
+                + "; ".join(f"{path} {axes[path]}" for path in paths[:4])
+                + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+            ),
+            hint="name each dim for what it counts, such as (heads, head_dim, embed)",
+        ),
+    )
 
 
 def _coloured(classes: Classes, problem: Problem) -> Colouring:

@@ -174,12 +174,12 @@ def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
 
 def _found(problem: Problem, graphs: Mapping[str, Graph]) -> _Found:
     same, tied = Classes(), Classes()
-    tie_names(tied, problem)
     for classes in (same, tied):
         tie_inputs(classes, problem)
     for tag, graph in graphs.items():
         tie_graph(tied, tag, graph)
         _tie_positions(same, tag, graph)
+    tie_names(tied, problem)
     left = {
         tied.find(("input", path, dim))
         for path, shape, _, _ in problem.batch

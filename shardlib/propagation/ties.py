@@ -92,17 +92,62 @@ def tie_inputs(classes: Classes, problem: Problem) -> None:
                 classes.join([(policy, index, dim), (policy, gradient, dim)])
 
 
-def tie_names(classes: Classes, problem: Problem) -> None:
-    """Joins the dims that the user gave one name.
+def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
+    """Joins the dims that the user gave one name. A parameter whose names would tie two dims that
+    other parameters tell apart keeps none of them: of four kernels of attention that are all called
+    (embed, heads), the one whose first dim counts heads.
 
     Args:
-        classes: classes of dims, changed.
+        classes: classes of dims as the program ties them, changed.
         problem: parameters and batch with their logical axes.
+
+    Returns:
+        The paths of parameters whose names are left out.
     """
-    for path, axes in named_dims(problem):
-        for dim, name in enumerate(axes):
-            if name is not None:
-                classes.join([("name", name), ("input", path, dim)])
+    arrays = [
+        (path, [(name, ("input", path, dim)) for dim, name in enumerate(axes) if name is not None])
+        for path, axes in named_dims(problem)
+    ]
+    support: dict[tuple[str, Hashable], int] = defaultdict(int)
+    apart: set[frozenset[str]] = set()
+    for _, dims in arrays:
+        for at, (name, node) in enumerate(dims):
+            support[name, classes.find(node)] += 1
+            apart |= {
+                frozenset((name, other))
+                for other, place in dims[:at]
+                if other != name and classes.find(place) != classes.find(node)
+            }
+    batch = {path for path, *_ in problem.batch}
+
+    def certainty(dims: list[tuple[str, Hashable]]) -> int:
+        return min((support[name, classes.find(node)] for name, node in dims), default=0)
+
+    ranked = sorted(arrays, key=lambda one: (one[0] not in batch, -certainty(one[1])))
+    names: dict[Hashable, frozenset[str]] = {}
+    left_out: list[str] = []
+    for path, dims in ranked:
+        joined: dict[Hashable, frozenset[str]] = {}
+        for name, node in dims:
+            roots = {classes.find(node), classes.find(("name", name))}
+            together = frozenset({name}).union(
+                *(names.get(root, frozenset()) | joined.get(root, frozenset()) for root in roots)
+            )
+            joined |= dict.fromkeys(roots, together)
+        if path not in batch and any(
+            frozenset((name, other)) in apart
+            for together in joined.values()
+            for name in together
+            for other in together
+        ):
+            left_out.append(path)
+            continue
+        for name, node in dims:
+            roots = {classes.find(node), classes.find(("name", name))}
+            together = frozenset({name}).union(*(names.pop(r, frozenset()) for r in roots))
+            classes.join([("name", name), node])
+            names[classes.find(node)] = together
+    return tuple(path for path, _ in arrays if path in left_out)
 
 
 def named_dims(problem: Problem) -> tuple[tuple[str, LogicalAxes], ...]:

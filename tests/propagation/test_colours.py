@@ -167,3 +167,26 @@ def test_names_that_a_user_gave_stay_apart() -> None:
     batch = {"x": worlds.shape(8, 32)}
     problem = worlds.problem(loss, kernels, batch, axes, {"x": ("batch", None)}, remat={})
     assert {"first", "second"} < {*colour(problem).colours}
+
+
+def test_names_that_contradict_those_of_most_parameters_are_left_out() -> None:
+    def loss(p: dict[str, jax.Array], b: dict[str, jax.Array]) -> jax.Array:
+        q, k, v = (jnp.einsum("bse,ehd->bshd", b["x"], p[name]) for name in ("q", "k", "v"))
+        scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k))
+        return (b["x"] + jnp.einsum("bhst,bthd,hde->bse", scores, v, p["out"])).sum()
+
+    projected = worlds.shape(6, 2, 4)
+    problem = worlds.problem(
+        loss,
+        {"k": projected, "out": worlds.shape(2, 4, 6), "q": projected, "v": projected},
+        {"x": worlds.shape(8, 3, 6)},
+        dict.fromkeys(("k", "out", "q", "v"), ("embed", "kv", None)),
+        {"x": ("batch", None, None)},
+        remat={},
+    )
+    found = colour(problem)
+    assert all(found.parameters[name][:2] == ("embed", "kv") for name in ("q", "k", "v"))
+    heads, width, embed = found.parameters["out"]
+    assert (heads, embed) == ("kv", "embed") and width not in ("kv", "embed")
+    [finding] = [one for one in found.findings if one.code == "names-contradict"]
+    assert finding.where == "out"

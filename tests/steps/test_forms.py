@@ -117,6 +117,24 @@ def test_a_loss_that_closes_over_a_fixed_number_of_rows_keeps_the_batch_in_one_p
         compile({"microbatches": 2})
 
 
+def test_a_loss_of_minibatches_of_a_fixed_size_keeps_the_batch_in_one_piece():
+    def step(state: Any, batch: Any) -> Any:
+        def minibatch(weight: jax.Array, x: jax.Array) -> Any:
+            value, slope = shardlib.value_and_grad(lambda w: ((x @ w) ** 2).mean())(weight)
+            return weight - 0.1 * slope, value
+
+        return jax.lax.scan(minibatch, state, batch["x"].reshape(-1, 8, WIDTH))
+
+    def compile(pin: Any) -> Any:
+        return shardlib.compile_step(
+            lambda key: jnp.eye(WIDTH), step, BATCH, topology="cpu:8", pin=pin, abstract=True
+        )
+
+    assert compile({"mesh": {"fsdp": 4}}).plan.microbatches == 1
+    with pytest.raises(PinError, match="none of its arrays grows with the rows"):
+        compile({"microbatches": 2})
+
+
 def pair(a: Any, b: Any, scale: float = 1.0, *, on: bool = True) -> jax.Array:
     if not on:
         return jnp.zeros(())

@@ -20,12 +20,18 @@ from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.frontend.traced_model import Loss, TracedModel
+from shardlib.graph.rows import Dependence, Rows
 from shardlib.jax_types import Value
 from shardlib.propagation.colours import Colouring
 from shardlib.tracing.steps.marked_losses import FoundLoss
 from shardlib.tracing.steps.parts import tied_rows
 from shardlib.tracing.steps.traced_step import TracedStep
 from shardlib.tracing.trace import trace
+
+#: Of a loss that gets parts of the batch of a fixed number of rows, or nothing of it.
+_ROWLESS = Dependence(
+    kind="coupled", why="none of its arrays grows with the rows of the batch", fixed=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +106,12 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
             policies=("none",),
             rows=form.rows,
         )
-    read = replace(read, problem=tied_rows(read.problem))
+    problem = tied_rows(read.problem)
+    if not any("batch" in one for one in axes.values()) and any(
+        "batch" in one for *_, one in traced.problem.batch
+    ):
+        problem = replace(problem, rows=Rows(loss=_ROWLESS))
+    read = replace(read, problem=problem)
     return SingleLoss(
         found=found,
         model=TracedModel(
