@@ -11,7 +11,7 @@ True
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph
@@ -120,7 +120,7 @@ def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
             }
     batch = {path for path, *_ in problem.batch}
 
-    def certainty(dims: list[tuple[str, Hashable]]) -> int:
+    def certainty(dims: Sequence[tuple[str, Hashable]]) -> int:
         return min((support[name, classes.find(node)] for name, node in dims), default=0)
 
     ranked = sorted(arrays, key=lambda one: (one[0] not in batch, -certainty(one[1])))

@@ -117,6 +117,26 @@ def test_a_loss_that_closes_over_a_fixed_number_of_rows_keeps_the_batch_in_one_p
         compile({"microbatches": 2})
 
 
+def test_values_of_every_row_are_those_of_the_whole_batch():
+    def valued(grad: Any) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            def loss(params: Any) -> Any:
+                found = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+                return ((found - batch["y"]) ** 2).mean(), found
+
+            (value, found), gradients = grad(loss, has_aux=True)(state["params"])
+            params = jax.tree.map(lambda one, slope: one - slope, state["params"], gradients)
+            return {**state, "params": params}, {"loss": value, "best": found.argmax(-1)}
+
+        return step
+
+    program = shardlib.compile_step(
+        first, valued(shardlib.value_and_grad), BATCH, topology="cpu:8", pin=PARTS
+    )
+    wanted = jax.jit(valued(jax.value_and_grad))(first(jax.random.key(3)), BATCH)
+    require_near(program.step(program.init(seed=3), BATCH), plain(wanted))
+
+
 def test_a_loss_of_minibatches_of_a_fixed_size_keeps_the_batch_in_one_piece():
     def step(state: Any, batch: Any) -> Any:
         def minibatch(weight: jax.Array, x: jax.Array) -> Any:

@@ -275,7 +275,7 @@ def made_of_several(state: State, batch: Batch) -> Any:
     ("step", "pin", "error", "said"),
     [
         (small(contrastive).step, {"microbatches": 2}, PinError, "rows meet other rows"),
-        (small(by_rows, has_aux=True).step, {"microbatches": 2}, PinError, "aux.*every row"),
+        (small(by_rows, has_aux=True).step, {"mesh": {"stage": 2}}, PinError, "every row, .*aux"),
         (made_of_several, {}, TracingError, "no arrays of the state"),
         (small(masked, has_aux=True).step, {"offload": ["optimizer"]}, PinError, "updates its"),
         (small(masked, has_aux=True).step, {"moment_dtype": "bfloat16"}, PinError, "updates its"),
