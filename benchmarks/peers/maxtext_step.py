@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from compiled import Compiled, built, memory_of, versions
+from compiled import Compiled, built, versions
 from flax import nnx
 from flax.linen import logical_axis_rules
 from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
-from maxtext.trainers.pre_train import train, train_compile  # pyright: ignore[reportMissingImports]
+from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
 from maxtext.utils import sharding, train_utils  # pyright: ignore[reportMissingImports]
+from maxtext_ahead import ahead
 from model import EPSILON, JOBS, RATE, THETA, Job, reference, rows
 
 #: As equal to the others as its options allow; and with recomputation and loops as MaxText comes.
@@ -113,29 +114,16 @@ def _here(more: dict[str, Any]) -> Compiled:
 
 
 def _for_tpu(more: dict[str, Any], topology: str) -> Compiled:
-    """In the order of MaxText's `train_compile`."""
     machine = {"compile_topology": MACHINES[topology], "compile_topology_num_slices": 1}
-    config = pyconfig.initialize(options_of(JOBS["tpu"], {**machine, **more}))
-    mesh = train_compile.get_topology_mesh(config)
-    arguments, _, places, _, graph = train_compile.get_shaped_inputs(mesh, config)
-    params, places = sharding.maybe_update_params_sharding_with_opt(config, places)
-    first = sharding.build_zero1_input_state_mesh_shardings(config, places, params)
-    split = sharding.get_input_data_sharding(config, mesh)
-    step = train_utils.jit_train_step(
-        config, graph, arguments[0], first, split, train.train_step, params, mesh=mesh
+    config, made, facts = ahead(options_of(JOBS["tpu"], {**machine, **more}))
+    return Compiled(
+        text=made.as_text(),
+        facts={
+            **facts,
+            "remat": config.remat_policy,
+            "versions": versions("flax", "optax", "maxtext"),
+        },
     )
-    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
-        made, times = built(lambda: step.lower(*arguments))
-    facts = {
-        **times,
-        "mesh": {"fsdp": 8},
-        "parameters": sum(
-            leaf.size for leaf in jax.tree.leaves(nnx.filter_state(arguments[0].model, nnx.Param))
-        ),
-        "remat": config.remat_policy,
-        "versions": versions("flax", "optax", "maxtext"),
-    }
-    return Compiled(text=made.as_text(), facts={**facts, **memory_of(made)})
 
 
 def _batch(job: Job) -> dict[str, np.ndarray]:
