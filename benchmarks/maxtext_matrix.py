@@ -646,7 +646,8 @@ def compile_all(options: argparse.Namespace) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> str:
     if "memory_ratio" in row:
-        return f"memory {row['memory_ratio']:.2f}, wire bytes {row['wire_ratio']:.2f} of MaxText's"
+        wire = f", wire bytes {row['wire_ratio']:.2f}" if "wire_ratio" in row else ""
+        return f"memory {row['memory_ratio']:.2f}{wire} of MaxText's"
     mine = row.get("shardlib", {})
     return str(
         row["maxtext"].get("error") or mine.get("reason") or mine.get("error") or "not compared"
