@@ -546,7 +546,8 @@ def ours(settings: Settings, name: str, seconds: float) -> dict[str, Any]:
     if (policy := POLICIES.get(settings["remat_policy"], "dots")) is not None:
         pin["remat"] = policy
     slices = settings["compile_topology_num_slices"]
-    topology = f"{slices}*{settings['topology']}" if slices > 1 else settings["topology"]
+    machine = settings["topology"].replace("v5:", "v5p:")  # libtpu has no letter there
+    topology = f"{slices}*{machine}" if slices > 1 else machine
     optimizer = (
         optax.contrib.muon(3e-5)
         if settings["opt_type"] == "muon"
