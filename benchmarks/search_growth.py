@@ -1,12 +1,13 @@
 # ruff: noqa: E402  (paths are set before JAX is imported)
 """How does the time of a search grow with devices, layers and logical axes?
 
-    python benchmarks/search_growth.py [--out FILE]
+    python benchmarks/search_growth.py [--many] [--out FILE]
 
 Every model is traced once; then the search over six axes is timed in processor seconds of one core,
 so that other work on the machine does not count.
 The gap of every search is in the table. Of machines that cannot hold the model, the table has how
-long the search takes to prove it.
+long the search takes to prove it. With `--many` it has machines of about a million devices, on
+which a small batch cannot use them all, or whose numbers of devices are prime, in place of these.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ TOO_SMALL = [
     ("llama3-405b", "v5e:16x16", 2048, 8192),
     ("deepseek-v3", "8*h100:8", 4096, 4096),
     ("1t-moe", "16*h100:8", 4096, 4096),
+]
+#: Machines of about a million devices.
+MANY = [
+    *(("gpt2-small", "131072*h100:8", batch, 512) for batch in (1024, 8192, 262144, 4194304)),
+    ("gpt2-small", "1000003*h100:1", 1024, 512),
+    ("gpt2-small", "999983*h100:1", 1024, 512),
+    ("gpt2-small", "65537*h100:8", 1021, 512),
+    ("gpt2-small", "4093*v5e:16x16", 1024, 512),
+    ("llama3-70b", "131072*h100:8", 1024, 4096),
 ]
 #: Layers of a Llama 3 70B on 1,024 GPUs.
 LAYERS = (8, 20, 80, 320, 512)
@@ -97,8 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "search_growth.json")
+    parser.add_argument("--many", action="store_true", help="about a million devices")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    name = "search_growth_many" if args.many else "search_growth"
     rows: list[dict[str, Any]] = []
     loads: dict[tuple[str, int, int], tuple[Workload, dict[str, float]]] = {}
 
@@ -110,15 +122,15 @@ def main() -> None:
             flush=True,
         )
 
-    for name, topology, batch, seq in DEVICES + TOO_SMALL:
-        config = models.load(name)
+    for model, topology, batch, seq in MANY if args.many else DEVICES + TOO_SMALL:
+        config = models.load(model)
         assert isinstance(config, TransformerConfig)
-        if (name, batch, seq) not in loads:
-            loads[name, batch, seq] = traced(config, batch, seq)
-        load, seconds = loads[name, batch, seq]
+        if (model, batch, seq) not in loads:
+            loads[model, batch, seq] = traced(config, batch, seq)
+        load, seconds = loads[model, batch, seq]
         note(
             {
-                "model": name,
+                "model": model,
                 "layers": config.layers,
                 "batch": batch,
                 "seq": seq,
@@ -128,7 +140,7 @@ def main() -> None:
         )
     base = models.load("llama3-70b")
     assert isinstance(base, TransformerConfig)
-    for layers in LAYERS:
+    for layers in () if args.many else LAYERS:
         load, seconds = traced(replace(base, name=f"{layers} layers", layers=layers), 1024, 8192)
         note(
             {
@@ -141,10 +153,10 @@ def main() -> None:
             }
         )
     write(
-        args.out,
+        args.out or RESULTS / f"{name}.json",
         {
-            "benchmark": "search_growth",
-            "command": "python benchmarks/search_growth.py",
+            "benchmark": name,
+            "command": f"python benchmarks/search_growth.py{' --many' * args.many}",
             "rows": rows,
         },
     )

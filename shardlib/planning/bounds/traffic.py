@@ -106,6 +106,7 @@ class Traffic:
     ) -> None:
         profile, stages, model = pricer.profile, sizes["stage"], scope.load.model
         self._values, self._shape, self._layers = values, shape, len(model.counts)
+        self._distinct, self._place = np.unique(shape, return_inverse=True)
         # what hides where a profile says it itself is no part of `Tick.loaded`
         known = profile.gather_overlap is None and profile.reduce_overlap is None
         if profile.embedding_and_head == "owners":
@@ -196,7 +197,10 @@ class Traffic:
         used = np.flatnonzero(matrix.any(0))
         if not len(used):
             return np.zeros((len(weights.into), len(some)))
-        shapes, place = np.unique(self._shape[some], return_inverse=True)
+        here = self._place[some]
+        present = np.zeros(len(self._distinct), dtype=bool)
+        present[here] = True
+        shapes, place = self._distinct[present], (np.cumsum(present) - 1)[here]
         found = matrix[:, used] @ self._values.stacked(
             tuple(tally.measures[i] for i in used), shapes
         )

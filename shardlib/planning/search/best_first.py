@@ -16,7 +16,7 @@ import numpy as np
 from shardlib.planning.bounds.frontier import Entries
 from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.offers.incumbents import Best
-from shardlib.planning.search.branch_and_bound import Explorer
+from shardlib.planning.search.branch_and_bound import Counts, Explorer
 from shardlib.planning.search.pair_prices import PairPricer, Placed
 
 Array = np.ndarray
@@ -113,16 +113,16 @@ class Front:
         self.best.counts["bound"] += len(self.entries) - unfit - taken
 
 
-def explore(explorers: Sequence[Explorer], devices: int) -> None:
-    """Prices all plans of large spaces on some number of devices that no bound excludes, where
+def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
+    """Prices all plans of large spaces on some numbers of devices that no bound excludes, where
     some are soon found that may fit; explorers then leave them out.
 
     Args:
         explorers: of the spaces.
-        devices: how many a plan uses.
+        counts: how many a plan uses.
     """
-    limit = min((explorer.least_seconds(devices) for explorer in explorers), default=np.inf)
-    if not np.isfinite(limit) or all(explorer.too_large(devices) for explorer in explorers):
+    limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
+    if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
         return
     fronts, found = dict[int, Front](), list[tuple[float, int, Array]]()
     most = limit * FARTHEST
@@ -131,7 +131,7 @@ def explore(explorers: Sequence[Explorer], devices: int) -> None:
         if seen >= HOPELESS or not limit < most:
             return
         limit *= STEP if seen else GROWTH
-        found = _new(explorers, devices, fronts, limit)
+        found = _new(explorers, counts, fronts, limit)
     best, least = explorers[0].best, np.inf
     while limit != least:
         least = limit
@@ -140,9 +140,9 @@ def explore(explorers: Sequence[Explorer], devices: int) -> None:
         if not np.isfinite(best.seconds) and _below(fronts, limit) >= HOPELESS:
             return
         limit = min(limit * STEP, best.seconds) if limit < best.seconds else limit
-        found = _new(explorers, devices, fronts, limit)
+        found = _new(explorers, counts, fronts, limit)
     for explorer in explorers:
-        explorer.leave_out(devices, fronts)
+        explorer.leave_out(counts, fronts)
     for front in fronts.values():
         front.close()
 
@@ -153,13 +153,13 @@ def _below(fronts: Mapping[int, Front], limit: float) -> int:
 
 
 def _new(
-    explorers: Sequence[Explorer], devices: int, fronts: dict[int, Front], limit: float
+    explorers: Sequence[Explorer], counts: Counts, fronts: dict[int, Front], limit: float
 ) -> list[tuple[float, int, Array]]:
     """(least bound, identity of the space, entries) of what is below a limit; spaces of which
     something may be are added to the fronts.
     """
     for explorer in explorers:
-        for entries in explorer.large(devices, limit):
+        for entries in explorer.large(counts, limit):
             if id(entries) not in fronts:
                 fronts[id(entries)] = Front(
                     entries=entries, pricer=explorer.pairs, best=explorer.best

@@ -5,7 +5,8 @@ cost is a sum of tallies that are made once for a model (`planning/space/cost_ta
 with microbatches, and then each of them under every choice of colours
 (`planning/bounds/frontier.py`), are taken in the order of a lower bound of their step time; when
 the bound of the next is not below the fastest plan found, no plan of the rest can be faster, and
-the search ends with a proof.
+the search ends with a proof. Where a machine has far more devices than the batch has rows, the
+meshes of all numbers of devices are taken together.
 
 Each bound is asked of fewer candidates than the one before: the kernels of the uncut step, equally
 spread; the fastest plan that could fit (`planning/bounds/step_time_that_fits.py`) with each
@@ -15,11 +16,12 @@ each place that the axes can have. Only what none of them excludes is priced.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from shardlib.axes import MESH_AXES
 from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.hardware.topology import Topology
@@ -56,6 +58,8 @@ TIGHT = 4
 SMALL, QUICKEST = 512, 8
 #: A space with no more entries is explored alone, if it is the first.
 MODERATE = 4096
+#: Numbers of devices that are searched together.
+Counts = tuple[int, ...]
 
 
 class Explorer:
@@ -89,7 +93,7 @@ class Explorer:
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
-        self._any_plan, self._explored = any_plan, dict[int, list[Entries]]()
+        self._any_plan, self._explored = any_plan, dict[Counts, list[Entries]]()
         self._done, self._scopes = set[int](), dict[bool, Scope]()
         self._most = capacity * (1 + ROUNDING)
         self._large = set[int]()
@@ -118,84 +122,122 @@ class Explorer:
         return 0.0 if self._any_plan and self.best.fastest is not None else self.best.seconds
 
     def run(
-        self, devices: int, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
+        self, counts: Counts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
     ) -> None:
-        """Prices the plans on some number of devices.
+        """Prices the plans on some numbers of devices.
 
         Args:
-            devices: how many a plan uses.
+            counts: how many a plan uses.
             ranking: takes the price of every plan that fits, among those that are priced.
             slack: with a ranking, price every candidate whose bound is at most so many times the
                 fastest plan.
         """
         reach = 1 if ranking is None else slack
-        for entries in self._entries(devices, reach):
+        for entries in self._entries(counts, reach):
             if id(entries) not in self._done:
                 self._explore(entries, reach, ranking)
 
-    def too_large(self, devices: int) -> bool:
-        """Whether bounds say that no plan on some number of devices fits; not asked of a model that
-        is far smaller than their memory.
+    def seed(self, counts: Counts) -> None:
+        """Prices the entry of the least bound on each of some numbers of devices, among those that
+        shard neither sequences nor experts, so that there is a plan to compare with.
+
+        Args:
+            counts: how many a plan may use.
         """
-        if TIGHT * self._uncut.resting_bytes / devices < self._most:
+        if not (self.room.choices and self.room.routes):
+            return
+        found = [self._few(devices) for devices in counts]
+        for entries in self._of([sizes for sizes in found if len(sizes["micro"])]):
+            bounds = entries.seconds(np.arange(len(entries)))
+            order = np.lexsort((bounds, _devices(entries.sizes)))
+            _, first = np.unique(_devices(entries.sizes)[order], return_index=True)
+            best = order[first]
+            pairs = entries.pairs(best[np.isfinite(bounds[best])])
+            self.pairs.price(entries, pairs.firsts(), 1, None)
+
+    def _few(self, devices: int) -> dict[str, Array]:
+        """Sizes of meshes of the simplest entries on some number of devices."""
+        sizes = meshes.sizes(self.room, self.load.colouring, devices)
+        plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
+        return {axis: size[plain] for axis, size in sizes.items()}
+
+    def too_large(self, counts: Counts) -> bool:
+        """Whether bounds say that no plan on some numbers of devices fits; not asked of a model
+        that is far smaller than their memory.
+        """
+        if TIGHT * self._uncut.resting_bytes / max(counts) < self._most:
             return False
-        every = self._entries(devices, 1)
+        every = self._entries(counts, 1)
         return not any((entries.fewest_bytes <= self._most).any() for entries in every)
 
-    def least_seconds(self, devices: int) -> float:
-        """Seconds that no plan on some number of devices beats; infinite where a good plan to
+    def least_seconds(self, counts: Counts) -> float:
+        """Seconds that no plan on some numbers of devices beats; infinite where a good plan to
         compare with is not looked for.
         """
         some = self.room.choices and self.room.routes and not self.flat
-        return self._uncut.seconds / devices if some else np.inf
+        return self._uncut.seconds / max(counts) if some else np.inf
 
-    def large(self, devices: int, limit: float) -> list[Entries]:
-        """Entries on some number of devices that may have a plan faster than a limit, where they
+    def large(self, counts: Counts, limit: float) -> list[Entries]:
+        """Entries on some numbers of devices that may have a plan faster than a limit, where they
         are many.
 
         Args:
-            devices: how many a plan uses.
+            counts: how many a plan uses.
             limit: seconds.
         """
-        if self.least_seconds(devices) >= limit:
+        if self.least_seconds(counts) >= limit:
             return []
-        return [entries for entries in self._entries(devices, 1) if len(entries) > SMALL]
+        return [entries for entries in self._entries(counts, 1) if len(entries) > SMALL]
 
-    def is_small(self, devices: int) -> bool:
-        """Whether the entries on some number of devices are soon looked through."""
-        return all(len(entries) <= MODERATE for entries in self._entries(devices, 1))
+    def is_small(self, counts: Counts) -> bool:
+        """Whether the entries on some numbers of devices are soon looked through."""
+        return all(len(entries) <= MODERATE for entries in self._entries(counts, 1))
 
-    def leave_out(self, devices: int, done: Container[int]) -> None:
-        """Leaves out entries on some number of devices, by identity."""
-        self._done |= {id(one) for one in self._explored.get(devices, []) if id(one) in done}
+    def leave_out(self, counts: Counts, done: Container[int]) -> None:
+        """Leaves out entries on some numbers of devices, by identity."""
+        self._done |= {id(one) for one in self._explored.get(counts, []) if id(one) in done}
 
-    def _entries(self, devices: int, reach: float) -> list[Entries]:
-        """The entries on some number of devices, with experts treated in each way; none where no
-        plan is fast enough.
+    def _entries(self, counts: Counts, reach: float) -> list[Entries]:
+        """The entries on some numbers of devices, with experts treated in each way; without those
+        on which no plan is fast enough.
         """
-        if devices in self._explored:
-            return self._explored[devices]
-        some = self.room.choices and self.room.routes
-        if not some or self._uncut.slower(devices, self.limit * reach):
+        if counts in self._explored:
+            return self._explored[counts]
+        if not (self.room.choices and self.room.routes):
             return []
-        if self.best.fastest is None and self._uncut.resting_bytes / devices > self._most:
-            self._large.add(devices)
-            return []
-        return self._made(devices)
+        limit = self.limit * reach
+        enough = [devices for devices in counts if not self._uncut.slower(devices, limit)]
+        if self.best.fastest is None:
+            large = {n for n in enough if self._uncut.resting_bytes / n > self._most}
+            self._large |= large
+            enough = [devices for devices in enough if devices not in large]
+        return self._made(counts, enough)
 
-    def _made(self, devices: int) -> list[Entries]:
-        """See `_entries`."""
-        sizes = meshes.sizes(self.room, self.load.colouring, devices)
-        if not len(sizes["micro"]):
+    def _made(self, counts: Counts, enough: Sequence[int]) -> list[Entries]:
+        """See `_entries`.
+
+        Args:
+            counts: what is asked for.
+            enough: those of them that are not excluded.
+        """
+        every = [meshes.sizes(self.room, self.load.colouring, devices) for devices in enough]
+        found = self._of([sizes for sizes in every if len(sizes["micro"])])
+        if found:
+            self._explored[counts] = found
+        return found
+
+    def _of(self, every: Sequence[dict[str, Array]]) -> list[Entries]:
+        """The entries of some meshes with microbatches, with experts treated in each way."""
+        if not every:
             return []
+        sizes = {axis: np.concatenate([one[axis] for one in every]) for axis in every[0]}
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes.and_one())
         self._uncut = replace(self._uncut, values=values)
-        self._explored[devices] = [
+        return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
             for routes in sorted(self.room.routes, reverse=True)  # hardly ever slower
         ]
-        return self._explored[devices]
 
     def _scope(self, routes: bool) -> Scope:
         along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
@@ -277,9 +319,10 @@ class Explorer:
 
     def _leanest_first(self) -> Iterator[Entries]:
         """All entries that may have the minimum-memory plan, those on the most devices first."""
-        for devices in sorted({*self._explored, *self._large}, reverse=True):
-            if self._uncut.resting_bytes / devices < self.best.minimum_memory_bytes:
-                yield from self._explored.get(devices) or self._made(devices)
+        seen = {*self._explored, *((devices,) for devices in self._large)}
+        for counts in sorted(seen, reverse=True):
+            if self._uncut.resting_bytes / max(counts) < self.best.minimum_memory_bytes:
+                yield from self._explored.get(counts) or self._made(counts, counts)
 
     def minimum_memory(self) -> None:
         """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
@@ -295,3 +338,8 @@ class Explorer:
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self.pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
+
+
+def _devices(sizes: Mapping[str, Array]) -> Array:
+    """Devices of each mesh."""
+    return np.prod([sizes[axis] for axis in MESH_AXES], axis=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from shardlib.planning.decisions.pinned_rules import check_rules, fixed_choice
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Entry, Ranking
 from shardlib.planning.search.best_first import explore
-from shardlib.planning.search.branch_and_bound import Explorer
+from shardlib.planning.search.branch_and_bound import Counts, Explorer
 from shardlib.planning.search.why_no_layers import LayerGroups, layers_lacking
 from shardlib.planning.space.attention import strategies
 from shardlib.planning.space.meshes import sizes
@@ -38,6 +38,9 @@ from shardlib.rules import Rules
 #: Rate of links inside of a part over that of links between parts from which on the parts are
 #: searched first.
 FAR_SLOWER = 100
+#: On more than so many times as many devices as rows, all numbers of devices are searched together,
+#: since no bound says beforehand how many of them help.
+MANY_PER_ROW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +122,26 @@ def priced_space(
     rooms, runs = _explorers(
         load, topology, pins, rules, wanted, any_plan=any_plan, all_devices=all_devices
     )
-    apart = within_slow_links(topology)
-    if ranking is None and not any_plan:
-        if apart:
-            explore([explorer for devices, explorer in runs if devices == apart], apart)
-        most = max(devices for devices, _ in runs)
-        together = [explorer for devices, explorer in runs if 0 < devices == most]
-        if together and together[0].is_small(most):  # its plan may exclude all others at once
-            explore(together[:1], most)
-            together = together[1:]
-        explore(together, most)
-    # with all, plans are fastest, unless a slow link joins them
-    for devices, explorer in sorted(runs, key=lambda run: (run[0] != apart, -run[0])):
+    apart, most = within_slow_links(topology), max(devices for devices, _ in runs)
+    every = dict[Explorer, Counts]()
+    for devices, explorer in runs:
         if devices:
-            explorer.run(devices, ranking, slack)
+            every[explorer] = (*every.get(explorer, ()), devices)
+    if most > MANY_PER_ROW * rooms[-1].limits.batch and not any_plan and not apart:
+        _price_together(every, ranking, slack)
+    else:
+        if ranking is None and not any_plan:
+            if apart:
+                explore([explorer for devices, explorer in runs if devices == apart], (apart,))
+            together = [explorer for devices, explorer in runs if 0 < devices == most]
+            if together and together[0].is_small((most,)):  # its plan may exclude all others
+                explore(together[:1], (most,))
+                together = together[1:]
+            explore(together, (most,))
+        # with all, plans are fastest, unless a slow link joins them
+        for devices, explorer in sorted(runs, key=lambda run: (run[0] != apart, -run[0])):
+            if devices:
+                explorer.run((devices,), ranking, slack)
     explorer = runs[0][1]
     if explorer.best.fastest is None and not any_plan:
         for one in dict.fromkeys(explorer for _, explorer in runs):
@@ -149,6 +158,25 @@ def priced_space(
         rows=explorer.rows,
         devices=max(devices for devices, _ in runs),
     )
+
+
+def _price_together(
+    every: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
+) -> None:
+    """Prices spaces on all numbers of devices at once, after a simple plan for each number.
+
+    Args:
+        every: numbers of devices by space.
+        ranking, slack: as `priced_space` takes them.
+    """
+    for explorer, counts in every.items():
+        if explorer.best.fastest is None:
+            explorer.seed(counts)
+    if ranking is None:
+        for counts in dict.fromkeys(every.values()):
+            explore([one for one, mine in every.items() if mine == counts], counts)
+    for explorer, counts in every.items():
+        explorer.run(counts, ranking, slack)
 
 
 def within_slow_links(topology: Topology) -> int:

@@ -166,7 +166,9 @@ class _Filled:
         """
         places = self._place[at]
         if places.min(initial=0) < 0:
-            self._add(np.unique(at[places < 0]))
+            new = np.zeros(len(self._place), dtype=bool)
+            new[at] = True
+            self._add(np.flatnonzero(new & (self._place < 0)))
             places = self._place[at]
         if len(places) == self._used and np.array_equal(places, np.arange(self._used)):
             return self._values[:, : self._used]

@@ -1,0 +1,37 @@
+"""Far more devices than rows: all numbers of devices are searched together."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlib.hardware.topology import topology
+from shardlib.planning import planner
+from shardlib.planning.search import priced_space
+from tests.planning import worlds
+from tests.planning.brute_force import fastest
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("mlp", "cpu:4"), ("mlp", "h100:8"), ("stack", "2*h100:2"), ("experts", "2*a100:2")],
+)
+def test_numbers_of_devices_searched_together_have_the_plan_of_brute_force(
+    monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    monkeypatch.setattr(priced_space, "MANY_PER_ROW", 0)
+    place, load = topology(where), worlds.prepared(getattr(worlds, name))
+    plan = planner.search(load.problem, place, load=load)
+    best, _ = fastest(load, place)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.search.gap == 0
+    first = next(iter(planner.ranked(load.problem, place, load=load, slack=1.5)))
+    assert first.make().decisions == plan.decisions
+
+
+@pytest.mark.parametrize(("where", "most"), [("131072*h100:8", 4_500), ("1000003*h100:1", 250)])
+def test_a_million_devices_are_searched_by_pricing_few_plans(where: str, most: int) -> None:
+    size = {"embed": 512, "hidden": 2048, "heads": 8, "vocab": 1024, "depth": 8}
+    load = worlds.prepared(worlds.layers, batch=256, seq=512, **size)
+    plan = planner.search(load.problem, where, load=load)
+    assert plan.search.gap == 0
+    assert plan.search.evaluations < most
