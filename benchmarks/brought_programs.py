@@ -125,15 +125,20 @@ class Absence:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A folder of sources, whose modules are read with the loss marked or not."""
+    """A folder of sources, whose modules are read with the loss marked or not, and with float64 for
+    float32 or not.
+    """
 
     folder: Path
     marked: bool
+    double: bool = False
 
     def module(self, name: str, *, script: bool = False) -> Any:
         """A module of the folder; of a script what is defined before its first loop."""
         path = self.folder / f"{name}.py"
         text = path.read_text()
+        if self.double:
+            text = text.replace("float32", "float64")
         if self.marked:
             for word in ("nnx.value_and_grad(", "jax.value_and_grad("):
                 text = text.replace(word, "shardlib.value_and_grad(")
@@ -410,7 +415,9 @@ class Config(dict):  # type: ignore[type-arg]
 
 
 def in_float64(program: Callable[[Source], Brought]) -> Callable[[Source], Brought]:
-    """A program whose state and batch are in float64, which tells rounding from another result."""
+    """A program whose state, batch and sources are in float64, which tells rounding from another
+    result.
+    """
 
     def double(tree: Any) -> Any:
         return jax.tree.map(
@@ -422,7 +429,7 @@ def in_float64(program: Callable[[Source], Brought]) -> Callable[[Source], Broug
 
     def doubled(source: Source) -> Brought:
         jax.config.update("jax_enable_x64", True)
-        brought = program(source)
+        brought = program(replace(source, double=True))
         return replace(
             brought, init=lambda key: double(brought.init(key)), batch=double(brought.batch)
         )
@@ -536,7 +543,7 @@ PROGRAMS: dict[str, tuple[str, str, Callable[[Source], Brought]]] = {
         )
     },
 }
-for _name in ("lm1b", "imagenet", "mnist", "nanodo", "vae"):
+for _name in ("imagenet", "mnist", "ppo", "vae"):
     _folder, _module, _program = PROGRAMS[_name]
     PROGRAMS[f"{_name} in float64"] = (_folder, _module, in_float64(_program))
 
