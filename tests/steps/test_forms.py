@@ -170,6 +170,8 @@ def pair(a: Any, b: Any, scale: float = 1.0, *, on: bool = True) -> jax.Array:
         {"argnums": (1,)},
         {"argnums": [1, 0]},
         {"argnums": (0, 2)},
+        {"argnums": -1},
+        {"argnums": (0, -2)},
         {"allow_int": True},
     ],
 )
@@ -191,6 +193,8 @@ def test_it_takes_the_forms_of_jax(options: Any, jit: bool):
 def test_too_few_arguments_are_told():
     with pytest.raises(ArgumentError, match="differentiated by argument 3, and is called with 2"):
         shardlib.value_and_grad(pair, argnums=3)({"x": jnp.ones((4, 4))}, jnp.ones((4, 4)))
+    with pytest.raises(ArgumentError, match="differentiated by argument -3, and is called with 2"):
+        shardlib.value_and_grad(pair, argnums=-3)({"x": jnp.ones((4, 4))}, jnp.ones((4, 4)))
 
 
 class Net(nnx.Module):

@@ -88,17 +88,21 @@ def value_and_grad(
         raise ArgumentError(
             f"loss is {type(loss).__name__}; it is a function\nTry: def loss(params, batch): ..."
         )
-    chosen = _chosen(argnums, wrt)
+    every = _chosen(argnums, wrt)
     several = isinstance(argnums, Sequence)
 
     @functools.wraps(loss)
     def gradients(*args: Tree, **kwargs: Tree) -> Any:
-        last = max((one.argnum for one in chosen), default=0)
-        if last >= len(args):
-            raise ArgumentError(
-                f"the loss {_name(loss)} is differentiated by argument {last}, and is called with"
-                f" {len(args)}\nTry: argnums from 0 to {len(args) - 1}"
-            )
+        chosen = tuple(
+            nnx.DiffState(one.argnum + len(args), one.filter) if one.argnum < 0 else one
+            for one in every
+        )
+        for asked, place in zip(every, chosen, strict=True):
+            if not 0 <= place.argnum < len(args):
+                raise ArgumentError(
+                    f"the loss {_name(loss)} is differentiated by argument {asked.argnum}, and is"
+                    f" called with {len(args)}\nTry: argnums from 0 to {len(args) - 1}"
+                )
         objects = any(map(_has_objects, (*args, *kwargs.values())))
         call = (_of_objects if objects else _of_trees)(loss, args, kwargs, chosen, has_aux)
         if holomorphic or allow_int or not any(isinstance(leaf, Tracer) for leaf in call.leaves):

@@ -37,6 +37,7 @@ def assemble(
     rules: Rules | None = None,
     left_out: tuple[str, ...] = (),
     most: int = 0,
+    pinned: bool = False,
 ) -> Plan:
     """Builds the plan of a candidate.
 
@@ -48,6 +49,7 @@ def assemble(
         rules: pinned ones.
         left_out: colours that the search did not try to shard.
         most: devices of the largest mesh that it looked at.
+        pinned: whether the mesh was fixed by hand.
     """
     one = OnMachine.of(load, topology, candidate)
     given, load, how, saved = load, one.load, candidate.decisions, one.saving()
@@ -112,7 +114,7 @@ def assemble(
         one.pricer,
     )
     return plan.with_findings(
-        *findings.notes(load, topology, plan, left_out, most),
+        *findings.notes(load, topology, plan, left_out, most, pinned),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *faster_as_programs(given, topology, candidate, plan),

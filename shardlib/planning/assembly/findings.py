@@ -27,7 +27,12 @@ _LITTLE = 0.01
 
 @diagnostic
 def notes(
-    load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...], most: int
+    load: Workload,
+    topology: Topology,
+    plan: PlanData,
+    left_out: tuple[str, ...],
+    most: int,
+    pinned: bool,
 ) -> tuple[Finding, ...]:
     """Findings about a finished plan.
 
@@ -37,13 +42,14 @@ def notes(
         plan: the plan.
         left_out: colours that the search tried one after the other, and not in all sets.
         most: devices of the largest mesh that it looked at.
+        pinned: whether the mesh was fixed by hand.
     """
     found = [
         *load.problem.forward.findings,
         *load.colouring.findings,
         *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
-    found += _idle_devices(plan, topology, most)
+    found += _idle_devices(plan, topology, most, pinned)
     found += _doubled(load, plan)
     found += coupled(load.problem.rows, plan.microbatches)
     found += _kept(load, plan) + _dropping(load, topology, plan)
@@ -137,15 +143,24 @@ def _share_computed_whole(
 
 
 @diagnostic
-def _idle_devices(plan: PlanData, topology: Topology, most: int) -> list[Finding]:
-    """Devices that the plan leaves idle: because no mesh could use them, or because it is faster
-    so.
+def _idle_devices(plan: PlanData, topology: Topology, most: int, pinned: bool) -> list[Finding]:
+    """Devices that the plan leaves idle: because the mesh is pinned, because no mesh could use
+    them, or because it is faster so.
     """
     used = plan.mesh.devices
     if used >= topology.devices:
         return []
     larger = [r for r in plan.search.rejected if r.mesh.devices > used and r.reason == "slower"]
     said = f"the plan uses {used} of {topology.devices} devices: "
+    if pinned:
+        return [
+            Finding(
+                code="idle-devices",
+                severity="info",
+                message=f"{said}the mesh is pinned to {plan.mesh}",
+                hint="pins of single axes (mesh.tensor=2), which leave the others to the planner",
+            )
+        ]
     if larger:
         best = min(larger, key=lambda r: r.step_seconds)
         return [

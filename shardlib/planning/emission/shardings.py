@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardlib.errors import LayoutError, raise_all
+from shardlib.errors import ArgumentError, LayoutError, raise_all
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import PlanData
 
@@ -52,8 +52,14 @@ def plan_shardings(plan: PlanData, mesh: AxisSizes) -> PlanShardings:
         mesh: has the axes of the plan that are larger than 1, with their sizes; others are free.
 
     Raises:
+        ArgumentError: it is no mesh.
         LayoutError: the mesh lacks axes of the plan, or has them in other sizes; all are listed.
     """
+    if not isinstance(getattr(mesh, "shape", None), Mapping):
+        raise ArgumentError(
+            f"mesh is {type(mesh).__name__}; it is a jax.sharding.Mesh\nTry:"
+            " plan.shardings(jax.make_mesh((4, 2), ('fsdp', 'tensor')))"
+        )
     here = dict(mesh.shape)
     wrong = [
         f"{axis} is {size} in the plan and {here.get(axis, 'missing')} in the mesh"

@@ -241,6 +241,7 @@ def _plan(
         rules=space.rules,
         left_out=space.room.left_out,
         most=space.devices,
+        pinned=pins.mesh is not None,
     )
     require_obeyed(pins, made)
     return made.with_findings(*without_effect(space.room.pins, made))

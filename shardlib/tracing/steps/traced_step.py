@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -125,6 +126,11 @@ def trace_step(
         AnnotationError: names do not fit the weights, or `axes` names what is not in the state.
         BatchError: names do not fit the batch, or it has no rows.
     """
+    if isinstance(step, FunctionType) and hasattr(step, "lower"):  # of `jax.jit` is no function
+        raise TracingError(
+            f"the step {name} is under jax.pmap, which has devices of its own\nTry: the function"
+            " itself and the whole batch; lax.pmean and the like may stay"
+        )
     step = names_alone()(step)
     shapes = jax.tree.map(abstract_leaf, (state, batch))
     described = describe_batch(shapes[1], batch_axes)
