@@ -299,7 +299,7 @@ def test_dimensions_that_are_left_whole_are_said_with_their_cost() -> None:
     whole = replace(sharded, rules=Rules(()))  # as if both devices computed all matmuls
 
     def found(plan: Plan) -> list[Finding]:
-        every = notes(load, where, plan, ("mlp",), 2)
+        every = notes(load, where, plan, ("mlp",), 2, False)
         return [one for one in every if one.code == "dimensions-left-out"]
 
     assert not found(sharded)
