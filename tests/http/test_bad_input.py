@@ -138,6 +138,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "tools is not served here: tiny has no template of conversations that writes them",
     ),
     ("chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format"),
+    ("completions", {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
     (
         "chat/completions",
         {"messages": CHAT, "response_format": {"type": "json_schema"}},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardlib.errors import ArgumentError
 from shardlib.serving.hosting.deployment import Deployment
 from shardlib.serving.http.asking.tools import tool_form
-from shardlib.serving.http.bodies.chat import Chat, Format
-from shardlib.serving.http.bodies.choosing import Choosing, Structure
+from shardlib.serving.http.bodies.chat import Chat
+from shardlib.serving.http.bodies.choosing import Choosing, Format, Structure
 from shardlib.serving.http.faults import Fault
 from shardlib.serving.scheduling.forms import Form
 
@@ -66,7 +66,7 @@ def form_of(body: Choosing, deployed: Deployment) -> Form | None:
         Fault: 400; answers of the model can have no form.
     """
     found = [("structured_outputs", form) for form in structured_forms(body.structured_outputs)]
-    if isinstance(body, Chat) and (form := response_form(body.response_format)) is not None:
+    if (form := response_form(body.response_format)) is not None:
         found.append(("response_format", form))
     if isinstance(body, Chat) and (form := tool_form(body)) is not None:
         found.append(("tool_choice", form))

@@ -7,26 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shardlib.serving.http.bodies.choosing import Choosing
-from shardlib.serving.http.bodies.fields import Body
 from shardlib.serving.http.bodies.messages import Message
 from shardlib.serving.http.bodies.tools import NamedTool, Tool
 from shardlib.untrusted.json_types import JsonObject
 
 #: Functions that a body may give.
 MOST_TOOLS = 128
-
-
-class Schema(Body):
-    """A schema of answers."""
-
-    schema_: JsonObject = Field(alias="schema")
-
-
-class Format(Body):
-    """The form of an answer, as OpenAI has it."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
 
 
 class Chat(Choosing):
@@ -36,7 +22,6 @@ class Chat(Choosing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: Format | None = None
     modalities: list[str] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,19 @@ class StreamOptions(Body):
     """How events are sent."""
 
     include_usage: bool = False
+
+
+class Schema(Body):
+    """A schema of answers."""
+
+    schema_: JsonObject = Field(alias="schema")
+
+
+class Format(Body):
+    """The form of an answer, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 class Structure(Body):
@@ -56,6 +69,7 @@ class Choosing(Sampled):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: Format | None = None
     structured_outputs: Structure | None = None
     seconds: Annotated[float, Field(gt=0)] | None = None
 
