@@ -36,7 +36,7 @@ from shardlib.propagation.ties import (
     tie_inputs,
     tie_names,
 )
-from shardlib.report import Finding
+from shardlib.report import Finding, diagnostic
 
 #: Names that mean the same as ours, from MaxText, T5X and Flax examples.
 BATCH_NAMES: tuple[str, ...] = ("batch", "activation_batch")
@@ -181,6 +181,7 @@ def colour(problem: Problem) -> Colouring:
     return replace(found, findings=(*found.findings, *told))
 
 
+@diagnostic
 def _misnamed(paths: tuple[str, ...], problem: Problem) -> tuple[Finding, ...]:
     """Parameters whose names are left out."""
     if not paths:

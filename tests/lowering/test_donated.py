@@ -233,7 +233,7 @@ def test_other_errors_stay_what_they_are(monkeypatch):
         raise ValueError("something else")
 
     program = small.program(optax.sgd(0.01), DATA)
-    monkeypatch.setattr(type(program), "compiled", lambda _: fail)
+    monkeypatch.setattr(type(program), "_run_step", property(lambda _: fail))
     with pytest.raises(ValueError, match=r"^something else$"):
         program.step(zeros(program), small.batch())
     monkeypatch.undo()
