@@ -110,6 +110,7 @@ TESTS = {
     "test_published_runs.py": "unit",
     "test_published_unseen.py": "unit",
     "test_readme.py": "compile",
+    "test_report.py": "compile",
     "test_site.py": "unit",
     "test_snippets.py": "unit",
     "test_tiers.py": "unit",
