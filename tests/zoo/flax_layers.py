@@ -155,7 +155,8 @@ class Layer:
     def options(self, module: Any) -> dict[str, Any]:
         known = inspect.signature(type(module).__call__).parameters
         wanted = {"use_running_average": False, "update_stats": True, "deterministic": True}
-        return {name: value for name, value in wanted.items() if name in known}
+        fixed = [name for name in wanted if self.linen and getattr(module, name, None) is not None]
+        return {name: on for name, on in wanted.items() if name in known and name not in fixed}
 
     def init(self) -> Any:
         """What `shardlib.compile` takes."""
