@@ -16,7 +16,6 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from shardlib.launching.addresses import LOOPBACK
 from shardlib.servers.link import Link
@@ -112,12 +111,7 @@ class Relay:
     def __enter__(self) -> Relay:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _serve(self) -> None:

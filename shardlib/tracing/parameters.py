@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.annotation.model import Model
+from shardlib.annotation.trees.handed_on import origins
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.graph.problem import STATE, Parameter
-from shardlib.jax_types import Function, Leaf
-from shardlib.tracing.program import Program
+from shardlib.jax_types import Function, Jaxpr, Leaf
 from shardlib.tracing.trip_counts import dtype_name
-from shardlib.tracing.unchanged import unchanged
 
 
 def described_parameters(
@@ -164,21 +163,20 @@ def abstract(tree: Tree) -> Tree:
     return jax.tree.map(leaf, tree)
 
 
-def constant_state(program: Program, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
+def constant_state(jaxpr: Jaxpr, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
     """Paths of floating-point arrays of the model state that the loss hands on as they came.
 
     Args:
-        program: of the loss; its last outputs are the new model state.
+        jaxpr: of the loss; its last results are the new model state.
         shapes: abstract params, model state and batch.
     """
     leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
-    kept = unchanged(
-        program,
-        range(first, first + len(leaves)),
-        range(len(program.outputs) - len(leaves), len(program.outputs)),
-    )
+    results = origins(jaxpr)
+    state = enumerate(results[len(results) - len(leaves) :], first)
     return frozenset(
-        path for i, (path, leaf) in enumerate(leaves) if first + i in kept and trainable(leaf)
+        path
+        for (path, leaf), (number, origin) in zip(leaves, state, strict=True)
+        if origin == number and trainable(leaf)
     )
 
 

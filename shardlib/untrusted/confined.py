@@ -27,7 +27,6 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from shardlib.errors import ShardlibError
 from shardlib.untrusted.documents import Limits, parse_json
@@ -214,12 +213,7 @@ class Fork:
     def __enter__(self) -> Fork:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def fileno(self) -> int:

@@ -1,7 +1,7 @@
 """Inputs that a program hands on as results, unchanged.
 
-Through calls and rematerialisation, and through scans: a carry that no iteration changes, and
-slices that are stacked up again as they came.
+Through calls, names of values and rematerialisation, and through scans: a carry that no iteration
+changes, and slices that are stacked up again as they came.
 
 >>> import jax
 >>> origins(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.jit(lambda z: z)(x)))(1.0, 2.0))
@@ -38,6 +38,8 @@ def origins(jaxpr: Jaxpr) -> list[int | None]:
 
 def _sources(eqn: Eqn) -> Sequence[Any]:
     """The operand that each result of an equation is, or None."""
+    if eqn.primitive.name == "name":
+        return eqn.invars
     nothing = [None] * len(eqn.outvars)
     body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
     if body is None:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import jax
 import numpy as np
@@ -176,12 +175,7 @@ class Island:
     def __enter__(self) -> Island:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.exchanging.close()
 
     def _sent(self, state: TrainState) -> Crossing:

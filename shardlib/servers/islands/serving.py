@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.exchanges.checks import whole
@@ -94,12 +93,7 @@ class OuterServer:
         self._watch.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def place(self, island: int) -> MeetingPlace:
