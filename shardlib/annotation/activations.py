@@ -49,21 +49,6 @@ def pinned_activations(jaxpr: Jaxpr) -> int:
     )
 
 
-def manual_regions(jaxpr: Jaxpr) -> int:
-    """Number of regions with a mesh of their own, and of layouts pinned where re-evaluation does
-    not reach: in custom derivatives.
-    """
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    found = 0
-    for eqn in inner.eqns:
-        kept = eqn.primitive.name.startswith("custom_")
-        found += (eqn.primitive.name == "shard_map") + sum(
-            manual_regions(item) + (pinned_activations(item) if kept else 0)
-            for item in _inside(eqn)
-        )
-    return found
-
-
 def _inside(eqn: Any) -> list[Any]:
     return [
         item

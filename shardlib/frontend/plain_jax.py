@@ -139,7 +139,7 @@ def _loss_of_part(model: TracedModel, plan: Plan, whole: LossJaxpr) -> LossJaxpr
         return whole
     part = part_of(model.batch, _rows(model), plan.microbatches)
     bound = model.model.bind(model.loss)
-    again = trace_loss(bound, model.model.params, model.model.state, part, None)
+    again = trace_loss(bound, model.model.params, model.model.state, part)
     if not same_program(whole, again):
         _require(["a loss that computes other operations on a microbatch"], plan)
     return again

@@ -18,8 +18,6 @@ from shardlib.axes import MeshShape
 from shardlib.lowering.mesh.device_mesh import (
     axis_names,
     device_mesh,
-    logical_mesh,
-    on_mesh,
     parts_of,
     tpu_places,
 )
@@ -207,19 +205,6 @@ def test_weights_are_followed_through_casts_transpositions_reshapes_and_scans():
 def test_names_of_a_mesh_in_parts():
     mesh, _ = device_mesh(MeshShape(data=2, fsdp=4), parts={"fsdp": (2, 2)})
     assert parts_of(mesh, ("data", "fsdp")) == ("data", "fsdp_0", "fsdp_1")
-    logical = logical_mesh(mesh)
-    assert (
-        logical.shape["fsdp"] == 4
-        and logical.devices.reshape(-1).tolist() == mesh.devices.reshape(-1).tolist()
-    )
-    spec = jax.sharding.PartitionSpec(
-        ("data", "fsdp"), None, jax.sharding.PartitionSpec.UNCONSTRAINED
-    )
-    moved = on_mesh(mesh, jax.sharding.NamedSharding(logical, spec))
-    assert (
-        moved.spec[0] == ("data", "fsdp_0", "fsdp_1")
-        and moved.spec[2] is jax.sharding.PartitionSpec.UNCONSTRAINED
-    )
     assert axis_names(MeshShape(fsdp=4), {})[0] == (
         "stage",
         "data",

@@ -47,6 +47,11 @@ def held(name: str, state: Any, batch: Any) -> jax.Array:
     return nll(lm(adapted, batch["chosen"]), batch["chosen"]).mean()
 
 
+def with_layouts(batch):
+    """The batch with layouts of a mesh that is not the plan's, which are left out."""
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, jax.P("rows")), batch)
+
+
 def run(name: str, folder: Path | None, **settings: Any) -> Any:
     return fit(
         program(name),
@@ -60,7 +65,7 @@ def run(name: str, folder: Path | None, **settings: Any) -> Any:
             validation=Validation(
                 data={key: leaf[:11] for key, leaf in batch_of(name, 0).items()},
                 every=3,
-                loss=lambda state, batch: held(name, state, batch),
+                loss=lambda state, batch: held(name, state, with_layouts(batch)),
             ),
             **settings,
         ),

@@ -20,6 +20,7 @@ from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.runtime.batches import placed, shapes_of_batch
 from shardlib.processes.values import in_every_process
 from shardlib.tracing.batch import describe_batch
+from shardlib.tracing.layouts import NO_MESH, freed
 from shardlib.tracing.row_proofs import rows_of
 
 
@@ -41,13 +42,13 @@ class StepEvaluation:
     programs: dict[Any, tuple[Callable[..., dict[str, Any]], Tree]] = field(default_factory=dict)
 
     def metrics(self, state: Tree, batch: Tree) -> tuple[Value, Metrics]:
-        """The loss and the user's own metrics, to be traced.
+        """The loss and the user's own metrics, to be traced; layouts of their own are left out.
 
         Args:
             state: arrays or tracers.
             batch: arrays or tracers.
         """
-        return loss_and_metrics(self.loss(state, batch))
+        return loss_and_metrics(freed(self.loss, NO_MESH)(state, batch))
 
     def evaluate(self, state: Tree, batch: Tree) -> dict[str, Tree]:
         """The metrics of a batch: "loss", and the user's own. The state stays usable.

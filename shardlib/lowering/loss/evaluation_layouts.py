@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from shardlib.annotation.activations import pinned_activations
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import LogicalAxes, MeshShape
@@ -67,7 +66,6 @@ def laid_out_for(
     batch: Tree,
     batch_axes: Tree,
     known: Mapping[str, LogicalAxes],
-    mesh: Mesh | AbstractMesh,
 ) -> LaidOut:
     """Traces a loss and lays it out.
 
@@ -79,7 +77,6 @@ def laid_out_for(
         batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
             else by convention.
         known: logical axes of the batch of a step, by path.
-        mesh: the mesh of the program.
 
     Raises:
         BatchError: names do not fit the batch, or it has no rows.
@@ -96,7 +93,7 @@ def laid_out_for(
             f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"
             "\nTry: at least one row"
         )
-    traced = _traced(plan, model, loss, batch, mesh)
+    traced = trace_loss(loss, model.params, model.state, batch, what="an evaluation of")
     program = traced.program
     inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
     count = len(inputs)
@@ -149,22 +146,6 @@ def _described(batch: Tree, batch_axes: Tree, known: Mapping[str, LogicalAxes]) 
             for path, leaf in leaves
         )
     return describe_batch(batch)
-
-
-def _traced(
-    plan: Plan, model: Model, loss: PureLoss, batch: Tree, mesh: Mesh | AbstractMesh
-) -> LossJaxpr:
-    """The loss, under the mesh; of stages, that have a mesh of another kind, under none where the
-    user names no mesh axis.
-    """
-
-    def under(mesh: Mesh | AbstractMesh | None) -> LossJaxpr:
-        return trace_loss(loss, model.params, model.state, batch, mesh, what="an evaluation of")
-
-    if plan.mesh["stage"] == 1:
-        return under(mesh)
-    found = under(None)
-    return under(mesh) if pinned_activations(found.closed_jaxpr) else found
 
 
 def _coloured(plan: Plan) -> tuple[Parameter, ...]:

@@ -133,7 +133,7 @@ class Placing(WeightPlacing):
             return placed if back is None else returning(named_sharding(mesh, back))(placed)
 
         def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
-            done = on_this_mesh(equation, operands, mesh, len(self.mesh.axis_names))
+            done = on_this_mesh(equation, operands, mesh)
             if done is not None:
                 return done
             if equation.path in functions:

@@ -1,5 +1,5 @@
-"""Operations that run otherwise on the mesh of a program than they were traced: constraints of
-shardings, whose mesh was another one, and operations at computed positions in manual regions.
+"""Operations that run otherwise on the mesh of a program than they were traced: those at computed
+positions in manual regions.
 """
 
 from __future__ import annotations
@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from shardlib.axes import INNER_AXES
-from shardlib.lowering.loss.constraints import manual_axes, whole, within
-from shardlib.lowering.mesh.device_mesh import on_mesh
+from shardlib.lowering.loss.constraints import manual_axes, whole
 from shardlib.tracing.element_lookup import by_elements, is_element_lookup
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting.binding import bind
@@ -24,7 +22,7 @@ INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 
 
 def on_this_mesh(
-    equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh, axes: int
+    equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
 ) -> list[jax.Array] | None:
     """The results of an operation that must run otherwise; None for all others.
 
@@ -32,25 +30,10 @@ def on_this_mesh(
         equation: the operation.
         operands: its operands.
         mesh: the mesh around it; inside of a manual region, that of the region.
-        axes: how many axes the mesh of the program has; more than the plan's where some are in
-            physical parts.
     """
-    manual, asked = manual_axes(mesh), equation.params.get("sharding")
-    if (
-        equation.name == "sharding_constraint"
-        and isinstance(asked, NamedSharding)
-        and (manual or axes > len(INNER_AXES))
-    ):
-        here = within(mesh, on_mesh(mesh, asked))
-        return [jax.lax.with_sharding_constraint(operands[0], here)]
-    if (
-        manual and isinstance(asked, NamedSharding)
-        # of the mesh that was traced under, where all axes were automatic: it asks for nothing
-    ):
-        return bind(equation, operands, sharding=None)
     if is_element_lookup(equation):
         return by_elements(equation, operands)
-    if manual and equation.name in INDEXED:
+    if equation.name in INDEXED and manual_axes(mesh):
         results = bind(equation, [whole(operand, mesh) for operand in operands])
         return [whole(result, mesh) for result in results]
     return None

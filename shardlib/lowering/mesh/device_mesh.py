@@ -4,8 +4,6 @@ The mesh has all six axes, sizes 1 included, all of them Auto: the compiler prop
 the constraints that the plan places. An axis that runs along several dims of a torus is kept as its
 physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus goes along one dim at a
 time (`lowering/weights/gradients.py`); everything that names a mesh axis goes through `parts_of`.
-The user's own code is traced under the mesh of six axes, so that an annotation that names one means
-the same under every plan.
 
 The device order follows the hardware, by `shardlib.hardware.placement.device_order`, in planning,
 verification and here: TPU devices are found by their coordinates, others by their numbers
@@ -17,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.axes import INNER_AXES, MeshShape
 from shardlib.errors import ShardlibError, TopologyError
@@ -87,47 +85,9 @@ def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def logical_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same devices with each axis in one piece: the mesh that the user's code is traced
-    under.
-    """
-    sizes = tuple(
-        math.prod(mesh.shape[part] for part in parts_of(mesh, (axis,))) for axis in INNER_AXES
-    )
-    types = (AxisType.Auto,) * len(INNER_AXES)
-    if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(sizes, INNER_AXES, axis_types=types)
-    return Mesh(mesh.devices.reshape(sizes), INNER_AXES, axis_types=types)
-
-
-def on_mesh(mesh: Mesh | AbstractMesh, sharding: T) -> T | NamedSharding:
-    """A sharding over the logical mesh as one over the program's mesh.
-
-    Args:
-        mesh: of the program.
-        sharding: any; other than a `NamedSharding` it is passed on.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-
-    def renamed(dim: Any) -> Any:
-        return (
-            dim
-            if dim is None or dim is PartitionSpec.UNCONSTRAINED
-            else parts_of(mesh, (dim,) if isinstance(dim, str) else dim)
-        )
-
-    return NamedSharding(mesh, PartitionSpec(*map(renamed, sharding.spec)))
-
-
-def abstract_mesh(plan: Plan, *, split: bool = True) -> AbstractMesh:
-    """The mesh of a plan without devices.
-
-    Args:
-        plan: with its mesh.
-        split: whether axes are kept as their physical parts.
-    """
-    names, sizes = axis_names(plan.mesh, physical_parts(plan) if split else {})
+def abstract_mesh(plan: Plan) -> AbstractMesh:
+    """The mesh of a plan without devices."""
+    names, sizes = axis_names(plan.mesh, physical_parts(plan))
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 

@@ -10,7 +10,6 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from shardlib.annotation.activations import manual_regions
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import LogicalAxes
@@ -31,7 +30,6 @@ from shardlib.lowering.program.part import Part, PlannedLoss, kernel_findings, p
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.program.store import Store, abstract_state, store_of
 from shardlib.lowering.program.update.parts import Run, StepParts
-from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import shapes_of_batch
 from shardlib.lowering.runtime.random_keys import with_keys
 from shardlib.lowering.weights.gathering import gather_updated
@@ -76,21 +74,19 @@ def build_program(
     require_lowered(plan)
     planned, options = planned or PlannedLoss(), options or BuildOptions()
     chosen, plan = plan, _runnable(plan, options)
-    mesh, device_findings = _mesh(plan, planned.traced, options)
+    mesh, device_findings = _mesh(plan, options)
     shapes = shapes_of_batch(batch)
     store = store_of(plan, model, optimizer, mesh)
     cut_batch = shardings.batch_shardings(plan, shapes, mesh)
     dims = shardings.batch_dims(batch_axes or _unnamed(shapes))
-    part = part_as_planned(
-        plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, planned
-    )
+    part = part_as_planned(plan, model, loss, part_of(shapes, dims, plan.microbatches), planned)
     dims = with_keys(dims, shapes, part.traced.program)
     require_functions(plan, part.traced.read(store.parameters), lost=part.lost)
     share = _contribution(
         plan,
         model,
         planned,
-        Share(traced=part.traced, dims=dims, shardings=cut_batch, under=part.mesh),
+        Share(traced=part.traced, dims=dims, shardings=cut_batch),
         shapes,
         mesh,
     )
@@ -203,21 +199,16 @@ def _runnable(plan: Plan, options: BuildOptions) -> Plan:
     return plan
 
 
-def _mesh(
-    plan: Plan, traced: LossJaxpr | None, options: BuildOptions
-) -> tuple[Mesh | AbstractMesh, tuple[Finding, ...]]:
-    """The mesh of a program, its axes in physical parts where the loss has no regions of its own
-    that are manual over them.
-    """
-    split = traced is None or not manual_regions(traced.closed_jaxpr)
+def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple[Finding, ...]]:
+    """The mesh of a program, its axes in physical parts."""
     if options.abstract:
-        return abstract_mesh(plan, split=split), ()
+        return abstract_mesh(plan), ()
     return device_mesh(
         plan.mesh,
         options.devices,
         topology=plan.topology,
         order=plan.axis_order,
-        parts=physical_parts(plan) if split else None,
+        parts=physical_parts(plan),
     )
 
 
@@ -226,4 +217,4 @@ def _scaled(part: Part, model: Model, guards: Guards | None) -> Part:
     if guards is None or guards.scale is None:
         return part
     params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
-    return replace(part, traced=scaled(part.traced, params, states, part.mesh))
+    return replace(part, traced=scaled(part.traced, params, states))

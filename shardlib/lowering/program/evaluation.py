@@ -151,7 +151,6 @@ class Evaluation:
             batch,
             self.batch_axes,
             self.axes,
-            self.mesh,
         )
         whole = shardings.named_sharding(self.mesh, Layout())
         sharded = abstract_batch(

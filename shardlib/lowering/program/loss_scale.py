@@ -13,27 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
-from jax.sharding import AbstractMesh, Mesh
 
-from shardlib._jax_compat import in_mesh
 from shardlib.annotation.activations import no_mesh
 from shardlib.errors import TracingError
-from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.state import scaled_state
 from shardlib.tracing.program import flatten
 
 
-def scaled(
-    traced: LossJaxpr, parameters: int, states: int, mesh: Mesh | AbstractMesh | None
-) -> LossJaxpr:
+def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
     """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
     batch), multiplied by the scale in float32 at least.
 
     Args:
         traced: the loss.
         parameters, states: number of leaves of params and of state.
-        mesh: the mesh that it was traced under; None for none.
 
     Raises:
         TracingError: the equations of the loss do not stay what they are.
@@ -50,7 +44,7 @@ def scaled(
             scaled_state(state, scale),
         )
 
-    with no_mesh() if mesh is None else in_mesh(logical_mesh(mesh)):
+    with no_mesh():
         again, shapes = jax.make_jaxpr(run, return_shape=True)(
             avals[:before], jax.ShapeDtypeStruct((), jnp.float32), avals[before:]
         )

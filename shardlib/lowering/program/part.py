@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
-from shardlib.annotation.activations import pinned_activations
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.graph.rows import Rows
@@ -51,13 +49,11 @@ class Part:
     Attributes:
         traced: it.
         placements: layouts for its values.
-        mesh: the mesh that it was traced under again; None where it was not.
         findings: what the user should know where these are not the layouts of the plan.
     """
 
     traced: LossJaxpr
     placements: Placements
-    mesh: Mesh | AbstractMesh | None = None
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -71,7 +67,6 @@ def part_as_planned(
     model: Model,
     loss: PureLoss,
     part: Tree,
-    mesh: Mesh | AbstractMesh,
     planned: PlannedLoss,
 ) -> Part:
     """The loss of one microbatch, with the layouts of the plan where it computes what was planned.
@@ -81,21 +76,15 @@ def part_as_planned(
         model: the model.
         loss: its loss.
         part: the abstract batch of one microbatch.
-        mesh: the mesh of the program.
         planned: what planning knows of the loss.
 
     Raises:
         TracingError: the loss does not trace for a microbatch.
     """
     traced, placements = planned.traced, planned.placements or {}
-    pinned = traced is None or bool(pinned_activations(traced.closed_jaxpr))
-    if traced is not None and plan.microbatches == 1 and not pinned:
+    if traced is not None and plan.microbatches == 1:
         return Part(traced=traced, placements=placements)
-    # JAX writes the mesh into what it traces: a stage runs under a mesh of another kind, and
-    # equations differ from those of the loss as it was planned. Where the user names no mesh axis,
-    # none is needed.
-    under = mesh if pinned else None
-    again = trace_loss(loss, model.params, model.state, part, under)
+    again = trace_loss(loss, model.params, model.state, part)
     if traced is not None and not same_program(traced, again):
         return Part(
             traced=again,
@@ -105,10 +94,9 @@ def part_as_planned(
                 parameter_order(plan, model.params),
                 len(jax.tree.leaves(model.state)),
             ),
-            mesh=under,
             findings=(lost_placements(len(placements)),),
         )
-    return Part(traced=again, placements=placements, mesh=under)
+    return Part(traced=again, placements=placements)
 
 
 @diagnostic

@@ -7,18 +7,16 @@ from functools import cached_property
 
 import jax
 from jax.extend import core as jex
-from jax.sharding import AbstractMesh, Mesh
 
-from shardlib._jax_compat import in_mesh
 from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import ShardlibError, TracingError
-from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.mesh.shardings import (
     batch_path,
 )
 from shardlib.lowering.reading.loss import LossReading
+from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed
 from shardlib.tracing.program import Program, flatten
 
 
@@ -55,26 +53,38 @@ def trace_loss(
     params: Tree,
     state: Tree,
     batch: Tree,
-    mesh: Mesh | AbstractMesh | None,
     *,
     what: str = "one microbatch,",
 ) -> LossJaxpr:
-    """Traces a loss under a mesh, or under none; `what` says of what, for errors.
+    """Traces a loss, without the layouts that it brings along.
 
     Args:
         loss: as the model binds it.
         params: abstract parameters.
         state: abstract model state.
         batch: abstract batch.
-        mesh: that it is traced under; None for none.
         what: what is traced, for messages.
 
     Raises:
-        TracingError: the loss does not trace for these shapes under this mesh.
+        TracingError: the loss does not trace for these shapes.
     """
+
+    def traced(loss: PureLoss) -> tuple[jex.ClosedJaxpr, Tree]:
+        with no_mesh():
+            return jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
+
+    def free() -> tuple[jex.ClosedJaxpr, Tree]:
+        return traced(freed(loss, NO_MESH))
+
     try:
-        with no_mesh() if mesh is None else in_mesh(logical_mesh(mesh)):
-            closed_jaxpr, shapes = jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
+        try:
+            closed_jaxpr, shapes = traced(loss)
+            if brings_layouts(closed_jaxpr):
+                closed_jaxpr, shapes = free()
+        except ShardlibError:
+            raise
+        except Exception:  # axes of a mesh where none is in force
+            closed_jaxpr, shapes = free()
     except ShardlibError:
         raise
     except Exception as error:
@@ -83,8 +93,7 @@ def trace_loss(
             for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         )
         raise TracingError(
-            f"the loss does not trace for {what} {arrays}, under the plan's mesh:"
-            f" {type(error).__name__}: {error}"
+            f"the loss does not trace for {what} {arrays}: {type(error).__name__}: {error}"
         ) from error
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 

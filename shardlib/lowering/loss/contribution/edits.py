@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib._jax_compat import in_mesh
 from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.trees.paths import Tree
 from shardlib.layout import Layout
@@ -28,7 +27,6 @@ from shardlib.lowering.loss.contribution.rewriting import (
     times,
 )
 from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole
-from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import BatchDims
@@ -123,7 +121,7 @@ class Edits:
             share: the loss of one microbatch.
             mesh: of the program.
         """
-        part, dims, shardings, under = share.traced, share.dims, share.shardings, share.under
+        part, dims, shardings = share.traced, share.dims, share.shardings
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
         numbers = numbers_of(program, self.values)
@@ -152,7 +150,7 @@ class Edits:
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
 
         given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
-        with no_mesh() if under is None else in_mesh(logical_mesh(under)):
+        with no_mesh():
             again, shapes = jax.make_jaxpr(run, return_shape=True)(given, avals)
         traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
         finish = self.finish(part, vouched)

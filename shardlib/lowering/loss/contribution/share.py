@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jax.sharding import AbstractMesh, Mesh
-
 from shardlib.annotation.trees.paths import Tree
 from shardlib.graph.rows import RowDim, Rows
 from shardlib.layout import Layout
@@ -69,13 +67,11 @@ class Share:
         traced: it.
         dims: for each array of the batch, by path, its dim of rows.
         shardings: of each array of the batch.
-        under: the mesh that it was traced under; None for none.
     """
 
     traced: LossJaxpr
     dims: BatchDims
     shardings: Tree
-    under: Mesh | AbstractMesh | None
 
 
 def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
