@@ -177,10 +177,10 @@ def with_model(plan: Plan, model: TracedModel) -> Plan:
     if not isinstance(plan.source, Prepared):
         return plan
 
-    def written(plan: Plan) -> str:
+    def written(plan: Plan, mode: str) -> str:
         from shardlib.frontend.plain_jax import plain_text  # planning does without the lowering
 
-        return plain_text(model, plan)
+        return plain_text(model, plan, mode)
 
     source = replace(
         plan.source,

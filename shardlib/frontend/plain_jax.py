@@ -8,10 +8,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 
 import jax
 
-from shardlib._jax_compat import scan_counts
+from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.axes import INNER_AXES
 from shardlib.errors import PlanError, raise_all
 from shardlib.exchanges.values import Exact
@@ -29,6 +30,7 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan, source_of
 from shardlib.planning.units.quantity import seconds_text
 from shardlib.propagation.contractions import arriving, returned, used
+from shardlib.tracing import layouts
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -46,12 +48,13 @@ from shardlib.tracing.rows.step import line_of
 Values = Mapping[tuple[str, int], tuple[str, tuple[int, ...], str]]
 
 
-def plain_text(model: TracedModel, plan: Plan) -> str:
+def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
     """A plan as a file of plain JAX.
 
     Args:
         model: what the plan was made for.
         plan: its decisions.
+        mode: of the mesh axes, "auto" or "explicit".
 
     Raises:
         PlanError: the plan, or the model, has something that such a file cannot express; all of it
@@ -63,10 +66,11 @@ def plain_text(model: TracedModel, plan: Plan) -> str:
     placements, values = placements_of(model.traced, plan, plan.rules), _values(loss)
     tables = {
         **_where(plan),
+        "MODE": repr(mode),
         **_arrays(model, plan, loss),
         **_layouts(plan, placements, values, loss),
     }
-    return _written(plan, tables)
+    return _written(plan, tables, own=bool(model.traced.layouts))
 
 
 def _require(failures: Sequence[str], plan: Plan) -> None:
@@ -321,10 +325,14 @@ def _inside(path: str) -> str:
     return path.partition(".")[2]
 
 
-def _written(plan: Plan, tables: Mapping[str, str]) -> str:
-    """The file: what it is, the tables, and what carries them out."""
-    text = inspect.getsource(step)
-    text = text[text.index("from __future__") :]
+def _written(plan: Plan, tables: Mapping[str, str], *, own: bool) -> str:
+    """The file: what it is, the tables, and what carries them out; with what takes out layouts of
+    the user's `own`.
+    """
+    text = _code(step)
+    if own:
+        tables = {**tables, "WITHOUT_LAYOUTS": "lambda function: _freeing()(function)"}
+        text += _freeing()
     for name, value in tables.items():
         text, count = re.subn(
             rf"^({name}\b[^=\n]*) = .*$",
@@ -337,10 +345,45 @@ def _written(plan: Plan, tables: Mapping[str, str]) -> str:
     return f'"""{_head(plan)}"""\n\n# ruff: noqa\n{text}'
 
 
+def _code(module: ModuleType) -> str:
+    """The text of a module without its docstring."""
+    text = inspect.getsource(module)
+    return text[text.index("from __future__") :]
+
+
+def _freeing() -> str:
+    """The text of `shardlib.tracing.layouts`, with what a file needs of all that it imports."""
+    text = _code(layouts).removeprefix("from __future__ import annotations\n")
+    text = re.sub(r"^from (shardlib|flax)\S* import .*$", "", text, flags=re.MULTILINE)
+    text = _BESIDE + inspect.getsource(open_jaxpr) + text
+    text = textwrap.indent(f"{text}\n\nreturn lambda own: freed(own, ambient_mesh())", "    ")
+    return f"\n\ndef _freeing() -> Any:\n{text}\n"
+
+
+_BESIDE = f"""
+class ShardlibError(ValueError):
+    pass
+
+class TracingError(ShardlibError):
+    pass
+
+class nn:
+    get_logical_axis_rules = staticmethod(tuple)
+
+def form_of(eqn: Any) -> None:
+    return None
+
+def user_line(eqn: Any) -> str:
+    return ""
+
+MarkedLoss, INNER_AXES = (), {INNER_AXES!r}
+
+"""
 #: How a file differs from the programs of this library.
 _NOTES = (
-    "Mesh axes are Auto: XLA lays out what no constraint names. An axis is one axis of the mesh,"
-    " also where it lies along several dims of a torus.",
+    "The step computes on Auto axes: XLA lays out what no constraint names. In explicit mode what"
+    " goes in and comes out has its sharding in its type. An axis is one axis of the mesh, also"
+    " where it lies along several dims of a torus.",
     "Gradients are reduced by XLA's partitioner, in every microbatch. Programs of shardlib reduce"
     " the partial sums of weights themselves where devices are joined by links, and once a step"
     " with ZeRO 0 and 1.",

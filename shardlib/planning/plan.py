@@ -15,7 +15,7 @@ from typing import Protocol
 from shardlib.decisions.pin_words import aliased
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.decisions.readers import PinValue
-from shardlib.errors import InfeasibleError, PinError, PlanError
+from shardlib.errors import ArgumentError, InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.planning.answers.alternative import Alternative
 from shardlib.planning.answers.answers import Answers
@@ -59,7 +59,8 @@ class Source(Protocol):
 
     Attributes:
         load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
-        written: the plan as a file of plain JAX; None where the model is not at hand.
+        written: (plan, mode of its mesh axes) -> a file of plain JAX; None where the model is not
+            at hand.
     """
 
     @property
@@ -70,7 +71,7 @@ class Source(Protocol):
     def pins(self) -> Pins: ...
 
     @property
-    def written(self) -> Callable[[Plan], str] | None: ...
+    def written(self) -> Callable[[Plan, str], str] | None: ...
     def under(self, pins: Pins) -> Source:
         """The same problem under other pins."""
         ...
@@ -255,7 +256,7 @@ class Plan(ShownPlan):
         """
         return source_of(self).replan(self, topology, lost=lost, anew=anew)
 
-    def emit(self, form: str | None = None) -> str:
+    def emit(self, form: str | None = None, *, mode: str = "auto") -> str:
         """The configuration of the plan's framework, or the plan as a file of plain JAX
         (`docs/frameworks.md`).
 
@@ -263,11 +264,17 @@ class Plan(ShownPlan):
             form: "jax" for a Python file with the mesh, the sharding of every array by path,
                 constraints of activations by name and the remat policy, which needs no shardlib;
                 None for the configuration of the framework that the plan is made for.
+            mode: of the mesh axes in such a file: "auto", or "explicit" for a step that takes and
+                gives arrays with their shardings in their types, for programs in JAX's explicit
+                mode.
 
         Raises:
+            ArgumentError: another mode.
             PlanError: there is no framework, or it has no words for the plan; or the plan has what
                 plain JAX cannot express, or carries no model; all reasons are listed.
         """
+        if mode not in ("auto", "explicit"):
+            raise ArgumentError(f"mode is {mode!r}\nTry: 'auto' or 'explicit'")
         if form is None:
             return emit(self)
         if form != "jax":
@@ -283,7 +290,7 @@ class Plan(ShownPlan):
                 "only plans of a model and its loss are written as plain JAX\nTry:"
                 " shardlib.plan(init, loss, ...).emit('jax')"
             )
-        return written(self)
+        return written(self, mode)
 
     def shardings(self, mesh: AxisSizes) -> PlanShardings:
         """The sharding of every parameter, gradient, optimizer state and array of the batch by

@@ -48,14 +48,15 @@ class Prepared:
         pins: the pins it was made under.
         on_islands: the problem of one of so many islands, each with its part of the rows; None
             where the model is not at hand.
-        written: the plan as a file of plain JAX; None where the model is not at hand.
+        written: (plan, mode of its mesh axes) -> a file of plain JAX; None where the model is not
+            at hand.
     """
 
     load: Workload
     topology: Topology
     pins: Pins
     on_islands: Callable[[int], Problem] | None = field(default=None, repr=False, compare=False)
-    written: Callable[[Plan], str] | None = field(default=None, repr=False, compare=False)
+    written: Callable[[Plan, str], str] | None = field(default=None, repr=False, compare=False)
     _answered: dict[tuple[Topology, Pins], Plan] = field(
         default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
     )

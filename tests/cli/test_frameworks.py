@@ -87,7 +87,9 @@ def test_configuration_is_written(shell, card: Path, tmp_path: Path) -> None:
     assert code == 2 and "framework 'torchtitan' cannot do what is pinned: zero=1" in err
 
 
-@pytest.mark.parametrize(("emit", "name"), [("jax", "sharded_step.py"), ("jax:own.py", "own.py")])
+@pytest.mark.parametrize(
+    ("emit", "name"), [("jax", "sharded_step.py"), ("jax-explicit:own.py", "own.py")]
+)
 def test_a_plan_as_plain_jax(
     shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emit: str, name: str
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_plan_as_plain_jax(
     text = (tmp_path / name).read_text()
     compile(text, name, "exec")
     assert "MESH: Mapping[str, int] = {'tensor': 8}" in text
+    assert f"MODE = {'explicit' if 'explicit' in emit else 'auto'!r}" in text
     assert "    'up': ((1024, 4096), P(None, 'tensor')," in text
 
 

@@ -36,16 +36,24 @@ class Sizes:
 PLAIN_FILE = "sharded_step.py"
 
 
-def _plain_file(emit: str | None) -> Path | None:
-    """The file that a plan is written to as plain JAX; None where `--emit` says something else."""
+#: What `--emit` says for plain JAX -> mode of its mesh axes.
+PLAIN_FORMS = {"jax": "auto", "jax-explicit": "explicit"}
+
+
+def _plain_file(emit: str | None) -> tuple[Path, str] | None:
+    """The file that a plan is written to as plain JAX, and its mode; None where `--emit` says
+    something else.
+    """
     form, colon, file = (emit or "").partition(":")
-    return Path(file if colon else PLAIN_FILE) if form == "jax" else None
+    known = form in PLAIN_FORMS
+    return (Path(file if colon else PLAIN_FILE), PLAIN_FORMS[form]) if known else None
 
 
 def _emitted(emit: str | None) -> str | None:
     """What `--emit` says, if its file can be written."""
     if emit is not None:
-        writable(_plain_file(emit) or Path(emit))
+        plain = _plain_file(emit)
+        writable(Path(emit) if plain is None else plain[0])
     return emit
 
 
@@ -84,10 +92,11 @@ class Searching:
         str | None,
         typer.Option(
             "--emit",
-            metavar="FILE|jax[:FILE]",
+            metavar="FILE|jax[:FILE]|jax-explicit[:FILE]",
             callback=_emitted,
             help="Write the configuration of the --framework here; or with jax the plan as a file"
-            f" of plain JAX, {PLAIN_FILE} unless it is named.",
+            f" of plain JAX, {PLAIN_FILE} unless it is named; with jax-explicit one for programs in"
+            " JAX's explicit mode.",
         ),
     ] = None
 
@@ -144,8 +153,9 @@ def plan_command(
             framework=searching.framework,
         )
     if plain is not None:
-        write(plain, found.emit("jax"))
-        echo(f"plain JAX: {plain}", err=True)
+        file, mode = plain
+        write(file, found.emit("jax", mode=mode))
+        echo(f"plain JAX: {file}", err=True)
     elif searching.emit is not None:
         write(Path(searching.emit), found.emit())
     if out is not None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Literal
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 #: Names and sizes of the mesh axes.
@@ -22,6 +22,9 @@ MESH: Mapping[str, int] = {}
 #: Numbers of the devices in mesh order, TPU devices by coordinates, others in JAX's order; None for
 #: 0, 1, 2, ...
 DEVICE_ORDER: Sequence[int] | None = None
+#: Of mesh axes: "explicit" for shardings in the types of all arrays that go in and come out, "auto"
+#: for none.
+MODE = "auto"
 #: Path of a parameter -> its shape, and how it is sharded: stored, its gradient, its optimizer
 #: state and update.
 PARAMETERS: Mapping[str, Sequence[Any]] = {}
@@ -46,6 +49,8 @@ COTANGENTS: Mapping[str, P] = {}
 REMAT = "none"
 #: Layers that are written out one by one: first operation, operations of a layer, layers.
 BLOCKS: Sequence[tuple[str, int, int]] = ()
+#: What takes out of a loss the layouts that it was written with; None where it has none.
+WITHOUT_LAYOUTS: Callable[[Any], Any] | None = None
 
 _POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 _INLINED = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
@@ -55,6 +60,7 @@ _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of the plan, over the first devices that JAX sees or those that are given."""
+    kind = AxisType.Explicit if MODE == "explicit" else AxisType.Auto
     every = list(jax.devices() if devices is None else devices)
     if hasattr(every[0], "coords"):
         every.sort(key=lambda one: (getattr(one, "slice_index", 0), *one.coords, one.core_on_chip))
@@ -63,9 +69,7 @@ def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
         raise ValueError(f"the mesh {dict(MESH)} needs {count} devices, here are {len(every)}")
     order = range(count) if DEVICE_ORDER is None else DEVICE_ORDER
     grid = np.array([every[number] for number in order], dtype=object)
-    return Mesh(
-        grid.reshape(tuple(MESH.values())), tuple(MESH), axis_types=(AxisType.Auto,) * len(MESH)
-    )
+    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH), axis_types=(kind,) * len(MESH))
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
@@ -97,8 +101,9 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
     """The optimizer's state before the first step, made sharded."""
-    abstract = jax.eval_shape(optimizer.init, params)
-    return jax.jit(optimizer.init, out_shardings=optimizer_shardings(abstract, mesh))(params)
+    shardings = optimizer_shardings(_state(optimizer, params), mesh)
+    init = _automatic(optimizer.init, mesh, shardings)
+    return jax.jit(init, out_shardings=shardings)(params)
 
 
 def make_step(
@@ -119,7 +124,10 @@ def make_step(
         mesh: from `make_mesh`.
     """
     _check_parameters(params)
-    opt_state = jax.eval_shape(optimizer.init, params)
+    state = parameter_shardings(params, mesh), optimizer_shardings(_state(optimizer, params), mesh)
+    results = *state, NamedSharding(mesh, P())
+    ins = *state, batch_shardings(batch, mesh)
+    outer, mesh = mesh, _inside(mesh)
     placed = _placed_loss(loss, params, _microbatch(batch), mesh)
     differentiate = jax.value_and_grad(placed, has_aux=True)
 
@@ -164,13 +172,39 @@ def make_step(
         new = optax.apply_updates(local, held(updates, 3))
         return moved(new, 3, 1), opt_state, {"loss": value, **metrics}
 
-    state = parameter_shardings(params, mesh), optimizer_shardings(opt_state, mesh)
     return jax.jit(
-        step,
+        _automatic(step, outer, results),
         donate_argnums=(0, 1),
-        in_shardings=(*state, batch_shardings(batch, mesh)),
-        out_shardings=(*state, NamedSharding(mesh, P())),
+        in_shardings=ins,
+        out_shardings=results,
     )
+
+
+def _inside(mesh: Mesh) -> Any:
+    """The mesh that a step computes on: that of the plan with automatic axes."""
+    abstract = mesh.abstract_mesh
+    automatic = abstract.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    return mesh if abstract == automatic else automatic
+
+
+def _automatic(function: Any, mesh: Mesh, results: Any) -> Any:
+    """A function that computes on automatic axes; on explicit ones its results have types."""
+    if _inside(mesh) is mesh:
+        return function
+    return jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=results)
+
+
+def _state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    with _no_mesh():
+        return jax.eval_shape(optimizer.init, _abstract(params))
+
+
+def _no_mesh() -> Any:
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _placed_loss(loss: Any, params: Any, batch: Any, mesh: Mesh) -> Callable[[Any, Any], Any]:
@@ -180,7 +214,9 @@ def _placed_loss(loss: Any, params: Any, batch: Any, mesh: Mesh) -> Callable[[An
         found = loss(params, batch)
         return found if isinstance(found, tuple) else (found, {})
 
-    closed, out = jax.make_jaxpr(value, return_shape=True)(params, batch)
+    value = value if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(value)
+    with _no_mesh():
+        closed, out = jax.make_jaxpr(value, return_shape=True)(_abstract(params), batch)
     program = flatten(closed)
     walk = _Walk(mesh, names(program), REMAT, inside=False)
     walk.check(program)
@@ -238,7 +274,9 @@ def flatten(jaxpr: Any, prefix: str = "") -> Program:
 
         for index, eqn in enumerate(inner.eqns):
             inputs = list(map(read, eqn.invars))
-            if eqn.primitive.name in _INLINED:
+            if str(eqn.params.get("name", "")).startswith("shardlib-layout-"):
+                outputs = inputs  # a mark where a layout stood
+            elif eqn.primitive.name in _INLINED:
                 outputs = walk(_callee(eqn), inputs, f"{prefix}{index}/")
             else:
                 outputs = [next(number) for _ in eqn.outvars]

@@ -1,12 +1,14 @@
 """Models of a user who does not have shardlib, and the run of an emitted file with them.
 
-    python models.py FILE CASE
+    python models.py FILE=CASE ...
 
-prints as JSON the losses of five steps, and what XLA compiled.
+prints as JSON the losses of five steps, what XLA compiled, and in explicit mode the shardings that
+parameters have in a program around the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -18,6 +20,8 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 STEPS = 5
 RANDOM = np.random.default_rng(0)
@@ -94,6 +98,38 @@ def linen_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(MODULE.apply({"params": params}, batch["x"]), batch["y"])
 
 
+def lookup(key: jax.Array) -> dict[str, jax.Array]:
+    first, second, third = jax.random.split(key, 3)
+    return {
+        "table": jax.random.normal(first, (64, 32)),
+        "up": jax.random.normal(second, (32, 64)) / 8,
+        "down": jax.random.normal(third, (64, 32)) / 8,
+    }
+
+
+def explicit_loss(params: dict[str, jax.Array], batch: Any) -> jax.Array:
+    """Written for a mesh of Explicit axes "x" and "y", with a layout in a custom derivative and a
+    `shard_map`.
+    """
+
+    @jax.custom_vjp
+    def laid(h: jax.Array) -> jax.Array:
+        return reshard(h, P("x", None, "y"))
+
+    laid.defvjp(lambda h: (laid(h), None), lambda _, slope: (reshard(slope, P("x", None, "y")),))
+    tokens, labels = (reshard(batch[name], P("x", None)) for name in ("x", "y"))
+    x = params["table"].at[tokens].get(out_sharding=P("x", None, None))
+    hidden = jnp.einsum("btd,df->btf", x, params["up"], out_sharding=P("x", None, "y"))
+    hidden = jax.nn.silu(laid(hidden))
+    x = x + jax.shard_map(
+        lambda hidden, down: jax.lax.psum(hidden @ down, "y"),
+        in_specs=(P("x", None, "y"), P("y", None)),
+        out_specs=P("x", None, None),
+    )(hidden, reshard(params["down"], P("y", None)))
+    logits = jnp.einsum("btd,vd->btv", x, params["table"], out_sharding=P("x", None, None))
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 64), -1))
+
+
 def graph_and_params() -> Any:
     return nnx.split(Model(nnx.Rngs(0)))
 
@@ -104,6 +140,7 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     return {
         "nnx": (params, lambda some, batch: nnx_loss(nnx.merge(graph, some), batch), TOKENS),
         "scan": (layers(jax.random.key(0)), scan_loss, ROWS),
+        "explicit": (lookup(jax.random.key(0)), explicit_loss, TOKENS),
         "linen": (
             MODULE.init(jax.random.key(0), TOKENS["x"])["params"],
             linen_loss,
@@ -116,7 +153,7 @@ def run(file: str, case: str) -> dict[str, Any]:
     """Trains a case with an emitted file."""
     spec = importlib.util.spec_from_file_location("sharded", file)
     assert spec is not None and spec.loader is not None
-    sharded = importlib.util.module_from_spec(spec)
+    sharded = sys.modules["sharded"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sharded)
     params, loss, batch = cases()[case]
     optimizer, mesh = optax.adam(1e-2), sharded.make_mesh()
@@ -125,10 +162,22 @@ def run(file: str, case: str) -> dict[str, Any]:
     step = sharded.make_step(loss, optimizer, params, batch, mesh)
     text = step.lower(params, state, batch).compile().as_text()
     metrics: list[dict[str, float]] = []
-    for _ in range(STEPS):
+    types: dict[str, str] = {}
+
+    @jax.jit
+    def around(params: Any, state: Any, batch: Any) -> Any:
+        """A program in explicit mode."""
         params, state, found = step(params, state, batch)
-        metrics.append({name: float(value) for name, value in found.items()})
-    return {"metrics": metrics, "text": text}
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        types.update({path[-1].key: str(jax.typeof(leaf).sharding.spec) for path, leaf in leaves})
+        return params, state, found
+
+    explicit = sharded.MODE == "explicit"
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        for _ in range(STEPS):
+            params, state, found = (around if explicit else step)(params, state, batch)
+            metrics.append({name: float(value) for name, value in found.items()})
+    return {"metrics": metrics, "text": text, "types": types}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import shardlib
 from shardlib.verification.hlo.traffic import read_traffic
@@ -38,6 +40,12 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
         models.ROWS,
         {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2},
     ),
+    "explicit": (
+        shardlib.tree(models.lookup),
+        models.explicit_loss,
+        models.TOKENS,
+        {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "remat": "none"},
+    ),
     "linen": (
         LINEN,
         models.linen_loss,
@@ -47,6 +55,11 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
 }
 
 
+#: Case -> modes of the mesh axes.
+MODES = {"scan": ("auto", "explicit"), "explicit": ("explicit",)}
+
+
+@cache
 def compiled(case: str) -> shardlib.Program:
     init, loss, batch, pin = CASES[case]
     return shardlib.compile(init, loss, optax.adam(1e-2), batch, topology="cpu:8", pin=pin)
@@ -61,37 +74,56 @@ def traffic(text: str, program: shardlib.Program) -> Counter[Any]:
 
 
 def test_emitted_files_train_without_shardlib_as_the_program_does(tmp_path: Path) -> None:
-    programs = {case: compiled(case) for case in CASES}
-    for case, program in programs.items():
-        (tmp_path / f"sharded_{case}.py").write_text(program.plan.emit("jax"))
-    environ = {
-        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
+    files: dict[str, str] = {}
+    for case in CASES:
+        for mode in MODES.get(case, ("auto",)):
+            file = tmp_path / f"sharded_{case}_{mode}.py"
+            file.write_text(compiled(case).plan.emit("jax", mode=mode))
+            files[str(file)] = case
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     script = tmp_path / "models.py"
     script.write_text(Path(models.__file__).read_text())
     (tmp_path / "shardlib.py").write_text("raise ImportError('not here')")
-    ended = subprocess.run(
-        [sys.executable, str(script), *(f"{tmp_path}/sharded_{case}.py={case}" for case in CASES)],
+    child = subprocess.Popen(
+        [sys.executable, str(script), *map("=".join, files.items())],
         cwd=tmp_path,
         env=environ,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    for (case, program), theirs in zip(programs.items(), json.loads(ended.stdout), strict=True):
-        batch, state = CASES[case][2], program.init(0)
-        for found in theirs["metrics"]:
-            state, metrics = program.step(state, batch)
-            ours = {name: float(value) for name, value in metrics.items()}
+    for case in CASES:  # while the child runs
+        own(case)
+    out, err = child.communicate(timeout=300)
+    assert child.returncode == 0, err[-3000:]
+    for (file, case), theirs in zip(files.items(), json.loads(out), strict=True):
+        program, (metrics, here) = compiled(case), own(case)
+        for ours, found in zip(metrics, theirs["metrics"], strict=True):
             assert ours.keys() == found.keys()
             np.testing.assert_allclose(
-                list(found.values()), [ours[name] for name in found], rtol=1e-5, err_msg=case
+                list(found.values()), [ours[name] for name in found], rtol=1e-5, err_msg=file
             )
-        here = traffic(program.compiled().as_text(), program)
-        assert here and traffic(theirs["text"], program) == here, case
+        assert here and traffic(theirs["text"], program) == here, file
+        if "_explicit.py" in file:
+            layouts = {one.path: one.rest for one in program.plan.parameters}
+            assert theirs["types"] == {path: spec(layouts[path], program) for path in layouts}
+
+
+@cache
+def own(case: str) -> tuple[list[dict[str, float]], Counter[Any]]:
+    """Metrics and collectives of a program."""
+    program, batch = compiled(case), CASES[case][2]
+    state, every = program.init(0), []
+    for _ in range(models.STEPS):
+        state, metrics = program.step(state, batch)
+        every.append({name: float(value) for name, value in metrics.items()})
+    return every, traffic(program.compiled().as_text(), program)
+
+
+def spec(layout: shardlib.Layout, program: shardlib.Program) -> str:
+    """A layout as JAX says it."""
+    axes = [[axis for axis in dim if program.plan.mesh[axis] > 1] for dim in layout]
+    return str(P(*(tuple(dim) if len(dim) > 1 else dim[0] if dim else None for dim in axes)))
 
 
 def test_the_file_has_the_tables_of_the_plan() -> None:
@@ -181,6 +213,10 @@ def test_what_plain_jax_cannot_express_is_listed() -> None:
         " (`shardlib explain plan.json ...`), which traces the model again; or plan again"
     )
     assert refused(staged, "torch") == "no plan is written as 'torch'\nTry: 'jax'"
+    with pytest.raises(
+        shardlib.ShardlibError, match=r"mode is 'manual'\nTry: 'auto' or 'explicit'"
+    ):
+        staged.emit("jax", mode="manual")
 
 
 def refused(plan: shardlib.Plan, form: str = "jax") -> str:
