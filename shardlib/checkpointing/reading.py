@@ -59,7 +59,7 @@ def handler(
         arrays = ocp.handlers.PyTreeCheckpointHandler(
             use_compression=False,
             multiprocessing_options=options,
-            type_handler_registry=from_disk.registry(),
+            type_handler_registry=from_disk.registry(options.primary_host),
         )
     else:
         arrays = ocp.handlers.PyTreeCheckpointHandler(

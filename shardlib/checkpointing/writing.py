@@ -7,6 +7,7 @@ import errno
 import logging
 from collections.abc import Iterator
 
+import jax
 import orbax.checkpoint as ocp
 
 from shardlib.checkpointing import reading
@@ -43,7 +44,9 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
         with (
             _said_once(),
             ocp.Checkpointer(
-                reading.handler(options, own=bool(snapshot.stored) or len(owners) == 1),
+                reading.handler(
+                    options, own=bool(snapshot.stored) or len(owners) < jax.process_count()
+                ),
                 multiprocessing_options=options,
             ) as checkpointer,
         ):

@@ -251,8 +251,9 @@ def _devices_of(
     """
     if jax.process_count() > 1:
         raise TopologyError(
-            "islands in several processes that share one program are not there yet\nTry: one"
-            " process that has all devices"
+            "islands inside one program need a process that has all devices, and there are"
+            f" {jax.process_count()} processes\nTry: shardlib launch --islands, where each island"
+            " is a job of its own"
         )
     found = list(jax.devices() if devices is None else devices)
     wanted = exchange.islands * each

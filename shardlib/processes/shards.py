@@ -35,10 +35,16 @@ def options(owners: frozenset[int]) -> ocp.options.MultiprocessingOptions:
 
 
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Writes arrays, also those of a mesh inside of one of several processes."""
+    """Writes arrays, also those of a mesh inside of one of several processes.
 
-    def __init__(self) -> None:
-        super().__init__(array_metadata_store=None, enable_write_sharding_file=False)
+    Args:
+        first: number of the first process that writes.
+    """
+
+    def __init__(self, first: int | None) -> None:
+        super().__init__(
+            primary_host=first, array_metadata_store=None, enable_write_sharding_file=False
+        )
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -80,7 +86,7 @@ def save(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
         handler = ocp.PyTreeCheckpointHandler(
             multiprocessing_options=options(owners),
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                (jax.Array, ArrayHandler())
+                (jax.Array, ArrayHandler(min(owners)))
             ),
         )
         with ocp.Checkpointer(handler, multiprocessing_options=options(owners)) as checkpointer:

@@ -50,7 +50,7 @@ class Engine(Answers):
         tensor: devices that share every layer.
         data: groups of so many devices, each with requests and pages of its own, as many as the
             capacity says.
-        devices: to choose from; all by default.
+        devices: to choose from, of this process; all of them by default.
         check: whether results are compared with the forward pass itself.
 
     Raises:
@@ -76,7 +76,7 @@ class Engine(Answers):
             weights=weights,
             capacity=capacity or Capacity(),
             grid=(data, tensor),
-            devices=jax.devices() if devices is None else list(devices),
+            devices=jax.local_devices() if devices is None else list(devices),
             check=check,
         )
         self.capacity, self.forward, self.compute = made.capacity, made.forward, made.compute

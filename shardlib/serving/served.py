@@ -67,7 +67,7 @@ class Served:
             capacity: how many requests and tokens are served.
             tensor: devices that share every layer.
             data: groups of so many devices, see `Engine`.
-            devices: to choose from; all by default.
+            devices: to choose from, see `Engine`.
 
         Raises:
             ArgumentError, ModelError: see `Engine`.

@@ -171,6 +171,7 @@ def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
             "192.0.2.77 is no address of this machine",
         ),
         (("-n", "2", "--", "tran"), "there is no program 'tran' here; did you mean 'train'? Try:"),
+        (("-n", "2", "--", "serve", "runs/a"), "run in one process, without `launch`"),
         (("--slurm", "--", "train"), "a job needs to know its machine"),
         (
             ("--slurm", "-t", "h100:8", "-o", "partitoin=gpu", "--", "train"),

@@ -8,9 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from shardlib.checkpointing import huggingface
+from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import child, free_port
 from tests.training.idle_fit import (
     EVERY,
@@ -21,9 +24,18 @@ from tests.training.idle_fit import (
     fitted,
     own_step,
 )
+from tests.training.idle_paths import paths
 
 #: Devices of the mesh by processes of two devices.
 USED = {"all": lambda count: 2 * count, "half": lambda count: count, "one": lambda count: 1}
+
+#: What both of two processes are told of what needs one.
+REFUSED = (
+    "an engine computes on devices of its own process, and devices of",
+    "the weights are on devices of other processes, and an engine computes in one",
+    "pipeline='programs' runs from one process that has all devices, and there are 2 processes",
+    "islands inside one program need a process that has all devices, and there are 2 processes",
+)
 
 
 @cache
@@ -79,3 +91,36 @@ def test_a_run_goes_on_with_another_number_of_processes(
         np.testing.assert_allclose(one["own step"], own_losses(), rtol=2e-5)
         for step, metrics in expected["validations"].items():
             assert one["validations"][step] == pytest.approx(metrics, rel=2e-5)
+
+
+@pytest.mark.processes
+def test_what_a_job_does_beside_its_steps(tmp_path: Path):
+    """State on disk, profiles, validation, samples, the best checkpoint, adapters and files of
+    Hugging Face where process 0, or process 1, owns no device: all as of one process; and what
+    needs one process is refused in both.
+    """
+    process = child("tests.training.idle_paths", 2, free_port(), tmp_path)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors[-3000:]
+    first, second = (json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2))
+    for texts in (first.pop("refused"), second.pop("refused")):
+        for text, said in zip(texts, REFUSED, strict=True):
+            assert said in text and "Try: " in text, text
+    assert first == second
+    expected = paths(jax.devices()[:1], tmp_path / "alone")
+    assert first["resumed"] == expected["resumed"] == 4
+    for name in ("losses", "validations", "samples"):
+        np.testing.assert_allclose(first[name], expected[name], rtol=2e-5, atol=1e-4, err_msg=name)
+    for path, array in expected["adapter"].items():
+        np.testing.assert_allclose(first["adapter"][path], array, atol=2e-5, err_msg=path)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [one["step"] for one in map(json.loads, lines) if "loss" in one] == [*range(1, 7)]
+    assert list((tmp_path / "run" / "profiles" / "step-2").iterdir()) == [
+        tmp_path / "run" / "profiles" / "step-2" / "process-1"
+    ]
+    model = program_of(CONFIGS["llama-2-7b"], tmp_path / "config", (1, 1))
+    huggingface.save(
+        model, drawn(model), tmp_path / "same", config=tmp_path / "config" / "config.json"
+    )
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()

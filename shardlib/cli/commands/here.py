@@ -125,13 +125,16 @@ def run_here(
 
 
 def _require_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuses a program that is not there and that one of our commands may be meant with."""
-    near = difflib.get_close_matches(words[0], COMMANDS, 1) if words else []
-    if near and shutil.which(words[0], path=environ.get("PATH")) is None:
-        raise LaunchError(
-            f"there is no program {shown(words[0])} here; did you mean {near[0]!r}?\nTry: a command"
-            f" of shardlib ({', '.join(COMMANDS)}), or any program"
-        )
+    """Refuses a program that is not there."""
+    if not words or shutil.which(words[0], path=environ.get("PATH")) is not None:
+        return
+    near = difflib.get_close_matches(words[0], COMMANDS, 1)
+    raise LaunchError(
+        f"there is no program {shown(words[0])} here"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+        + f"\nTry: a command of shardlib that runs in several processes ({', '.join(COMMANDS)}), or"
+        " any program; the other commands of shardlib run in one process, without `launch`"
+    )
 
 
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:

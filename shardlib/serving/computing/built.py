@@ -16,6 +16,7 @@ from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.mesh.device_mesh import device_mesh
 from shardlib.lowering.serving.program import Forward, TracedForward, traced_forward
+from shardlib.processes.agreement import processes_text
 from shardlib.serving.compared import compare
 from shardlib.serving.computing.slotted import OwnCache, SlotStep, own_cache, slotted
 from shardlib.serving.scheduling.capacity import Capacity
@@ -98,6 +99,7 @@ def built(
         ArgumentError, ModelError: see `Engine`.
     """
     data, tensor = grid
+    _require_own(devices, weights)
     _check_devices(tensor, data, len(devices))
     model = read(init)
     own = own_cache(model, forward, longest=capacity.longest)
@@ -155,6 +157,27 @@ def _slotted(
     return Built(compute=compute, capacity=sizes, forward=own, place=place, chunk=compute.chunk)
 
 
+def _require_own(devices: Sequence[jax.Device], weights: Tree | int) -> None:
+    """Refuses devices of other processes, and weights on them: every process schedules requests by
+    its own clock.
+    """
+    others = sorted({one.process_index for one in devices} - {jax.process_index()})
+    if others:
+        raise ArgumentError(
+            f"an engine computes on devices of its own process, and devices of"
+            f" {processes_text(others)} are among the {len(devices)} that are to serve in"
+            f" {processes_text([jax.process_index()])}\nTry: devices=jax.local_devices(), an engine"
+            " in each process that is to answer"
+        )
+    leaves = jax.tree.leaves(weights)
+    if any(isinstance(one, jax.Array) and not one.is_fully_addressable for one in leaves):
+        raise ArgumentError(
+            "the weights are on devices of other processes, and an engine computes in one\nTry:"
+            " jax.tree.map(whole, weights) with `whole` of shardlib.processes.values, which all"
+            " processes call"
+        )
+
+
 def _check_devices(tensor: int, data: int, there: int) -> None:
     failures = [
         f"{name} is {value!r}; it is a whole number from 1 on"
@@ -176,6 +199,7 @@ def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
         raise ArgumentError(
             "the model has state, and weights are params alone\nTry: (params, state)"
         )
+    _require_own((), given)
     found = (given, model.state) if alone else both(model, given)
     _require_same(model.params, found[0])
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from shardlib.serving.hosting.load import FullError
 from shardlib.serving.hosting.stream import StreamError
 from shardlib.untrusted.json_types import JsonObject
+from shardlib.untrusted.shown import shown
 
 #: Kinds of errors by status; others are the client's.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
@@ -84,10 +86,68 @@ def _wrong_body(error: RequestValidationError) -> Fault:
     if first["type"] == "characters":
         path = str(first.get("ctx", {}).get("field"))
         return Fault(400, first["msg"], code="invalid_value", param=path.partition(".")[0])
-    where = [str(part) for part in first["loc"][1:]]
-    name = where[0] if where else None
-    spelled = ".".join(where) or "the body"
-    return Fault(400, f"{spelled}: {first['msg']}", code="invalid_value", param=name)
+    field = first["loc"][1:2]
+    same = [one for one in error.errors() if one["loc"][1:2] == field]
+    name = str(field[0]) if field else None
+    return Fault(400, _said(same, error.body), code="invalid_value", param=name)
+
+
+#: What a value should be, by the first word of the kind of pydantic's error.
+_TYPES = {
+    "string": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "dict": "an object",
+    "model": "an object",
+}
+#: What a number should be, by the name of the limit.
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _said(errors: Sequence[Mapping[str, Any]], body: object) -> str:
+    """What is wrong with a field: of errors of all types that it may have, the one that goes
+    deepest.
+    """
+    paths = [_path(one, body) for one in errors]
+    deepest = [
+        one for one, path in zip(errors, paths, strict=True) if len(path) == max(map(len, paths))
+    ]
+    one = next((one for one in deepest if not one["type"].endswith("_type")), deepest[0])
+    name = ".".join(_path(one, body)) or "the body"
+    kind, given, context = one["type"], one.get("input"), one.get("ctx", {})
+    is_now = f"{name} is {shown(given)}"
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind == "literal_error":
+        return f"{is_now}; it is {context['expected']}"
+    for word, limit in (("max_length", "at most"), ("min_length", "at least")):
+        if word in context and isinstance(given, Sized):
+            unit = "characters" if isinstance(given, str) else "items"
+            return f"{name} has {len(given)} {unit}; it has {limit} {context[word]}"
+    for word, limit in _LIMITS.items():
+        if word in context:
+            most = context[word]
+            return f"{is_now}; it is {limit} {int(most) if most == int(most) else most}"
+    types = [_TYPES.get(one["type"].partition("_")[0]) for one in deepest]
+    if None in types:
+        return f"{name}: {one['msg']}"
+    return f"{is_now}; it is {' or '.join(dict.fromkeys(filter(None, types)))}"
+
+
+def _path(error: Mapping[str, Any], body: object) -> list[str]:
+    """Where in a body an error is, without the names of types that pydantic has among the parts."""
+    path: list[str] = []
+    for part in error["loc"][1:]:
+        if (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and isinstance(part, int)
+        ):
+            body = body[part]
+        elif not (error["type"] == "missing" and part == error["loc"][-1]):
+            continue
+        path.append(str(part))
+    return path
 
 
 def install(app: FastAPI) -> None:

@@ -21,7 +21,7 @@ from shardlib.processes.watchdog import Watchdog
 from shardlib.training.measures.profiler import Profiler
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.run.held import Held
-from shardlib.training.stepping.idle import idle_text
+from shardlib.training.stepping.idle import idle_text, is_idle
 from shardlib.training.stepping.records import Records
 from shardlib.training.stepping.saving import Saving
 from shardlib.training.stepping.task import Task
@@ -125,8 +125,10 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
     watchdog = stack.enter_context(
         contextlib.closing(Watchdog(beats, rank=rank(), seconds=settings.hang_seconds))
     )
-    profiles = folder.profiles if folder is not None else None
-    profiler = stack.enter_context(contextlib.closing(Profiler(profiles, settings.profile)))
+    profiles = folder.profiles if folder is not None and not is_idle(task.program) else None
+    profiler = stack.enter_context(
+        contextlib.closing(Profiler(profiles, settings.profile, records.say))
+    )
     return Equipment(
         folder=folder,
         held=held,

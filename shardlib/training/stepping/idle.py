@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import defaultdict
 
+import jax
 from jax.sharding import Mesh
 
 from shardlib.errors import InfeasibleError, PinError
@@ -14,6 +15,16 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import seconds_text
 from shardlib.processes.agreement import all_say, of_first, processes_text
 from shardlib.processes.values import idle_processes
+
+
+def is_idle(program: object) -> bool:
+    """Whether this process owns no device of a program's mesh.
+
+    Args:
+        program: that trains.
+    """
+    mesh = None if jax.process_count() == 1 else getattr(program, "mesh", None)
+    return isinstance(mesh, Mesh) and jax.process_index() in idle_processes(mesh.devices.flat)
 
 
 def idle_text(program: Program | StepProgram) -> str:
