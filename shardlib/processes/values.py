@@ -6,7 +6,8 @@ cannot be read. So what a program returns to be read (metrics, sums of a checkpo
 `in_every_process`: the first process that owns a device publishes replicated arrays in the store of
 JAX's coordination service, from a thread, and idle processes take them from there. Nothing of it
 touches a device, the owners wait for nobody, and an idle process waits in the call of a step for as
-long as the step takes. Where no process is idle, it does nothing.
+long as the step takes. Where no process is idle, it does nothing; where each process runs programs
+of its own devices, nobody reads what is published, and it stops.
 
 `whole` is for arrays that are sharded: all processes call it, and all get the whole array. What
 only owners can do, as writing their shards, idle processes leave to them by `by_owners`, and learn
@@ -18,11 +19,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import jax
@@ -41,6 +43,9 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 #: Messages or bytes that make a block; a block is deleted from the store during the next but one.
 BLOCK_MESSAGES, BLOCK_BYTES = 64, 64 << 20
+#: Messages that wait while no idle process has read a block: then there is none, since each process
+#: runs programs of its own devices, and nothing is published any more.
+MOST_WAITING = 1024
 #: Milliseconds of one wait for a value; in between, signals are handled.
 WAIT_MS = 1000
 
@@ -210,9 +215,9 @@ class Channel:
 
     owners: frozenset[int]
     name: str
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="shardlib-values")
-    )
+    _waiting: SimpleQueue[Callable[[], bytes]] = field(default_factory=SimpleQueue)
+    _thread: threading.Thread | None = None
+    _unread: bool = False
     _block: int = 0
     _number: int = 0
     _bytes: int = 0
@@ -223,9 +228,22 @@ class Channel:
         return jax.process_index() in self.owners
 
     def send(self, make: Callable[[], bytes]) -> None:
-        """Sends a message, in the first owner; what makes it runs in a thread."""
-        if jax.process_index() == min(self.owners):
-            self._pool.submit(self._publish, make)
+        """Sends a message, in the first owner; what makes it runs in a thread, which no process
+        waits for at its end: idle processes have read all when they come to the end of the job.
+        """
+        if jax.process_index() != min(self.owners) or self._unread:
+            return
+        if self._block < 2 and self._waiting.qsize() >= MOST_WAITING:
+            self._unread = True
+            while not self._waiting.empty():
+                self._waiting.get()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._publish_all, name="shardlib-values", daemon=True
+            )
+            self._thread.start()
+        self._waiting.put(make)
 
     def receive(self) -> bytes:
         """The next message, in an idle process; waits for it as long as the job lives."""
@@ -237,6 +255,11 @@ class Channel:
         data = b"".join(parts)
         self._advance(len(data), publishing=False)
         return data
+
+    def _publish_all(self) -> None:
+        with contextlib.suppress(Exception):  # the job has ended
+            while True:
+                self._publish(self._waiting.get())
 
     def _publish(self, make: Callable[[], bytes]) -> None:
         data = make()

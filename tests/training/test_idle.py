@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardlib.checkpointing import huggingface
+from shardlib.processes import values
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import child, free_port
 from tests.training.idle_fit import (
@@ -59,6 +61,37 @@ def trained(folder: Path, count: int, used: str, how: str) -> list[dict[str, Any
     texts = [path.read_text() for path in sorted(folder.glob("found-*"))]
     assert len(texts) == (0 if how == "kill" else count), errors[-3000:]
     return [json.loads(text) for text in texts]
+
+
+class Store:
+    """JAX's store of keys, of a job whose other processes read nothing."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        self.keys.append(key)
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+        time.sleep(0.01)
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+
+def test_values_that_nobody_reads_are_not_published_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """Processes that each run a program of their own devices: the store keeps two blocks, the
+    process keeps no more, and its end waits for no reader.
+    """
+    store = Store()
+    monkeypatch.setattr("shardlib._jax_compat.coordination", lambda: (store, 0, 2))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    channel = values.Channel(owners=frozenset({0}), name="alone")
+    for _ in range(2 * values.BLOCK_MESSAGES + values.MOST_WAITING + 2):
+        channel.send(bytes)
+        while len(store.keys) < 2 * values.BLOCK_MESSAGES and not channel._waiting.empty():
+            time.sleep(0.001)
+    assert len(store.keys) == 2 * values.BLOCK_MESSAGES
+    assert channel._waiting.empty()
+    assert channel._thread is not None and channel._thread.daemon
 
 
 @pytest.mark.long
