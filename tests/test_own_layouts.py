@@ -345,6 +345,34 @@ def test_collectives_in_shards_have_their_global_meaning():
     close(found["out"], jax.jit(function)(*given))
 
 
+def test_arrays_with_a_layout_in_their_type_may_be_closed_over():
+    weights = {
+        name: jax.device_put(WEIGHTS[name], NamedSharding(mesh(EXPLICIT), layout))
+        for name, layout in (("a", P(None, "model")), ("b", P("model", None)))
+    }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return plain({"a": params["a"], "b": weights["b"]}, batch)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, gradient = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, state, gradient), {"loss": value}
+
+    value, gradient = jax.value_and_grad(plain)(WEIGHTS, BATCH)
+    init = shardlib.tree(lambda key: {"a": jnp.asarray(WEIGHTS["a"])})
+    programs = (
+        shardlib.compile(init, loss, optax.sgd(0.1), BATCH, topology="cpu:8", pin=PIN),
+        shardlib.compile_step(
+            lambda key: {"a": weights["a"]}, step, BATCH, topology="cpu:8", pin=PIN
+        ),
+    )
+    for program in programs:
+        state, metrics = program.step(program.init(0), BATCH)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+        params = state["a"] if isinstance(state, dict) else state.params["a"]
+        np.testing.assert_allclose(params, WEIGHTS["a"] - 0.1 * gradient["a"], rtol=1e-5)
+
+
 @pytest.mark.long
 def test_a_decoder_in_explicit_mode_is_brought_unchanged():
     given, on = explicit.batch(), explicit.mesh(4, 2)

@@ -300,8 +300,11 @@ def freed(function: Function, ambient: AbstractMesh) -> Function:
 
 
 def brings_layouts(jaxpr: Jaxpr) -> bool:
-    """Whether a program that was traced as it is asks for layouts."""
-    return any(
+    """Whether a program that was traced as it is asks for layouts, or has them in the types of its
+    constants.
+    """
+    body, constants = open_jaxpr(jaxpr)
+    return any(map(has_layout, constants)) or any(
         eqn.primitive.name in ("sharding_constraint", "reshard", "shard_map")
         or any(map(_is_layout, _layouts(eqn)))
         or any(
@@ -310,8 +313,14 @@ def brings_layouts(jaxpr: Jaxpr) -> bool:
             for item in (value if isinstance(value, (tuple, list)) else (value,))
             if hasattr(item, "eqns")
         )
-        for eqn in open_jaxpr(jaxpr)[0].eqns
+        for eqn in body.eqns
     )
+
+
+def has_layout(value: Any) -> bool:
+    """Whether an array, or an abstract one, has a layout over Explicit mesh axes in its type."""
+    sharding = getattr(getattr(value, "aval", value), "sharding", None)
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _layouts(eqn: Eqn) -> list[Any]:

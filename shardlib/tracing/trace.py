@@ -290,7 +290,14 @@ def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> Ste
         )
         return jax.value_and_grad(value, has_aux=True)(parameters, others)
 
-    closed = jax.make_jaxpr(step)(*folded.avals())
+    try:
+        closed = jax.make_jaxpr(step)(*folded.avals())
+    except ShardlibError:
+        raise
+    except Exception as error:
+        raise TracingError(
+            f"the gradient of the loss could not be traced: {type(error).__name__}: {error}"
+        ) from error
     graph = prune(
         graph_from_jaxpr(
             closed, [(source.paths[0], role) for source, role in zip(sources, roles, strict=True)]

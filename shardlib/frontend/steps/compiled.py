@@ -32,7 +32,14 @@ from shardlib.lowering.steps.step_program import LoweredStep, build_step
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
 from shardlib.propagation.colours import colour
-from shardlib.tracing.layouts import ambient_mesh, brings_layouts, freed, names_axes
+from shardlib.tracing.layouts import (
+    NO_MESH,
+    ambient_mesh,
+    brings_layouts,
+    freed,
+    has_layout,
+    names_axes,
+)
 from shardlib.tracing.steps.traced_step import Step, TracedStep, trace_step
 from shardlib.verification.exported import exported
 from shardlib.verification.isolation import Limits, compile_apart
@@ -329,6 +336,8 @@ def _state_of(
             return made()
     except Exception as error:
         raise _untraced(error) from error
+    if any(map(has_layout, jax.tree.leaves(shapes))):
+        return _state_of(freed(init, NO_MESH), ambient)
     return first, None, shapes, stack_dims(lambda: first(jax.random.key(0)), shapes)
 
 
