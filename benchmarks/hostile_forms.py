@@ -190,12 +190,15 @@ def run(
         accepted.clear()
         since[0] = time.monotonic()
         attacking.set()
-        while time.monotonic() < since[0] + window and sum(said.values()) < count:
+        while (lasted := time.monotonic() - since[0]) < window:
+            if sum(said.values()) == count and lasted > window / 2:
+                break
             time.sleep(0.1)
         attacking.clear()
         time.sleep(settle)  # the last forms end
-        with lock, ThreadPoolExecutor(max(len(accepted), 1)) as pool:
+        with lock:
             replayed = list(accepted)
+        with ThreadPoolExecutor(max(len(replayed), 1)) as pool:
             since[0] = time.monotonic()
             answers += len(replayed)
             for _ in pool.map(instead, replayed):
