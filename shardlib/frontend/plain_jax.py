@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -17,8 +18,12 @@ from shardlib.axes import INNER_AXES
 from shardlib.errors import PlanError, raise_all
 from shardlib.exchanges.values import Exact
 from shardlib.frontend.lowered import interleaving_of, placements_of
+from shardlib.frontend.steps.marked.lowered import loss_plan
+from shardlib.frontend.steps.marked.single import SingleLoss
 from shardlib.frontend.traced_model import TracedModel
+from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import device_order
+from shardlib.jax_types import Jaxpr
 from shardlib.layout import Layout
 from shardlib.lowering.accumulation.microbatches import part_of
 from shardlib.lowering.loss.weight_placing import Placements
@@ -26,9 +31,11 @@ from shardlib.lowering.mesh.shardings import batch_dims, parameter_order
 from shardlib.lowering.plain import step
 from shardlib.lowering.reading.contractions import follows
 from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
+from shardlib.lowering.steps import layouts as step_layouts
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan, source_of
 from shardlib.planning.units.quantity import seconds_text
+from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import arriving, returned, used
 from shardlib.tracing import layouts
 from shardlib.tracing.program import (
@@ -43,7 +50,10 @@ from shardlib.tracing.program import (
 )
 from shardlib.tracing.rewriting.repeats import find_repeats
 from shardlib.tracing.rows.step import line_of
+from shardlib.tracing.steps.traced_step import TracedStep
 
+#: Primitives that draw random numbers.
+_DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 #: Path of an operation and index of its result -> what a file calls it, its shape, the user's line.
 Values = Mapping[tuple[str, int], tuple[str, tuple[int, ...], str]]
 
@@ -60,17 +70,64 @@ def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
         PlanError: the plan, or the model, has something that such a file cannot express; all of it
             is listed.
     """
-    whole = LossJaxpr(closed_jaxpr=model.traced.closed_jaxpr, out_tree=model.traced.out_tree)
-    _require([*_of_plan(plan), *_of_model(model, plan, whole)], plan)
-    loss = _loss_of_part(model, plan, whole)
-    placements, values = placements_of(model.traced, plan, plan.rules), _values(loss)
-    tables = {
-        **_where(plan),
-        "MODE": repr(mode),
-        **_arrays(model, plan, loss),
-        **_layouts(plan, placements, values, loss),
+    frozen = [one.path for one in plan.parameters if not one.trained]
+    others = [f"frozen parameters ({', '.join(frozen[:4])})"] if frozen else []
+    _require([*_of_plan(plan), *_of_model(model, plan), *others], plan)
+    tables = {"LOSSES": _dict({"loss": _loss_layouts(model, plan)})}
+    return _written(plan, mode, tables, _OF_LOSS, own=bool(model.traced.layouts))
+
+
+def plain_step_text(
+    traced: TracedStep,
+    losses: Sequence[SingleLoss],
+    plan: Plan,
+    colouring: Colouring,
+    mode: str,
+) -> str:
+    """The plan of a step as a file of plain JAX.
+
+    Args:
+        traced: the step.
+        losses: those that it marks.
+        plan: its decisions.
+        colouring: of its problem.
+        mode: of the mesh axes, "auto" or "explicit".
+
+    Raises:
+        PlanError: the plan, or the step, has something that such a file cannot express; all of it
+            is listed.
+    """
+    plans = [loss_plan(plan, one) for one in losses]
+    _require(
+        [
+            *_of_plan(plan),
+            *_of_step(traced, losses),
+            *(
+                f"in the loss {one.found.form.name}: {what}"
+                for one, own in zip(losses, plans, strict=True)
+                for what in _of_model(one.model, own)
+            ),
+        ],
+        plan,
+    )
+    names = step.names(step.flatten(traced.closed))
+    marked = {
+        names[one.found.call.path]: {
+            **_loss_layouts(one.model, own),
+            "leaves": _leaves(one),
+        }
+        for one, own in zip(losses, plans, strict=True)
     }
-    return _written(plan, tables, own=bool(model.traced.layouts))
+    return _written(
+        plan,
+        mode,
+        {
+            "LOSSES": _dict(marked),
+            "STEP": _layouts_text(_step_layouts(traced, plan, colouring)),
+        },
+        _OF_STEP,
+        own=bool(traced.layouts),
+    )
 
 
 def _require(failures: Sequence[str], plan: Plan) -> None:
@@ -78,7 +135,7 @@ def _require(failures: Sequence[str], plan: Plan) -> None:
         raise_all(
             PlanError,
             f"plain JAX cannot express the plan of {plan.model}",
-            failures,
+            list(dict.fromkeys(failures)),
             hint="pin decisions away, or run the plan with shardlib.compile",
         )
 
@@ -101,47 +158,82 @@ def _of_plan(plan: Plan) -> list[str]:
     return [what for what, holds in facts.items() if holds]
 
 
-def _of_model(model: TracedModel, plan: Plan, loss: LossJaxpr) -> list[str]:
+def _of_model(model: TracedModel, plan: Plan) -> list[str]:
     """What of a model and its loss such a file has no form for."""
-    rows, reading = model.traced.problem.rows, loss.read(len(jax.tree.leaves(model.model.params)))
-    frozen = [one.path for one in plan.parameters if not one.trained]
-    grouped = [
-        line_of(equation)
-        for equation in _all(loss.program)
-        if equation.name == "conv_general_dilated"
-        and (equation.params["feature_group_count"], equation.params["batch_group_count"]) != (1, 1)
-    ]
+    loss, rows = _whole(model), model.traced.problem.rows
+    reading = loss.read(len(jax.tree.leaves(model.model.params)))
     interleaved = interleaving_of(model.traced, plan)
+    several = plan.microbatches > 1
     facts = {
         "state of the model beside its parameters, such as statistics and random streams": bool(
             jax.tree.leaves(model.model.state)
         ),
-        f"frozen parameters ({', '.join(frozen[:4])})": bool(frozen),
         "calls of shardlib.attention or shardlib.functions": bool(reading.calls),
-        f"convolutions in groups ({', '.join(grouped[:4])}), whose gradients XLA gets wrong": bool(
-            grouped
-        ),
         "a fused dim whose pieces are interleaved": bool(
             interleaved.parameters or interleaved.slices
         ),
         f"{plan.microbatches} microbatches of a loss that is no mean over rows": (
-            plan.microbatches > 1
+            several
             and rows is not None
             and any(one.kind not in ("mean", "constant") for _, one in rows.all)
+        ),
+        f"{plan.microbatches} microbatches of a loss that draws random numbers": (
+            several and any(one.name in _DRAWS for one in _all(loss.program))
+        ),
+    }
+    held = [what for what, holds in facts.items() if holds]
+    return [*held, *_of_program(loss.program, model.traced.problem)]
+
+
+def _of_step(traced: TracedStep, losses: Sequence[SingleLoss]) -> list[str]:
+    """What of a step beside its losses such a file has no form for."""
+    marks = [name for name, _ in step.named(step.flatten(traced.closed)) if name[:5] == "loss."]
+    outside = [one for one in _all(traced.program) if one.call is None]
+    facts = {
+        f"calls of {', '.join(sorted(traced.others))} outside of marked losses": bool(
+            traced.others
+        ),
+        "a marked loss that is differentiated or mapped again, or stands in a branch or a while"
+        " loop": len(marks) != len(losses),
+        "layouts of its own in a step that marks its losses": bool(traced.layouts and losses),
+    }
+    held = [what for what, holds in facts.items() if holds]
+    return [*held, *_of_program(outside, traced.problem)]
+
+
+def _of_program(program: Program | Sequence[Equation], problem: Problem) -> list[str]:
+    equations = _all(program) if isinstance(program, Program) else program
+    grouped = [
+        line_of(equation)
+        for equation in equations
+        if equation.name == "conv_general_dilated"
+        and (equation.params["feature_group_count"], equation.params["batch_group_count"]) != (1, 1)
+    ]
+    facts = {
+        f"convolutions in groups ({', '.join(grouped[:4])}), whose gradients XLA gets wrong": bool(
+            grouped
+        ),
+        "reductions over an axis of jax.pmap": any(
+            one.code == "mapped-axis" for one in problem.forward.findings
         ),
     }
     return [what for what, holds in facts.items() if holds]
 
 
-def _loss_of_part(model: TracedModel, plan: Plan, whole: LossJaxpr) -> LossJaxpr:
+def _whole(model: TracedModel) -> LossJaxpr:
+    return LossJaxpr(closed_jaxpr=model.traced.closed_jaxpr, out_tree=model.traced.out_tree)
+
+
+def _loss_of_part(model: TracedModel, plan: Plan) -> LossJaxpr:
     """The loss of one microbatch.
 
     Raises:
         PlanError: it computes other operations than the loss of the batch.
     """
+    whole = _whole(model)
     if plan.microbatches == 1:
         return whole
-    part = part_of(model.batch, _rows(model), plan.microbatches)
+    part = part_of(model.batch, _rows(model.traced.problem), plan.microbatches)
     bound = model.model.bind(model.loss)
     again = trace_loss(bound, model.model.params, model.model.state, part)
     if not same_program(whole, again):
@@ -149,8 +241,51 @@ def _loss_of_part(model: TracedModel, plan: Plan, whole: LossJaxpr) -> LossJaxpr
     return again
 
 
-def _rows(model: TracedModel) -> Mapping[str, int | None]:
-    return batch_dims({path: axes for path, _, _, axes in model.traced.problem.batch})
+def _rows(problem: Problem) -> Mapping[str, int | None]:
+    return batch_dims({path: axes for path, _, _, axes in problem.batch})
+
+
+def _loss_layouts(model: TracedModel, plan: Plan) -> dict[str, str]:
+    """The layouts of a loss, as fields of `step.Layouts`."""
+    loss = _loss_of_part(model, plan)
+    names = _names(loss.closed_jaxpr)
+    values = _values(loss.program, names)
+    placements = placements_of(model.traced, plan, plan.rules)
+    runs = find_repeats(with_frozen(loss.program, ())) if plan.remat != "none" else ()
+    blocks = [
+        (names[loss.program.equations[run.start].path], run.period, run.count) for run in runs
+    ]
+    return {
+        **_arrays(model, plan, loss, values),
+        **_value_layouts(plan, placements, values),
+        "microbatches": repr(plan.microbatches),
+        "remat": repr(plan.remat),
+        "blocks": repr(blocks),
+    }
+
+
+def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[str, str]:
+    """The layouts of a step around its losses, as fields of `step.Layouts`."""
+    laid = step_layouts.layouts(traced, plan, colouring)
+    values = _values(traced.program, _names(traced.closed))
+    state = zip(step.paths(traced.state), laid.state, strict=True)
+    return {
+        "parameters": _rows_text(
+            (f"{path!r}: ({_shape(leaf.shape)}, {_spec(plan, layout)})", "")
+            for (path, leaf), layout in state
+        ),
+        **_batch(plan, traced.problem),
+        "microbatches": repr(plan.microbatches),
+        **_value_layouts(plan, laid.values, values, follow=False),
+    }
+
+
+def _leaves(loss: SingleLoss) -> str:
+    """Where the arrays of a marked loss belong, in their order."""
+    frozen = loss.model.model.frozen
+    owners = {at: ("frozen" if path in frozen else "params", path) for path, at in loss.params}
+    owners |= {at: ("batch", path) for path, at in loss.batch}
+    return repr([owners[at] for at in range(len(owners))])
 
 
 def _all(program: Program) -> Iterator[Equation]:
@@ -165,16 +300,18 @@ def _all(program: Program) -> Iterator[Equation]:
             yield from _all(flatten(jaxpr, f"{equation.path}/"))
 
 
-def _values(loss: LossJaxpr) -> Values:
-    """What a file calls the values of a loss that it can reach: those of the loss itself, and of
-    layers under a scan or under rematerialisation.
+def _values(program: Program, names: Mapping[str, str]) -> Values:
+    """What a file calls the values that it can reach: those of a loss, or of a step outside of its
+    losses, and of layers under a scan or under rematerialisation.
     """
     found: dict[tuple[str, int], tuple[str, tuple[int, ...], str]] = {}
-    names = _names(loss)
 
     def walk(program: Program) -> None:
         for equation in program.equations:
-            path, name, line = equation.path, names[equation.path], line_of(equation)
+            path = equation.path
+            if path not in names:  # of a marked loss
+                continue
+            name, line = names[path], line_of(equation)
             shapes = [tuple(var.aval.shape) for var in equation.eqn.outvars]
             if equation.name == "scan":
                 body = flatten(equation.params["jaxpr"], f"{path}/body/")
@@ -196,12 +333,12 @@ def _values(loss: LossJaxpr) -> Values:
                     key = result_path(equation, k) or (path, k)
                     found[key] = f"{name} {k}" if k else name, shape, line
 
-    walk(loss.program)
+    walk(program)
     return found
 
 
-def _names(loss: LossJaxpr) -> Mapping[str, str]:
-    return step.names(step.flatten(loss.closed_jaxpr))
+def _names(closed: Jaxpr) -> Mapping[str, str]:
+    return step.names(step.flatten(closed))
 
 
 def _where(plan: Plan) -> dict[str, str]:
@@ -213,12 +350,10 @@ def _where(plan: Plan) -> dict[str, str]:
     return {
         "MESH": repr(sizes),
         "DEVICE_ORDER": "None" if usual else repr(numbers),
-        "MICROBATCHES": repr(plan.microbatches),
-        "REMAT": repr(plan.remat),
     }
 
 
-def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr) -> dict[str, str]:
+def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr, values: Values) -> dict[str, str]:
     """Layouts of parameters and of the batch."""
     order = parameter_order(plan, model.model.params)
     reading = loss.read(len(order))
@@ -232,8 +367,9 @@ def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr) -> dict[str, str]:
         return number in reading.tables or tuple(shape) in reading.kernels
 
     parameters = [plan.parameters[at] for at in order]
+    paths = [one.path for one in plan.parameters]
     return {
-        "PARAMETERS": _rows_text(
+        "parameters": _rows_text(
             (
                 f"{one.path!r}: ({_shape(one.shape)}, {spec(one.rest)}, {spec(one.gradient)},"
                 f" {spec(one.state)})",
@@ -241,29 +377,44 @@ def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr) -> dict[str, str]:
             )
             for one in parameters
         ),
-        "GATHERED": _rows_text(
+        "gathered": _rows_text(
             (f"{one.path!r}: {spec(one.compute)}", "")
             for number, one in enumerate(parameters)
             if whole(number, one)
         ),
-        "BATCH": _rows_text(
-            (f"{_inside(path)!r}: {spec(layout)}", "") for path, layout in plan.batch_layouts
+        "layers": _rows_text(
+            (f"{values[path, 0][0]!r}: {paths[number]!r}", "")
+            for path, number in reading.slices.items()
+            if (path, 0) in values
         ),
-        "ROWS": _rows_text((f"{_inside(path)!r}: {dim}", "") for path, dim in _rows(model).items()),
+        **_batch(plan, model.traced.problem),
     }
 
 
-def _layouts(plan: Plan, placements: Placements, values: Values, loss: LossJaxpr) -> dict[str, str]:
-    """Layouts of values and of contractions, and layers."""
-    order = [one.path for one in plan.parameters]
-    reading = loss.read(len(order))
+def _batch(plan: Plan, problem: Problem) -> dict[str, str]:
+    return {
+        "batch": _rows_text(
+            (f"{_inside(path)!r}: {_spec(plan, layout)}", "") for path, layout in plan.batch_layouts
+        ),
+        "rows": _rows_text(
+            (f"{_inside(path)!r}: {dim}", "") for path, dim in _rows(problem).items()
+        ),
+    }
+
+
+def _value_layouts(
+    plan: Plan, placements: Placements, values: Values, *, follow: bool = True
+) -> dict[str, str]:
+    """Layouts of values and of contractions; with `follow`, results that follow their operands are
+    not constrained.
+    """
     activations: list[tuple[str, str]] = []
     contractions: list[tuple[str, str]] = []
     cotangents: list[tuple[str, str]] = []
     for key, (name, shape, line) in values.items():
         path = key[0]
         layout = placements.get(key)
-        if layout is not None:
+        if layout is not None and len(layout) == len(shape):
             activations.append((f"{name!r}: ({_shape(shape)}, {_spec(plan, layout)})", line))
         back = placements.get(returned(path))
         if back is not None and key[1] == 0:
@@ -273,29 +424,31 @@ def _layouts(plan: Plan, placements: Placements, values: Values, loss: LossJaxpr
             continue
         *operands, result = [placements[used(path, at)] for at in range(count + 1)]
         before = [placements.get(arriving(path, at)) for at in (0, 1)]
+        settles = not follow or not follows(layout, operands, result)
         contractions.append(
             (
                 f"{name!r}: ({_tuple(_spec(plan, one) for one in operands)},"
-                f" {_spec(plan, result)}, {not follows(layout, operands, result)},"
+                f" {_spec(plan, result)}, {settles},"
                 f" {_tuple('None' if one is None else _spec(plan, one) for one in before)})",
                 line,
             )
         )
-    names = _names(loss)
-    runs = find_repeats(with_frozen(loss.program, ())) if plan.remat != "none" else ()
     return {
-        "ACTIVATIONS": _rows_text(activations),
-        "CONTRACTIONS": _rows_text(contractions),
-        "COTANGENTS": _rows_text(cotangents),
-        "LAYERS": _rows_text(
-            (f"{values[path, 0][0]!r}: {order[number]!r}", "")
-            for path, number in reading.slices.items()
-            if (path, 0) in values
-        ),
-        "BLOCKS": repr(
-            [(names[loss.program.equations[run.start].path], run.period, run.count) for run in runs]
-        ),
+        "activations": _rows_text(activations),
+        "contractions": _rows_text(contractions),
+        "cotangents": _rows_text(cotangents),
     }
+
+
+def _dict(losses: Mapping[str, Mapping[str, str]]) -> str:
+    """Losses by name, as Python."""
+    text = "".join(f"{name!r}: {_layouts_text(one)},\n" for name, one in losses.items())
+    return "{\n" + textwrap.indent(text, "    ") + "}"
+
+
+def _layouts_text(fields: Mapping[str, str]) -> str:
+    text = "".join(f"{name}={value},\n" for name, value in fields.items() if value != "{}")
+    return "Layouts(\n" + textwrap.indent(text, "    ") + ")"
 
 
 def _spec(plan: Plan, layout: Layout) -> str:
@@ -325,11 +478,30 @@ def _inside(path: str) -> str:
     return path.partition(".")[2]
 
 
-def _written(plan: Plan, tables: Mapping[str, str], *, own: bool) -> str:
+#: What a file for a loss has, and one for a step, that the other has no use for.
+_OF_LOSS: tuple[Any, ...] = (
+    step.parameter_shardings,
+    step.optimizer_shardings,
+    step.init_optimizer,
+    step.make_step,
+)
+_OF_STEP: tuple[Any, ...] = (
+    step.state_shardings,
+    step.shard_step,
+    step.value_and_grad,
+)
+
+
+def _written(
+    plan: Plan, mode: str, tables: Mapping[str, str], kept: tuple[Any, ...], *, own: bool
+) -> str:
     """The file: what it is, the tables, and what carries them out; with what takes out layouts of
     the user's `own`.
     """
     text = _code(step)
+    for function in {*_OF_LOSS, *_OF_STEP} - {*kept}:
+        text = text.replace(inspect.getsource(function) + "\n\n", "")
+    tables = {**_where(plan), "MODE": repr(mode), **tables}
     if own:
         tables = {**tables, "WITHOUT_LAYOUTS": "lambda function: _freeing()(function)"}
         text += _freeing()
@@ -342,7 +514,8 @@ def _written(plan: Plan, tables: Mapping[str, str], *, own: bool) -> str:
             flags=re.MULTILINE,
         )
         assert count, name
-    return f'"""{_head(plan)}"""\n\n# ruff: noqa\n{text}'
+    usage = _USE_OF_LOSS if kept is _OF_LOSS else _USE_OF_STEP
+    return f'"""{_head(plan, usage)}"""\n\n# ruff: noqa\n{text}'
 
 
 def _code(module: ModuleType) -> str:
@@ -391,7 +564,27 @@ _NOTES = (
 )
 
 
-def _head(plan: Plan) -> str:
+_USE_OF_LOSS = """\
+    mesh = make_mesh()
+    params = jax.device_put(params, parameter_shardings(params, mesh))
+    opt_state = init_optimizer(optimizer, params, mesh)
+    step = make_step(loss, optimizer, params, batch, mesh)  # loss: (params, batch) -> scalar
+    params, opt_state, metrics = step(params, opt_state, batch)
+
+`params` is a tree of arrays with the paths of `LOSSES`: of Flax NNX, the state of
+`graph, params = nnx.split(model)` and a loss of `nnx.merge(graph, params)`."""
+
+_USE_OF_STEP = """\
+    mesh = make_mesh()
+    state = jax.device_put(state, state_shardings(state, mesh))
+    step = shard_step(step, state, batch, mesh)  # (state, batch) -> (new state, metrics)
+    state, metrics = step(state, batch)
+
+The step is the one that was planned; where it marks a loss by `shardlib.value_and_grad`,
+`value_and_grad` of this file takes the place of that."""
+
+
+def _head(plan: Plan, usage: str) -> str:
     notes = "\n".join(
         textwrap.fill(note, 98, initial_indent="- ", subsequent_indent="  ") for note in _NOTES
     )
@@ -400,15 +593,8 @@ def _head(plan: Plan) -> str:
 Written by shardlib from plan {plan.digest} with JAX {jax.__version__};
 {seconds_text(plan.estimate.step_seconds)} a step predicted. It needs jax and optax alone:
 
-    mesh = make_mesh()
-    params = jax.device_put(params, parameter_shardings(params, mesh))
-    opt_state = init_optimizer(optimizer, params, mesh)
-    step = make_step(loss, optimizer, params, batch, mesh)  # loss: (params, batch) -> scalar
-    params, opt_state, metrics = step(params, opt_state, batch)
-
-`params` is a tree of arrays with the paths of `PARAMETERS`: of Flax NNX, the state of
-`graph, params = nnx.split(model)` and a loss of `nnx.merge(graph, params)`. Values of the loss
-are named by their operation and its number; lines are those of the model. What differs from a
+{usage} Values are
+named by their operation and its number; lines are those of the model. What differs from a
 program of shardlib:
 
 {notes}

@@ -287,8 +287,9 @@ class Plan(ShownPlan):
         written = source_of(self).written
         if written is None:
             raise PlanError(
-                "only plans of a model and its loss are written as plain JAX\nTry:"
-                " shardlib.plan(init, loss, ...).emit('jax')"
+                "only plans of a model and its loss, or of a step, are written as plain JAX\nTry:"
+                " shardlib.plan(init, loss, ...).emit('jax'), or"
+                " shardlib.compile_step(init, step, ...).plan.emit('jax')"
             )
         return written(self, mode)
 

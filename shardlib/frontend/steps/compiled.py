@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +23,7 @@ from shardlib.frontend.machines import machine_of
 from shardlib.frontend.own_layouts import require_honour
 from shardlib.frontend.steps.marked.lowered import lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
+from shardlib.frontend.steps.marked.single import SingleLoss
 from shardlib.frontend.steps.pins import marked_pins, step_pins
 from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import Topology, TopologyLike
@@ -30,8 +31,8 @@ from shardlib.lowering.program.lowered import Options
 from shardlib.lowering.runtime.random_keys import implementation, is_key
 from shardlib.lowering.steps.step_program import LoweredStep, build_step
 from shardlib.planning.plan import Plan
-from shardlib.planning.planner import search
-from shardlib.propagation.colours import colour
+from shardlib.planning.planner import Prepared, search
+from shardlib.propagation.colours import Colouring, colour
 from shardlib.tracing.layouts import (
     NO_MESH,
     ambient_mesh,
@@ -293,6 +294,7 @@ def stepping(
         *own_layouts.findings(traced.layouts, problem, plan, pin, honour, searched)
     )
     plan = plan.with_findings(*traced.findings)
+    plan = _with_written(plan, traced, () if marked is None else marked.losses, known)
     count = plan.mesh.devices
     chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
     losses = None if marked is None else lower_losses(marked, plan, chosen)
@@ -309,6 +311,21 @@ def stepping(
     return StepProgram(
         **{one.name: getattr(lowered, one.name) for one in fields(LoweredStep)}, topology=machine
     )
+
+
+def _with_written(
+    plan: Plan, traced: TracedStep, losses: Sequence[SingleLoss], colouring: Colouring
+) -> Plan:
+    """The plan of a step, which writes itself as plain JAX."""
+    if not isinstance(plan.source, Prepared):
+        return plan
+
+    def written(plan: Plan, mode: str) -> str:
+        from shardlib.frontend.plain_jax import plain_step_text  # needed by few
+
+        return plain_step_text(traced, losses, plan, colouring, mode)
+
+    return replace(plan, source=replace(plan.source, written=written))
 
 
 def _state_of(

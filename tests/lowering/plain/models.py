@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
@@ -149,12 +150,147 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
+class Normed(nnx.Module):
+    """Has statistics beside its parameters."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.norm(self.up(x))))
+
+
+ADAM = optax.adam(1e-2)
+
+
+def train_state(key: jax.Array) -> TrainState:
+    params = MODULE.init(key, TOKENS["x"])["params"]
+    return TrainState.create(apply_fn=MODULE.apply, params=params, tx=ADAM)
+
+
+def of_train_state(gradients: Any) -> Any:
+    """The loss closes over the batch."""
+
+    def step(state: TrainState, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            logits = state.apply_fn({"params": params}, batch["x"])
+            return cross_entropy(logits, batch["y"]), {"largest": jnp.abs(logits).mean()}
+
+        (value, aux), slopes = gradients(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=slopes), {"loss": value, **aux}
+
+    return step
+
+
+def modules(key: jax.Array) -> Any:
+    state = nnx.split(Normed(nnx.Rngs(key)))[1]
+    return {"model": state, "optimizer": ADAM.init(nnx.filter_state(state, nnx.Param))}
+
+
+def of_modules(gradients: Any) -> Any:
+    """The loss changes the statistics of its module."""
+    graph = nnx.graphdef(Normed(nnx.Rngs(0)))
+
+    def step(state: Any, batch: Any) -> Any:
+        model = nnx.merge(graph, state["model"])
+
+        def loss(model: Normed, x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.mean((model(x) - y) ** 2)
+
+        value, slopes = gradients(loss)(model, batch["x"], y=batch["y"])
+        params = nnx.state(model, nnx.Param)
+        updates, optimizer = ADAM.update(slopes, state["optimizer"], params)
+        nnx.update(model, optax.apply_updates(params, updates))
+        return {"model": nnx.state(model), "optimizer": optimizer}, {"loss": value}
+
+    return step
+
+
+def teacher(key: jax.Array) -> Any:
+    names = {"teacher": (16, 16), "up": (16, 32), "down": (32, 16), "again": (16, 16)}
+    keys = jax.random.split(key, len(names))
+    weights = {
+        name: jax.random.normal(own, shape) / 4
+        for own, (name, shape) in zip(keys, names.items(), strict=True)
+    }
+    return {**weights, "step": 0}
+
+
+def of_teacher(gradients: Any) -> Any:
+    """Two losses, the second of what the first has trained; frozen weights; a state alone."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def student(params: Any, teacher: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x @ teacher) ** 2)
+
+        def second(again: jax.Array) -> jax.Array:
+            taught = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+            return jnp.mean((batch["y"] @ again - taught) ** 2)
+
+        params = {name: state[name] for name in ("up", "down")}
+        _, slopes = gradients(student)(params, state["teacher"], batch["x"])
+        params = jax.tree.map(lambda one, slope: one - 0.1 * slope, params, slopes)
+        _, slope = gradients(second)(state["again"])
+        return {**state, **params, "again": state["again"] - slope, "step": state["step"] + 1}
+
+    return step
+
+
+def of_explicit(gradients: Any) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        value, slopes = gradients(explicit_loss)(params, batch)
+        return jax.tree.map(lambda one, slope: one - 0.1 * slope, params, slopes), {"loss": value}
+
+    return step
+
+
+#: Case -> key -> state, what takes the gradients -> step, batch, whether the step marks its losses.
+STEPPED: dict[str, tuple[Any, Any, Any, bool]] = {
+    "train state": (train_state, of_train_state, TOKENS, True),
+    "modules": (modules, of_modules, ROWS, True),
+    "teacher": (teacher, of_teacher, ROWS, True),
+    "unmarked": (teacher, of_teacher, ROWS, False),
+    "unmarked, explicit": (lookup, of_explicit, TOKENS, False),
+}
+
+
+def run_step(sharded: Any, case: str) -> dict[str, Any]:
+    """Does a step with an emitted file."""
+    init, make, batch, marked = STEPPED[case]
+    state, mesh = init(jax.random.key(0)), sharded.make_mesh()
+    types: list[str] = []
+    explicit = sharded.MODE == "explicit"
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        state = jax.device_put(state, sharded.state_shardings(state, mesh))
+        own = make(sharded.value_and_grad if marked else jax.value_and_grad)
+        step = sharded.shard_step(own, state, batch, mesh)
+        text = step.lower(state, batch).compile().as_text()
+
+        @jax.jit
+        def around(state: Any, batch: Any) -> Any:
+            """A program in explicit mode."""
+            found = step(state, batch)
+            types[:] = [str(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(found)]
+            return found
+
+        every: list[dict[str, float]] = []
+        for _ in range(STEPS):
+            results = (around if explicit else step)(state, batch)
+            state, metrics = results if isinstance(results, tuple) else (results, {})
+            every.append({name: float(value) for name, value in metrics.items()})
+    sums = [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(state)]
+    return {"metrics": every, "text": text, "types": types, "sums": sums}
+
+
 def run(file: str, case: str) -> dict[str, Any]:
     """Trains a case with an emitted file."""
     spec = importlib.util.spec_from_file_location("sharded", file)
     assert spec is not None and spec.loader is not None
     sharded = sys.modules["sharded"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sharded)
+    if case in STEPPED:
+        return run_step(sharded, case)
     params, loss, batch = cases()[case]
     optimizer, mesh = optax.adam(1e-2), sharded.make_mesh()
     params = jax.device_put(params, sharded.parameter_shardings(params, mesh))

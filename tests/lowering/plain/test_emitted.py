@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib
+from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.verification.hlo.traffic import read_traffic
 from tests.lowering.plain import models
 
@@ -65,7 +68,7 @@ def compiled(case: str) -> shardlib.Program:
     return shardlib.compile(init, loss, optax.adam(1e-2), batch, topology="cpu:8", pin=pin)
 
 
-def traffic(text: str, program: shardlib.Program) -> Counter[Any]:
+def traffic(text: str, program: shardlib.Program | StepProgram) -> Counter[Any]:
     """Collectives by kind, mesh axes and bytes."""
     found: Counter[Any] = Counter()
     for one in read_traffic(text, program.plan.mesh).collectives:
@@ -80,6 +83,71 @@ def test_emitted_files_train_without_shardlib_as_the_program_does(tmp_path: Path
             file = tmp_path / f"sharded_{case}_{mode}.py"
             file.write_text(compiled(case).plan.emit("jax", mode=mode))
             files[str(file)] = case
+    theirs = of_child(files, tmp_path, lambda: [own(case) for case in CASES])
+    for (file, case), found in zip(files.items(), theirs, strict=True):
+        program, (metrics, here) = compiled(case), own(case)
+        equal(found["metrics"], metrics, file)
+        assert here and traffic(found["text"], program) == here, file
+        if "_explicit.py" in file:
+            layouts = {one.path: one.rest for one in program.plan.parameters}
+            assert found["types"] == {path: spec(layouts[path], program) for path in layouts}
+
+
+#: Case of a step -> pin, mode.
+STEPPED: dict[str, tuple[Any, str]] = {
+    "train state": ({"mesh": {"data": 2, "fsdp": 4}, "zero": 2, "microbatches": 2}, "auto"),
+    "modules": ({"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3}, "explicit"),
+    "teacher": ({"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "microbatches": 2}, "auto"),
+    "unmarked": ({"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3}, "explicit"),
+    "unmarked, explicit": ({"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3}, "auto"),
+}
+
+
+@cache
+def stepped(case: str) -> StepProgram:
+    init, make, batch, marked = models.STEPPED[case]
+    return shardlib.compile_step(
+        init,
+        make(shardlib.value_and_grad if marked else jax.value_and_grad),
+        batch,
+        topology="cpu:8",
+        pin=STEPPED[case][0],
+    )
+
+
+def test_emitted_files_do_steps_as_the_program_does(tmp_path: Path) -> None:
+    files: dict[str, str] = {}
+    for number, (case, (_, mode)) in enumerate(STEPPED.items()):
+        file = tmp_path / f"sharded_{number}.py"
+        file.write_text(stepped(case).plan.emit("jax", mode=mode))
+        files[str(file)] = case
+    theirs = of_child(files, tmp_path, lambda: [stepped(case).prepare() for case in STEPPED])
+    for case, found in zip(STEPPED, theirs, strict=True):
+        program, batch, every = stepped(case), models.STEPPED[case][2], []
+        state = program.init(jax.random.key(0))
+        for _ in range(models.STEPS):
+            state, metrics = program.step(state, batch)
+            every.append({name: float(value) for name, value in metrics.items()})
+        equal(found["metrics"], every, case)
+        sums = [float(np.abs(leaf).sum()) for leaf in map(np.asarray, jax.tree.leaves(state))]
+        np.testing.assert_allclose(found["sums"], sums, rtol=1e-5, err_msg=case)
+        here = traffic(program.compiled().as_text(), program)
+        assert here and traffic(found["text"], program) == here, case
+        if STEPPED[case][1] == "explicit":
+            laid = [spec(layout, program) for layout in program.layouts.state]
+            assert found["types"][: len(laid)] == laid
+
+
+def equal(theirs: list[dict[str, float]], ours: list[dict[str, float]], case: str) -> None:
+    for found, metrics in zip(theirs, ours, strict=True):
+        assert found.keys() == metrics.keys()
+        np.testing.assert_allclose(
+            list(found.values()), [metrics[name] for name in found], rtol=1e-5, err_msg=case
+        )
+
+
+def of_child(files: dict[str, str], tmp_path: Path, meanwhile: Callable[[], object]) -> Any:
+    """What a process says that has the files, the models, and no shardlib."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     script = tmp_path / "models.py"
     script.write_text(Path(models.__file__).read_text())
@@ -92,21 +160,10 @@ def test_emitted_files_train_without_shardlib_as_the_program_does(tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
     )
-    for case in CASES:  # while the child runs
-        own(case)
+    meanwhile()
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err[-3000:]
-    for (file, case), theirs in zip(files.items(), json.loads(out), strict=True):
-        program, (metrics, here) = compiled(case), own(case)
-        for ours, found in zip(metrics, theirs["metrics"], strict=True):
-            assert ours.keys() == found.keys()
-            np.testing.assert_allclose(
-                list(found.values()), [ours[name] for name in found], rtol=1e-5, err_msg=file
-            )
-        assert here and traffic(theirs["text"], program) == here, file
-        if "_explicit.py" in file:
-            layouts = {one.path: one.rest for one in program.plan.parameters}
-            assert theirs["types"] == {path: spec(layouts[path], program) for path in layouts}
+    return json.loads(out)
 
 
 @cache
@@ -120,7 +177,7 @@ def own(case: str) -> tuple[list[dict[str, float]], Counter[Any]]:
     return every, traffic(program.compiled().as_text(), program)
 
 
-def spec(layout: shardlib.Layout, program: shardlib.Program) -> str:
+def spec(layout: shardlib.Layout, program: shardlib.Program | StepProgram) -> str:
     """A layout as JAX says it."""
     axes = [[axis for axis in dim if program.plan.mesh[axis] > 1] for dim in layout]
     return str(P(*(tuple(dim) if len(dim) > 1 else dim[0] if dim else None for dim in axes)))
@@ -133,16 +190,17 @@ def test_the_file_has_the_tables_of_the_plan() -> None:
     tables: dict[str, Any] = {}
     exec(text, {"__name__": "emitted"}, tables)
     shardings = plan.shardings(jax.make_mesh((4, 2), ("fsdp", "tensor")))
-    assert tables["MESH"] == {"fsdp": 4, "tensor": 2} and tables["REMAT"] == "full"
-    assert tables["PARAMETERS"].keys() == shardings.parameters.keys() == {"up", "down", "square"}
-    for path, (_, stored, gradient, optimizer) in tables["PARAMETERS"].items():
+    loss = tables["LOSSES"]["loss"]
+    assert tables["MESH"] == {"fsdp": 4, "tensor": 2} and loss.remat == "full"
+    assert loss.parameters.keys() == shardings.parameters.keys() == {"up", "down", "square"}
+    for path, (_, stored, gradient, optimizer) in loss.parameters.items():
         assert stored == shardings.parameters[path].spec
         assert gradient == shardings.gradients[path].spec
         assert optimizer == shardings.optimizer[path].spec
-    assert {f"batch.{path}": spec for path, spec in tables["BATCH"].items()} == {
+    assert {f"batch.{path}": spec for path, spec in loss.batch.items()} == {
         path: sharding.spec for path, sharding in shardings.batch.items()
     }
-    assert set(tables["LAYERS"].values()) == {"up", "down"}
+    assert set(loss.layers.values()) == {"up", "down"}
 
 
 def test_shardings_are_those_of_the_program() -> None:
@@ -217,6 +275,46 @@ def test_what_plain_jax_cannot_express_is_listed() -> None:
         shardlib.ShardlibError, match=r"mode is 'manual'\nTry: 'auto' or 'explicit'"
     ):
         staged.emit("jax", mode="manual")
+
+
+def test_steps_that_plain_jax_cannot_express_are_listed() -> None:
+    def planned(step: Any, **pin: Any) -> shardlib.Plan:
+        program = shardlib.compile_step(
+            models.layers, step, models.ROWS, topology="cpu:8", pin=pin, abstract=True
+        )
+        return program.plan
+
+    def noisy(params: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> jax.Array:
+            noise = jax.random.normal(jax.random.key(0), batch["x"].shape)
+            return models.scan_loss(params, {**batch, "x": batch["x"] + noise})
+
+        return shardlib.value_and_grad(loss)(params, batch)[1]
+
+    assert refused(planned(noisy, mesh={"data": 8}, microbatches=2)) == (
+        "plain JAX cannot express the plan of noisy: in the loss loss: 2 microbatches of a loss"
+        " that draws random numbers\n"
+        "Try: pin decisions away, or run the plan with shardlib.compile"
+    )
+    marked = models.of_explicit(shardlib.value_and_grad)
+    program = shardlib.compile_step(
+        models.lookup, marked, models.TOKENS, topology="cpu:8", abstract=True
+    )
+    assert "layouts of its own in a step that marks its losses" in refused(program.plan)
+
+    def mapped(params: Any, batch: Any) -> Any:
+        slopes = jax.lax.pmean(jax.grad(models.scan_loss)(params, batch), "devices")
+        return jax.tree.map(lambda one, slope: one - slope, params, slopes)
+
+    assert "plan of mapped: reductions over an axis of jax.pmap" in refused(planned(mapped))
+
+
+def test_a_step_that_marks_another_loss_is_told() -> None:
+    sharded = ModuleType("sharded")
+    exec(stepped("teacher").plan.emit("jax"), sharded.__dict__)
+    state, mesh = models.teacher(jax.random.key(0)), sharded.make_mesh()
+    with pytest.raises(ValueError, match=r"marks no loss by .* planned marks loss\.0, loss\.1"):
+        sharded.shard_step(models.of_teacher(jax.value_and_grad), state, models.ROWS, mesh)
 
 
 def refused(plan: shardlib.Plan, form: str = "jax") -> str:

@@ -37,7 +37,7 @@ def lower_losses(
     programs = [
         lower(
             one.model,
-            _plan_of(plan, one),
+            loss_plan(plan, one),
             **({"abstract": True} if devices is None else {"devices": devices}),
         )
         for one in step.losses
@@ -51,8 +51,13 @@ def lower_losses(
     )
 
 
-def _plan_of(plan: Plan, loss: SingleLoss) -> Plan:
-    """The plan of a step as one of a marked loss alone."""
+def loss_plan(plan: Plan, loss: SingleLoss) -> Plan:
+    """The plan of a step as one of a marked loss alone.
+
+    Args:
+        plan: of the step.
+        loss: that it marks.
+    """
     planned = {one.path: one for one in plan.parameters}
     shapes = {path: shape for path, shape, _, _ in loss.model.traced.problem.batch}
     frozen = loss.model.model.frozen
