@@ -116,6 +116,18 @@ import sys
 sys.path.insert(0, ".")
 params = init_arrays(jax.random.key(0))
 """,
+            3: """
+import importlib
+
+def step(state, batch):
+    value, slopes = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda one, slope: one - 0.1 * slope, state, slopes), {"loss": value}
+
+state = init_arrays(jax.random.key(0))
+program = shardlib.compile_step(state, step, batch, topology="cpu:8", abstract=True)
+Path("sharded_step.py").write_text(program.plan.emit("jax"))
+sharded_step = importlib.reload(sharded_step)
+""",
         },
         holds="'sharded_step' in sys.modules and float(metrics['loss']) > 0",
     ),
