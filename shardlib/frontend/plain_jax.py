@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +19,6 @@ from shardlib.axes import INNER_AXES
 from shardlib.errors import PlanError, raise_all
 from shardlib.exchanges.values import Exact
 from shardlib.frontend.lowered import interleaving_of, placements_of
-from shardlib.frontend.steps.marked.lowered import loss_plan
-from shardlib.frontend.steps.marked.single import SingleLoss
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import device_order
@@ -58,6 +57,25 @@ _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 Values = Mapping[tuple[str, int], tuple[str, tuple[int, ...], str]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """A loss that a step marks.
+
+    Attributes:
+        path: of its call in the step.
+        name: of the user's function.
+        model: the loss by itself.
+        plan: of the step, as one of the loss alone.
+        leaves: where its arrays belong, "params", "frozen" or "batch", and their paths.
+    """
+
+    path: str
+    name: str
+    model: TracedModel
+    plan: Plan
+    leaves: Sequence[tuple[str, str]]
+
+
 def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
     """A plan as a file of plain JAX.
 
@@ -79,7 +97,7 @@ def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
 
 def plain_step_text(
     traced: TracedStep,
-    losses: Sequence[SingleLoss],
+    losses: Sequence[StepLoss],
     plan: Plan,
     colouring: Colouring,
     mode: str,
@@ -97,26 +115,25 @@ def plain_step_text(
         PlanError: the plan, or the step, has something that such a file cannot express; all of it
             is listed.
     """
-    plans = [loss_plan(plan, one) for one in losses]
     _require(
         [
             *_of_plan(plan),
             *_of_step(traced, losses),
             *(
-                f"in the loss {one.found.form.name}: {what}"
-                for one, own in zip(losses, plans, strict=True)
-                for what in _of_model(one.model, own)
+                f"in the loss {one.name}: {what}"
+                for one in losses
+                for what in _of_model(one.model, one.plan)
             ),
         ],
         plan,
     )
     names = step.names(step.flatten(traced.closed))
     marked = {
-        names[one.found.call.path]: {
-            **_loss_layouts(one.model, own),
-            "leaves": _leaves(one),
+        names[one.path]: {
+            **_loss_layouts(one.model, one.plan),
+            "leaves": repr(list(one.leaves)),
         }
-        for one, own in zip(losses, plans, strict=True)
+        for one in losses
     }
     return _written(
         plan,
@@ -185,7 +202,7 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
     return [*held, *_of_program(loss.program, model.traced.problem)]
 
 
-def _of_step(traced: TracedStep, losses: Sequence[SingleLoss]) -> list[str]:
+def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
     """What of a step beside its losses such a file has no form for."""
     marks = [name for name, _ in step.named(step.flatten(traced.closed)) if name[:5] == "loss."]
     outside = [one for one in _all(traced.program) if one.call is None]
@@ -278,14 +295,6 @@ def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[
         "microbatches": repr(plan.microbatches),
         **_value_layouts(plan, laid.values, values, follow=False),
     }
-
-
-def _leaves(loss: SingleLoss) -> str:
-    """Where the arrays of a marked loss belong, in their order."""
-    frozen = loss.model.model.frozen
-    owners = {at: ("frozen" if path in frozen else "params", path) for path, at in loss.params}
-    owners |= {at: ("batch", path) for path, at in loss.batch}
-    return repr([owners[at] for at in range(len(owners))])
 
 
 def _all(program: Program) -> Iterator[Equation]:

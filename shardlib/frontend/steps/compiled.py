@@ -21,7 +21,7 @@ from shardlib.frontend import own_layouts
 from shardlib.frontend.arguments import require_arguments
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.own_layouts import require_honour
-from shardlib.frontend.steps.marked.lowered import lower_losses
+from shardlib.frontend.steps.marked.lowered import loss_plan, lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
 from shardlib.frontend.steps.marked.single import SingleLoss
 from shardlib.frontend.steps.pins import marked_pins, step_pins
@@ -321,9 +321,19 @@ def _with_written(
         return plan
 
     def written(plan: Plan, mode: str) -> str:
-        from shardlib.frontend.plain_jax import plain_step_text  # needed by few
+        from shardlib.frontend.plain_jax import StepLoss, plain_step_text  # needed by few
 
-        return plain_step_text(traced, losses, plan, colouring, mode)
+        marked = [
+            StepLoss(
+                path=one.found.call.path,
+                name=one.found.form.name,
+                model=one.model,
+                plan=loss_plan(plan, one),
+                leaves=one.leaves,
+            )
+            for one in losses
+        ]
+        return plain_step_text(traced, marked, plan, colouring, mode)
 
     return replace(plan, source=replace(plan.source, written=written))
 

@@ -53,6 +53,16 @@ class SingleLoss:
     batch: tuple[tuple[str, int], ...]
     names: dict[str, LogicalAxes]
 
+    @property
+    def leaves(self) -> tuple[tuple[str, str], ...]:
+        """Where its arrays belong, to the "params", the "frozen" params or the "batch", and their
+        paths there.
+        """
+        frozen = self.model.model.frozen
+        places = {at: ("frozen" if path in frozen else "params", path) for path, at in self.params}
+        places |= {at: ("batch", path) for path, at in self.batch}
+        return tuple(places[at] for at in range(len(places)))
+
     def arguments(self, leaves: Sequence[Value]) -> tuple[dict[str, Value], dict[str, Value]]:
         """(params, batch) of the model for the leaves of the loss.
 
