@@ -193,7 +193,7 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
     if not tiers:
         return () if devices == 1 else None
     inner = tiers[-1]
-    for part in _divisors(devices, inner.devices):
+    for part in reversed(divisors(devices, inner.devices)):
         blocks = list(_factorings(part, inner.shape))
         outer = _fill(devices // part, tiers[:-1]) if blocks else None
         if outer is not None:
@@ -204,10 +204,20 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
     return None
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    """The divisors of a number up to `most`, the largest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({n for n in (*small, *(number // n for n in small)) if n <= most}, reverse=True)
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
+    are of use, and to look for all takes the root of the number.
+
+    >>> divisors(12), divisors(10**12, most=10)
+    ([1, 2, 3, 4, 6, 12], [1, 2, 4, 5, 8, 10])
+
+    Args:
+        number: at least 1.
+        most: None for the number itself.
+    """
+    most = number if most is None else most
+    small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small if number // n <= most)})
 
 
 def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:

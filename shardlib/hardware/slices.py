@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from shardlib.hardware.placement import used_shapes
+from shardlib.hardware.placement import divisors, used_shapes
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 
@@ -69,8 +69,14 @@ def device_counts(topology: Topology, batch: int = 1) -> tuple[int, ...]:
         known = not torus or every % devices == 0 or slice_of(topology, devices) is not None
         return known and used_shapes(devices, topology) is not None
 
-    counts = range(every, 0, -1)
     if every <= SMALL:
-        return tuple(n for n in counts if usable(n))
-    along = next((n for n in counts if batch % (n // (n & -n)) == 0 and usable(n)), 1)
-    return tuple(n for n in counts if (every % n == 0 and usable(n)) or n == along)
+        return tuple(n for n in range(every, 0, -1) if usable(n))
+    whole = {n for n in divisors(every) if usable(n)}
+    others = {
+        odd << twos
+        for odd in divisors(batch, every)
+        if odd % 2
+        for twos in range((every // odd).bit_length())
+    }
+    along = next((n for n in sorted(others, reverse=True) if usable(n)), 1)
+    return tuple(sorted({*whole, along}, reverse=True))

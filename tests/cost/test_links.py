@@ -4,6 +4,8 @@ with.
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,6 +53,23 @@ def test_the_best_links_are_a_bound(where: str, data: st.DataObject) -> None:
     assert placed and real.latency.shape == (len(SLOTS), len(placed))
     assert (best.latency <= real.latency * (1 + 1e-9)).all()
     assert (best.per_byte <= real.per_byte * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("where", ["v5e:16x16", "2*v5e:8x16", "v5p:4x4x8", "16*h100:8"])
+def test_groups_that_are_priced_together_cost_the_same(where: str) -> None:
+    machine, draw = topology(where), random.Random(where)
+    meshes = []
+    for _ in range(12):
+        sizes = dict.fromkeys(MESH_AXES, 1)
+        for _ in range(machine.devices.bit_length() - 1):
+            sizes[draw.choice(MESH_AXES)] *= 2
+        meshes.append(MeshShape(sizes))
+    places = [placed for mesh in meshes for _, placed in placements(mesh, machine)]
+    real = links(places, machine)
+    for at, placed in enumerate(places):
+        costs = [slot_cost(slot, placed, machine) for slot in SLOTS]
+        assert real.latency[:, at].tolist() == [cost.latency_s for cost in costs]
+        assert real.per_byte[:, at].tolist() == [cost.seconds_per_byte for cost in costs]
 
 
 def test_the_bound_is_reached_where_an_axis_is_alone() -> None:

@@ -159,7 +159,7 @@ def shards(slot: Slot, ways: int) -> int:
 def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCost:
     """The cost of one collective of a slot."""
     spans = spans_of(slot.group, placement)
-    if slot.role in ("gather", "scatter") and slot.kind != "all-reduce":
+    if _stepwise(slot):
         found = steps(slot.kind, spans, topology)
         return LinearCost(
             sum(one.cost.latency_s for one in found),
@@ -197,48 +197,78 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
         axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
         for axis in MESH_AXES
     }
-    ways = _ways_by_tier(numbers, topology)
+    spans, torus = _by_dim(numbers, topology), any(tier.kind == "torus" for tier in topology.tiers)
     for group in GROUPS:
+        axes = [lies[axis] for axis in group.axes]
         # groups that lie alike cost the same, whatever their axes are
-        alike = (
-            [lies[axis] for axis in group.axes]
-            if ways is None
-            else [*np.prod([ways[:, lies[axis]] for axis in group.axes], axis=0)]
-        )
-        first, which = distinct_rows(alike)
-        keys = [
-            tuple([int(column[one]) for column in alike if ways is not None or column[one]])
-            for one in first
-        ]
-        for slot in OF_GROUP[group]:
-            found = np.zeros((2, len(first)))
-            for at, lie in enumerate(keys):
-                way = _way(SLOTS[slot]), lie
-                if way not in known:
-                    known[way] = slot_cost(SLOTS[slot], placements[int(first[at])], topology)
-                found[:, at] = known[way].latency_s, known[way].seconds_per_byte
-            latency[slot], per_byte[slot] = found[:, which]
+        joined = [column for ways, strides in spans for column in _joined(ways, strides, axes)]
+        for slots in _apart(OF_GROUP[group]) if torus else (OF_GROUP[group],):
+            stepwise = torus and _stepwise(SLOTS[slots[0]])
+            alike = axes if stepwise else joined
+            first, which = distinct_rows(alike)
+            rows = np.stack(alike)[:, first].T.tolist()
+            keys = [(stepwise, *(filter(None, row) if stepwise else row)) for row in rows]
+            for slot in slots:
+                costs = np.zeros((2, len(first)))
+                for at, lie in enumerate(keys):
+                    way = _way(SLOTS[slot]), lie
+                    if way not in known:
+                        known[way] = slot_cost(SLOTS[slot], placements[int(first[at])], topology)
+                    costs[:, at] = known[way].latency_s, known[way].seconds_per_byte
+                latency[slot], per_byte[slot] = costs[:, which]
     return Links(latency=latency, per_byte=per_byte)
 
 
-def _ways_by_tier(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Array | None:
-    """Devices of each tier that axes lie on, by the number of where they lie: array [tiers,
-    numbers]. On switches and networks that is all that a collective's cost depends on; None on a
-    torus, where distances count, too.
+def _by_dim(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Array:
+    """Ways and strides of what an axis takes of each dim of each tier, by the number of where it
+    lies: array [dims, 2, numbers]. Distances count on a torus alone; elsewhere strides are 0.
     """
-    if any(tier.kind == "torus" or len(tier.shape) > 1 for tier in topology.tiers):
-        return None
-    found = np.ones((len(topology.tiers), len(numbers)), dtype=np.int64)
+    dims = [(i, dim) for i, tier in enumerate(topology.tiers) for dim in range(len(tier.shape))]
+    found = np.ones((len(dims), 2, len(numbers)), dtype=np.int64)
     for spans, number in numbers.items():
         for span in spans:
-            found[span.tier, number] *= span.ways
+            torus = topology.tiers[span.tier].kind == "torus"
+            found[dims.index((span.tier, span.dim)), :, number] = span.ways, span.stride * torus
     return found
+
+
+def _joined(ways: Array, strides: Array, axes: Sequence[Array]) -> tuple[Array, Array, Array]:
+    """What the cost of a collective that is not done in steps depends on in a dim, by placement:
+    the ways of its group, and those and the stride of the outermost of its lines, to which parts
+    join that touch.
+
+    Args:
+        ways, strides: of what an axis takes of the dim, by the number of where it lies.
+        axes: where each axis of the group lies, by placement.
+    """
+    every, starts = np.stack([[ways[lie], strides[lie]] for lie in axes], axis=1)
+    order = np.argsort(starts, axis=0, kind="stable")
+    lines = np.ones((2, every.shape[1]), dtype=np.int64)  # the ways of the outermost, its stride
+    for at in order[:, None]:
+        more, start = (np.take_along_axis(values, at, axis=0)[0] for values in (every, starts))
+        apart = (more > 1) & (start != lines[0] * lines[1])
+        lines[1, apart] = start[apart]
+        lines[0] = np.where(apart, more, lines[0] * more)
+    return every.prod(0), lines[0], lines[1]
+
+
+def _stepwise(slot: Slot) -> bool:
+    """Whether a collective is done in steps along the dims of a torus, in the order of its axes."""
+    return slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+
+
+def _apart(slots: Sequence[int]) -> tuple[list[int], ...]:
+    """Numbers of slots that are done in steps, and of others."""
+    parts = ([slot for slot in slots if _stepwise(SLOTS[slot]) == flag] for flag in (True, False))
+    return tuple(part for part in parts if part)
 
 
 def _way(slot: Slot) -> tuple[str, str]:
     """All of a slot that its cost depends on, beside where its group lies."""
-    stepwise = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-    return slot.kind, "steps" if stepwise else slot.role if slot.role in ("ring", "ends") else ""
+    return slot.kind, "steps" if _stepwise(slot) else slot.role if slot.role in (
+        "ring",
+        "ends",
+    ) else ""
 
 
 #: The first slot that costs what each slot costs, where their groups lie alike.
@@ -255,8 +285,8 @@ def _known_costs(
     dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost],
 ]:
     """Numbers of where axes lie, and costs of ways to move data over groups of axes by those, or
-    by the devices of each tier: filled as they are asked for, and kept for the next search on the
-    same links.
+    by what they take of each dim: filled as they are asked for, and kept for the next search on
+    the same links.
     """
     return {(): 0}, {}
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
+from shardlib.hardware.placement import divisors
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.search.priced_space import priced_space
-from shardlib.planning.space.limits import batch_size, divisors
+from shardlib.planning.space.limits import batch_size
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.quantity import ratio_text
 from shardlib.report import Finding, diagnostic

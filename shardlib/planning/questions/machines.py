@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 from shardlib.decisions.pins import Pins
+from shardlib.hardware.placement import divisors
 from shardlib.hardware.tier import Tier
 from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
@@ -87,7 +88,7 @@ def _usable_counts(source: Source, most: int) -> set[int]:
     stacks = [shapes[path][dim] for path, dim in load.frozen]
     counts = {1}
     for group in ([limits.batch_size(load.problem, load.colouring)], shared, stacks):
-        factors = {1, *(number for size in group for number in limits.divisors(size))}
+        factors = {1, *(number for size in group for number in divisors(size))}
         counts = {a * b for a in counts for b in factors if a * b <= most}
     return counts
 

@@ -9,12 +9,12 @@ from shardlib.axes import MeshShape
 from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
+from shardlib.hardware.placement import divisors
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly.candidate_price import OnMachine, price
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.ranking import Ranking
 from shardlib.planning.search.priced_space import PricedSpace, priced_space
-from shardlib.planning.space.limits import divisors
 from shardlib.planning.space.workload import Workload, prepare
 
 #: Most plans that are priced with loops over tensor, where the planner decides for them.

@@ -1,8 +1,5 @@
 """What a model allows, whatever is pinned: sizes of its batch and its sequence, its layers and
 experts, and the colours that the tensor axis may shard; and what the framework can do that runs it.
-
->>> divisors(12), divisors(10**12, most=10)
-([1, 2, 3, 4, 6, 12], [1, 2, 4, 5, 8, 10])
 """
 
 from __future__ import annotations
@@ -112,19 +109,6 @@ def sequences_text(problem: Problem, colouring: Colouring, ways: str) -> str:
     }
     listed = " and ".join(map(str, sorted(lengths)))
     return f"has sequences of {listed}, which {ways} not divide{'' if len(lengths) < 2 else ' all'}"
-
-
-def divisors(number: int, most: int | None = None) -> list[int]:
-    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
-    are of use, and to look for all takes the root of the number.
-
-    Args:
-        number: at least 1.
-        most: None for the number itself.
-    """
-    most = number if most is None else most
-    small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small if number // n <= most)})
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:

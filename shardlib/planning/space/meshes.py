@@ -11,7 +11,8 @@ import numpy as np
 from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, TENSOR
 from shardlib.decisions.lowerings import along, facts_of_pins, lowered
 from shardlib.decisions.pins import Pins
-from shardlib.planning.space.limits import MAX_MICROBATCHES, Limits, divisors
+from shardlib.hardware.placement import divisors
+from shardlib.planning.space.limits import MAX_MICROBATCHES, Limits
 from shardlib.planning.space.space import Space
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring

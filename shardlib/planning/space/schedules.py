@@ -14,7 +14,7 @@ import numpy as np
 from shardlib.axes import STORED_AXES
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.decisions.table import Decisions
-from shardlib.planning.space.limits import divisors
+from shardlib.hardware.placement import divisors
 from shardlib.planning.space.space import Space
 from shardlib.schedules.none import NONE
 from shardlib.schedules.schedule import Pipelines, Schedule

@@ -10,10 +10,10 @@ from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.decisions.pins import Pins
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.problem import Problem
+from shardlib.hardware.placement import divisors
 from shardlib.planning.space.limits import (
     MAX_MICROBATCHES,
     batch_size,
-    divisors,
     sequence_size,
     sequences_text,
     tensor_colours,
