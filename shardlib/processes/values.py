@@ -20,6 +20,7 @@ import contextlib
 import json
 import math
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,9 +44,9 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 #: Messages or bytes that make a block; a block is deleted from the store during the next but one.
 BLOCK_MESSAGES, BLOCK_BYTES = 64, 64 << 20
-#: Messages that wait while no idle process has read a block: then there is none, since each process
-#: runs programs of its own devices, and nothing is published any more.
-MOST_WAITING = 1024
+#: Messages that wait, and seconds that pass, while no idle process has read a block: then there is
+#: none, since each process runs programs of its own devices, and nothing is published any more.
+MOST_WAITING, UNREAD_SECONDS = 1024, 120.0
 #: Milliseconds of one wait for a value; in between, signals are handled.
 WAIT_MS = 1000
 
@@ -217,6 +218,7 @@ class Channel:
     name: str
     _waiting: SimpleQueue[Callable[[], bytes]] = field(default_factory=SimpleQueue)
     _thread: threading.Thread | None = None
+    _begun: float = 0.0
     _unread: bool = False
     _block: int = 0
     _number: int = 0
@@ -233,12 +235,18 @@ class Channel:
         """
         if jax.process_index() != min(self.owners) or self._unread:
             return
-        if self._block < 2 and self._waiting.qsize() >= MOST_WAITING:
+        if (
+            self._block < 2
+            and self._waiting.qsize() >= MOST_WAITING
+            and time.monotonic() - self._begun > UNREAD_SECONDS
+        ):
             self._unread = True
+            self._client.key_value_set(self._stopped, "")
             while not self._waiting.empty():
                 self._waiting.get()
             return
         if self._thread is None:
+            self._begun = time.monotonic()
             self._thread = threading.Thread(
                 target=self._publish_all, name="shardlib-values", daemon=True
             )
@@ -246,7 +254,11 @@ class Channel:
         self._waiting.put(make)
 
     def receive(self) -> bytes:
-        """The next message, in an idle process; waits for it as long as the job lives."""
+        """The next message, in an idle process; waits for it as long as the job lives.
+
+        Raises:
+            LaunchError: the owner is gone, or has stopped to publish.
+        """
         first = self._waited(self._part(0))
         parts, left = [first[8:]], int.from_bytes(first[:8], "little") - len(first) + 8
         while left:
@@ -299,11 +311,24 @@ class Channel:
         """The value of a key, waited for as long as the job lives."""
         while True:
             with contextlib.suppress(_NotYet):
-                return self._looked(key)
+                return self._looked(key, WAIT_MS)
+            if not self.is_owner:
+                with contextlib.suppress(_NotYet):
+                    self._looked(self._stopped, 1)
+                    raise LaunchError(
+                        f"process {min(self.owners)} has published what its programs return for"
+                        f" {UNREAD_SECONDS:.0f} s, and this process, which owns none of their"
+                        " devices, has read nothing of it\nTry: call every program in all"
+                        " processes, in the same order"
+                    )
 
-    def _looked(self, key: str) -> bytes:
+    @property
+    def _stopped(self) -> str:
+        return self._key("sent", 0).removesuffix("sent/0") + "stopped"
+
+    def _looked(self, key: str, milliseconds: int) -> bytes:
         try:
-            return self._client.blocking_key_value_get_bytes(key, WAIT_MS)
+            return self._client.blocking_key_value_get_bytes(key, milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise _NotYet from None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardlib.checkpointing import huggingface
+from shardlib.errors import LaunchError
 from shardlib.processes import values
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import child, free_port
@@ -67,31 +68,42 @@ class Store:
     """JAX's store of keys, of a job whose other processes read nothing."""
 
     def __init__(self) -> None:
-        self.keys: list[str] = []
+        self.keys: dict[str, bytes | str] = {}
 
-    def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        self.keys.append(key)
+    def key_value_set(self, key: str, value: bytes | str) -> None:
+        self.keys[key] = value
 
-    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+    key_value_set_bytes = key_value_set
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes | str:
+        if key in self.keys:
+            return self.keys[key]
         time.sleep(0.01)
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
 
 def test_values_that_nobody_reads_are_not_published_for_ever(monkeypatch: pytest.MonkeyPatch):
     """Processes that each run a program of their own devices: the store keeps two blocks, the
-    process keeps no more, and its end waits for no reader.
+    process keeps no more, and its end waits for no reader. Who comes to read after all is told.
     """
     store = Store()
     monkeypatch.setattr("shardlib._jax_compat.coordination", lambda: (store, 0, 2))
     monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(values, "UNREAD_SECONDS", 0.0)
     channel = values.Channel(owners=frozenset({0}), name="alone")
     for _ in range(2 * values.BLOCK_MESSAGES + values.MOST_WAITING + 2):
         channel.send(bytes)
         while len(store.keys) < 2 * values.BLOCK_MESSAGES and not channel._waiting.empty():
             time.sleep(0.001)
-    assert len(store.keys) == 2 * values.BLOCK_MESSAGES
+    assert len(store.keys) == 2 * values.BLOCK_MESSAGES + 1
     assert channel._waiting.empty()
     assert channel._thread is not None and channel._thread.daemon
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    late = values.Channel(owners=frozenset({0}), name="alone")
+    for key in [key for key in store.keys if "/sent/" in key]:
+        del store.keys[key]
+    with pytest.raises(LaunchError, match="has read nothing of it\nTry: call every program"):
+        late.receive()
 
 
 @pytest.mark.long
