@@ -10,16 +10,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.pricing.candidates import distinct
+from shardlib.cost.pricing.candidates import Candidates, candidates, distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
+from shardlib.hardware.placement import place
 from shardlib.hardware.topology import topology
 from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.bounds.frontier import Entries
 from shardlib.planning.bounds.pairs import Pairs, joined
+from shardlib.planning.bounds.step_time import step_seconds
 from shardlib.planning.bounds.step_time_that_fits import Fitting, mixed
+from shardlib.planning.bounds.tick import Tick
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.space import meshes, space
 from shardlib.planning.space.attention import Strategy
@@ -99,6 +102,15 @@ def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
     )
 
 
+def _placed(entries: Entries, at: int, one: Candidate) -> Candidates:
+    """An entry on the place of a plan."""
+    where = topology(WHERE)
+    placement = place(one.mesh, where, one.decisions.axis_order)
+    assert placement is not None
+    c = candidates([(one.mesh, placement)], [one.decisions.microbatches], where)
+    return replace(c, shapes=entries.values.shapes, shape=entries.shape[[at]])
+
+
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
@@ -126,13 +138,19 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
         for one, seconds, size in prices:
             if size > capacity or one.routes != routes or one.decisions.context != context:
                 continue
-            at, given = (
+            at, choice = (
                 places[_key(entries, one)],
-                replace(one.choice, context=entries.scope.along),
+                entries.choices.index(replace(one.choice, context=entries.scope.along)),
             )
+            placed = _placed(entries, at, one)
+            kinds = entries.on_places(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
+            on_place = min(float(least[0]) for least in kinds.values())
             assert entries.fastest[at] <= seconds * (1 + 1e-9)
-            assert of_entries[at] <= bounds[at, entries.choices.index(given)] * (1 + 1e-9)
-            assert bounds[at, entries.choices.index(given)] <= seconds * (1 + 1e-9)
+            assert of_entries[at] <= bounds[at, choice] * (1 + 1e-9)
+            assert bounds[at, choice] <= seconds * (1 + 1e-9)
+            assert entries.seconds_on(placed)[0] <= on_place * (1 + 1e-9)
+            if software == "xla":
+                assert on_place <= seconds * (1 + 1e-9)
             checked += 1
     assert checked > 5
 
@@ -183,6 +201,15 @@ def test_a_mixture_lies_on_the_line_between_policies() -> None:
         ),
     )
     np.testing.assert_allclose(mixed([none, full], 5.0), [1 + 5 / 8, np.inf, 1.0, 1.0])
+
+
+def test_the_fullest_stage_has_whole_layers() -> None:
+    busy, layers = np.array([7.0]), np.array([6.0])  # six layers, and a second outside of them
+    none = np.zeros(1)
+    tick = Tick(np.stack([busy, busy, busy, none, none, none, layers]))
+    stages, micro = np.array([4]), np.array([8])
+    seconds = step_seconds(tick, stages, micro, stages - 1, 6)
+    np.testing.assert_allclose(seconds, (8 + 3) * (2 + 1 / 4))
 
 
 def test_pairs_come_in_the_order_of_their_bounds() -> None:

@@ -11,9 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
+from shardlib.axes import MESH_AXES
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.local_sizes import distinct_rows
 from shardlib.planning.bounds.fastest import Fastest
 from shardlib.planning.bounds.memory import Footprint, Footprints
 from shardlib.planning.bounds.pairs import Pairs, joined
@@ -79,15 +81,29 @@ class Entries:
     def _footprints(self) -> Footprints:
         return Footprints(self.scope, self._pricer, self.values)
 
-    def _traffic(self, entries: Array) -> Traffic:
-        return Traffic(self.scope, self._pricer, self.values, self.shape[entries], self.at(entries))
+    @cached_property
+    def _mesh(self) -> Array:
+        """Number of the mesh of each entry, whatever its microbatches."""
+        return distinct_rows([self.sizes[axis] for axis in MESH_AXES])[1]
 
-    def _least(self, entries: Array) -> dict[str, Footprint]:
+    @cached_property
+    def _traffic(self) -> Traffic:
+        """What moves on each mesh behind compute, which is the same for all microbatches, on the
+        best links.
+        """
+        last = np.zeros(self._mesh.max() + 1, dtype=np.int64)
+        last[self._mesh] = np.arange(len(self))
+        return Traffic(self.scope, self._pricer, self.values, self.shape[last], self.at(last))
+
+    def _traffic_on(self, c: Candidates) -> Traffic:
+        sizes = {**c.sizes, "micro": c.micro}
+        return Traffic(self.scope, self._pricer, self.values, c.shape, sizes, c.links)
+
+    def _least(self, shape: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
         """The least that any choice takes, by policy; infinite where no choice fits."""
-        rest, points = self._footprints.least(self.shape[entries])
+        rest, points = self._footprints.least(shape)
         return {
-            policy: self._footprints.of(rest, points[policy], self.at(entries))
-            for policy in self._policies
+            policy: self._footprints.of(rest, points[policy], sizes) for policy in self._policies
         }
 
     @cached_property
@@ -102,7 +118,7 @@ class Entries:
         if self._apart:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
-            found = self._fitting.leanest(self._least(entries))
+            found = self._fitting.leanest(self._least(self.shape[entries], self.at(entries)))
         return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
 
     def seconds(self, entries: Array) -> Array:
@@ -113,17 +129,36 @@ class Entries:
             return self.fastest[entries]
         new = entries[np.isnan(self._seconds[entries])]
         if len(new):
-            with np.errstate(invalid="ignore"):  # what no choice fits is infinite
-                self._seconds[new] = self._fitting.seconds(
-                    {
-                        policy: self.bounds.least(policy, self.shape[new])
-                        for policy in self._policies
-                    },
-                    self._least(new),
-                    self._traffic(new).least(),
-                    self.at(new),
-                )
+            moved = self._traffic.least(self._mesh[new])
+            self._seconds[new] = self._least_seconds(self.shape[new], self.at(new), moved)
         return self._seconds[entries]
+
+    def seconds_on(self, c: Candidates) -> Array:
+        """The same of entries on places, whose links are known."""
+        moved = self._traffic_on(c).least(np.arange(len(c)))
+        return self._least_seconds(c.shape, {**c.sizes, "micro": c.micro}, moved, waits=True)
+
+    def _least_seconds(
+        self,
+        shape: Array,
+        sizes: Mapping[str, Array],
+        moved: Mapping[str, Moved],
+        *,
+        waits: bool = False,
+    ) -> Array:
+        """See `seconds`.
+
+        Args:
+            shape: numbers of shapes.
+            sizes: of every mesh axis and "micro".
+            moved: what moves behind compute, by policy.
+            waits: whether what compute waits for is that of `moved`.
+        """
+        with np.errstate(invalid="ignore"):  # what no choice fits is infinite
+            ticks = {policy: self.bounds.least(policy, shape) for policy in self._policies}
+            if waits:
+                ticks = {p: tick.waiting(moved[p].blocked) for p, tick in ticks.items()}
+            return self._fitting.seconds(ticks, self._least(shape, sizes), moved, sizes)
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
@@ -139,57 +174,61 @@ class Entries:
         fitting = self._fit(entries)
         if not len(fitting):
             return fitting
+        under, shapes, sizes = self._rows(fitting)
         if minimum_memory:
             least = (
                 np.zeros(len(fitting))
                 if self._apart
-                else self._fitting.leanest(self._of(fitting, entries, moves=False)[0])
+                else self._fitting.leanest(self._footprint(under, shapes, sizes))
             )
             return replace(fitting, least=least).below(limit)
-        under, shapes = Under(self.scope.chosen, fitting.choices), self.shape[fitting.entries]
         ticks = {policy: self.bounds.ticks(policy, under, shapes) for policy in self._policies}
-        fastest = self._fitting.fastest(ticks, self.at(fitting.entries))
+        fastest = self._fitting.fastest(ticks, sizes)
         below = np.flatnonzero(fastest < limit)
         found = replace(fitting, least=fastest).take(below)
         if not self._apart and len(found):
-            footprints, moved = self._of(found, entries)
+            under, shapes, sizes = self._rows(found)
             found = replace(
                 found,
                 least=self._fitting.seconds(
                     {policy: tick.take(below) for policy, tick in ticks.items()},
-                    footprints,
-                    moved,
-                    self.at(found.entries),
+                    self._footprint(under, shapes, sizes),
+                    self._traffic.total(under, self._mesh[found.entries]),
+                    sizes,
                 ),
             )
         return found.take(np.lexsort((found.choices, self.sizes["tensor"][found.entries]))).below(
             limit
         )
 
-    def on_places(self, pairs: Pairs, c: Candidates, at: Array, which: Array) -> dict[Kind, Array]:
+    def _rows(self, pairs: Pairs) -> tuple[Under, Array, dict[str, Array]]:
+        """Choices, numbers of shapes and sizes of pairs."""
+        return (
+            Under(self.scope.chosen, pairs.choices),
+            self.shape[pairs.entries],
+            self.at(pairs.entries),
+        )
+
+    def on_places(self, c: Candidates, at: Array, choices: Array) -> dict[Kind, Array]:
         """Seconds of a step that no plan of a kind beats that fits, on places whose links are
         known.
 
         Args:
-            pairs: entries, each under a choice.
             c: entries on places.
             at: number of the candidate, by row.
-            which: number of the pair, by row.
+            choices: number of the choice, by row.
         """
-        traffic = Traffic(
-            self.scope, self._pricer, self.values, c.shape, {**c.sizes, "micro": c.micro}, c.links
-        )
-        under = Under(self.scope.chosen, pairs.choices[which])
-        moved = traffic.total(under, at)
-        footprints, _ = self._of(pairs, np.unique(pairs.entries), moves=False)
+        sizes, under = {**c.sizes, "micro": c.micro}, Under(self.scope.chosen, choices)
+        shape, sizes = c.shape[at], {axis: size[at] for axis, size in sizes.items()}
+        moved = self._traffic_on(c).total(under, at)
         return self._fitting.by_kind(
             {
-                policy: self.bounds.ticks(policy, under, c.shape[at]).waiting(moved[policy].blocked)
+                policy: self.bounds.ticks(policy, under, shape).waiting(moved[policy].blocked)
                 for policy in self._policies
             },
-            {policy: one.take(which) for policy, one in footprints.items()},
+            self._footprint(under, shape, sizes),
             moved,
-            {**{axis: size[at] for axis, size in c.sizes.items()}, "micro": c.micro[at]},
+            sizes,
         )
 
     def _fit(self, entries: Array) -> Pairs:
@@ -210,21 +249,11 @@ class Entries:
             )
         return joined(found)
 
-    def _of(
-        self, pairs: Pairs, entries: Array, *, moves: bool = True
-    ) -> tuple[dict[str, Footprint], dict[str, Moved]]:
-        """Footprints and what moves behind compute, by policy.
-
-        Args:
-            pairs: on some of the entries, each under a choice.
-            entries: indices of entries.
-            moves: whether to say what moves.
-        """
-        traffic = self._traffic(entries) if moves else None
-        position = np.zeros(len(self), dtype=np.int64)
-        position[entries] = np.arange(len(entries))
-        under, sizes = Under(self.scope.chosen, pairs.choices), self.at(pairs.entries)
-        rest, points = self._footprints.total(under, self.shape[pairs.entries])
+    def _footprint(
+        self, under: Under, shape: Array, sizes: Mapping[str, Array]
+    ) -> dict[str, Footprint]:
+        """Footprints of candidates under choices, by policy."""
+        rest, points = self._footprints.total(under, shape)
         return {
             policy: self._footprints.of(rest, points[policy], sizes) for policy in self._policies
-        }, {} if traffic is None else traffic.total(under, position[pairs.entries])
+        }

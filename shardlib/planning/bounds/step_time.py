@@ -45,6 +45,7 @@ class Bounds:
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._pricer, self._values = pricer, values
         self._waiting, self._ring = waited(scope), hidden(scope)
+        self._alike = len(scope.load.counts) == 1 and pricer.profile.embedding_and_head != "owners"
         self._layers, self._put_off = (
             len(scope.load.counts),
             most_put_off(lockstep=pricer.profile.pipeline == "lockstep"),
@@ -141,56 +142,58 @@ class Bounds:
     def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:
         """See `_seconds`, of one segment."""
         mine = tally.rows // ROWS == segment
-        return self._seconds(
-            replace(tally, rows=tally.rows[mine] % ROWS, matrix=tally.matrix[mine]), at
-        )
+        return self._seconds(replace(tally, rows=tally.rows[mine], matrix=tally.matrix[mine]), at)
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
         """The rows of a `Tick`, on some of the shapes but for fsdp."""
         block, ring, stage = self._waiting, self._ring, role_slots("stage")
-        folded = tally.folded(
-            ROWS * (self._layers + 2),
-            ROWS,
+        waits = [first + slot for first in (COUNTS, BYTES) for slot in block]
+
+        def rows_of(segments: int, wanted: list[int]) -> Array:
+            folded = tally.folded(ROWS * segments, ROWS, wanted)
+            rows = np.zeros((ROWS, len(at)))
+            rows[folded.rows] = folded.on(self._values, self._first[at])
+            return self._pricer.corrected(rows)
+
+        def waiting(rows: Array, slots: list[int]) -> Array:
+            used = [slot for slot in slots if rows[COUNTS + slot].any()]
+            shares = self._pricer.waits(used)[:, 0] if used else ()
+            return sum(
+                (
+                    share
+                    * (
+                        rows[COUNTS + slot] * self._links.latency[slot, at]
+                        + rows[BYTES + slot] * self._links.per_byte[slot, at]
+                    )
+                    for share, slot in zip(shares, used, strict=True)
+                ),
+                np.zeros(len(at)),
+            )
+
+        rows = rows_of(
+            self._layers + 2,
             [
                 Q.COMPUTE,
                 Q.WEIGHTS,
-                *(first + slot for first in (COUNTS, BYTES) for slot in (*block, *ring, *stage)),
+                *waits,
+                *(first + slot for first in (COUNTS, BYTES) for slot in (*ring, *stage)),
             ],
         )
-        rows = np.zeros((ROWS, len(at)))
-        rows[folded.rows] = folded.on(self._values, self._first[at])
-        rows = self._pricer.corrected(rows)
-
-        def waiting(slots: list[int]) -> Array:
-            used = [slot for slot in slots if COUNTS + slot in folded.rows]
-            seconds = [
-                rows[COUNTS + slot] * self._links.latency[slot, at]
-                + rows[BYTES + slot] * self._links.per_byte[slot, at]
-                for slot in used
-            ]
-            return (
-                sum(
-                    (
-                        share * one
-                        for share, one in zip(self._pricer.waits(used)[:, 0], seconds, strict=True)
-                    ),
-                    np.zeros(len(at)),
-                )
-                if used
-                else np.zeros(len(at))
-            )
-
-        blocked = waiting(block)
-        busy = rows[Q.COMPUTE] + blocked
+        blocked = waiting(rows, block)
+        busy, layers = rows[Q.COMPUTE] + blocked, np.zeros(len(at))
+        if self._alike:
+            inside = rows_of(1, [Q.COMPUTE, *waits])
+            layers = inside[Q.COMPUTE] + waiting(inside, block)
         (hop,), (share,) = stage, self._pricer.waits(stage)[:, 0]
         return np.stack(
             [
                 busy,
                 busy - self._put_off * rows[Q.WEIGHTS],
-                busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(ring),
+                busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(rows, ring),
                 share * rows[COUNTS + hop],
                 share * rows[BYTES + hop],
                 blocked,
+                layers,
             ]
         )
 
@@ -229,6 +232,7 @@ def step_seconds(
     stages: Array,
     micro: Array,
     rounds: Array | None,
+    layers: int,
     groups: int = 1,
     passes: Array | float = 0.0,
     hiding: Array | float = 0.0,
@@ -241,14 +245,18 @@ def step_seconds(
         rounds: times that a stage waits as long as it is busy with a microbatch, at least
             (`Schedule.rounds`), by candidate, for one group; None in a schedule whose gradients of
             weights fill the time.
+        layers: of the model; a stage has whole ones.
         groups: of microbatches that go through the pipeline one after the other.
         passes: seconds of the messages of a microbatch.
         hiding: seconds of a step of what moves behind compute.
     """
-    busy, free, loaded = (
-        seconds / stages + passes for seconds in (tick.busy, tick.free, tick.loaded)
+    known = np.isfinite(tick.busy)
+    fuller = np.where(known, tick.layers, 0.0) * (
+        np.ceil(layers / stages) / max(layers, 1) - 1 / stages
     )
-    known = np.isfinite(busy)
+    busy, free, loaded = (
+        seconds / stages + fuller + passes for seconds in (tick.busy, tick.free, tick.loaded)
+    )
     waiting = (
         (stages - 1) * np.maximum(0.0, np.where(known, free, 0.0))
         if rounds is None
@@ -264,6 +272,7 @@ def breadth_first_seconds(
     stages: Array,
     micro: Array,
     chunks: Array,
+    layers: int,
     groups: int,
     passes: Array,
     hiding: Array | float = 0.0,
@@ -274,7 +283,7 @@ def breadth_first_seconds(
     before the next; more chunks have a smaller bubble and more messages.
 
     Args:
-        tick, stages, micro, groups: as `step_seconds` takes them.
+        tick, stages, micro, layers, groups: as `step_seconds` takes them.
         chunks: the most chunks of layers on a stage; infinity is the bound where they are 0.
         passes: seconds of the messages of a microbatch and chunk.
         hiding: seconds of a step of what moves behind compute.
@@ -290,6 +299,8 @@ def breadth_first_seconds(
     chunks = np.maximum(chunks, 1)
     return np.where(
         fits,
-        step_seconds(tick, stages, micro, (stages - 1) / chunks, groups, passes * chunks, hiding),
+        step_seconds(
+            tick, stages, micro, (stages - 1) / chunks, layers, groups, passes * chunks, hiding
+        ),
         np.inf,
     )

@@ -149,7 +149,7 @@ class Fitting:
         mixes, and those of breadth first, whose stages gather weights once.
         """
         stages, micro = sizes["stage"], sizes["micro"]
-        room, groups = self.room, schedules.groups(self.room)
+        room, groups, layers = self.room, schedules.groups(self.room), self.room.limits.layers
         behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
         if not (stages > 1).any():
             return [
@@ -160,6 +160,7 @@ class Fitting:
                             stages,
                             micro,
                             self._rounds(policy, stages, micro),
+                            layers,
                             hiding=behind[policy],
                         )
                         for policy, tick in ticks.items()
@@ -174,6 +175,7 @@ class Fitting:
                 stages,
                 micro,
                 self._rounds(policy, stages, micro),
+                layers,
                 groups,
                 passes[policy],
                 behind[policy],
@@ -183,7 +185,7 @@ class Fitting:
         alone = [
             {
                 policy: step_seconds(
-                    tick, stages, micro, None, groups, passes[policy], behind[policy]
+                    tick, stages, micro, None, layers, groups, passes[policy], behind[policy]
                 )
             }
             for policy, tick in ticks.items()
@@ -202,6 +204,7 @@ class Fitting:
                         stages,
                         micro,
                         chunks,
+                        layers,
                         groups,
                         passes[policy],
                         behind[policy],

@@ -8,7 +8,7 @@ import numpy as np
 
 Array = np.ndarray
 #: Rows of a `Tick`.
-QUANTITIES = 6
+QUANTITIES = 7
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,19 @@ class Tick:
         """Those seconds of `busy` that collectives take."""
         return self.rows[5]
 
+    @property
+    def layers(self) -> Array:
+        """Those seconds of `busy` that are spent in layers, of which each stage has whole ones; 0
+        where they differ.
+        """
+        return self.rows[6]
+
     def waiting(self, blocked: Array) -> Tick:
         """The same bounds where collectives that compute waits for take so many seconds."""
         more = blocked - self.blocked
-        return Tick(np.concatenate([self.rows[:3] + more, self.rows[3:5], blocked[None]]))
+        return Tick(
+            np.concatenate([self.rows[:3] + more, self.rows[3:5], blocked[None], self.rows[6:]])
+        )
 
     def take(self, which: Array) -> Tick:
         """Some of the candidates."""

@@ -113,7 +113,8 @@ class Traffic:
             ends = np.where(stages > 1, model.largest_end, 1.0)
         else:
             ends = np.ones(len(stages)) if ends_on_all_stages(profile) else 1 / stages
-        self._shares = np.stack([*[1 / stages] * self._layers, np.ones(len(stages)), ends])
+        layers = [np.ceil(count / stages) / count for count in model.counts]
+        self._shares = np.stack([*layers, np.ones(len(stages)), ends])
         if links is None:
             links = best_links({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
         waits = waited(scope)
@@ -170,11 +171,14 @@ class Traffic:
             1,
         )
 
-    def least(self) -> dict[str, Moved]:
-        """The least of all choices by remat policy; infinite where none fits."""
-        every = np.arange(len(self._shape))
-        rest = self._rest.least(every)
-        return {policy: _moved(parts.least(every), rest) for policy, parts in self._work.items()}
+    def least(self, at: Array) -> dict[str, Moved]:
+        """The least of all choices by remat policy; infinite where none fits.
+
+        Args:
+            at: numbers of candidates.
+        """
+        rest = self._rest.least(at)
+        return {policy: _moved(parts.least(at), rest) for policy, parts in self._work.items()}
 
     def total(self, under: Under, at: Array) -> dict[str, Moved]:
         """What moves under choices by remat policy.

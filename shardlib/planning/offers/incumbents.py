@@ -49,6 +49,11 @@ class Best:
     )
     landscape: Landscape[Candidate] = field(default_factory=Landscape[Candidate])
 
+    @property
+    def limit(self) -> float:
+        """Seconds from which on a plan is neither faster than the fastest nor as fast."""
+        return self.seconds * (1 + 1e-9)
+
 
 class Seen:
     """The fastest plan that fits and the leanest, for each candidate of a block.
@@ -92,7 +97,7 @@ class Seen:
     @property
     def limit(self) -> float:
         """Seconds from which on a plan is of no interest."""
-        return self._best.seconds * self._reach
+        return self._best.limit * self._reach
 
     @property
     def choices(self) -> list[tuple[Choice, bool]]:
@@ -222,7 +227,12 @@ class Seen:
     ) -> None:
         best = self._best
         fits = np.isfinite(seconds)
-        if least < best.minimum_memory_bytes * (1 - 1e-9):
+        leanest = best.minimum_memory
+        if least < best.minimum_memory_bytes * (1 - 1e-9) or (
+            leanest is not None
+            and leanest.decisions == minimum_memory.decisions
+            and _before(least, minimum_memory, best.minimum_memory_bytes, leanest)
+        ):
             best.minimum_memory_bytes, best.minimum_memory = least, minimum_memory
         if fits and (best.fastest is None or _before(seconds, fastest, best.chosen, best.fastest)):
             best.chosen, best.fastest = seconds, fastest

@@ -224,7 +224,15 @@ class RowPricer:
             if named(schedule).staged
             else 0.0
         )
-        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds, groups, passes)
+        return step_seconds(
+            rows.ticks[policy],
+            rows.c.stage,
+            rows.c.micro,
+            rounds,
+            self.room.limits.layers,
+            groups,
+            passes,
+        )
 
     def _policy(
         self,

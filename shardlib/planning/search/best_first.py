@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardlib.planning.bounds.frontier import Entries
-from shardlib.planning.bounds.pairs import Pairs, joined
 from shardlib.planning.offers.incumbents import Best
 from shardlib.planning.search.branch_and_bound import Counts, Explorer
 from shardlib.planning.search.pair_prices import PairPricer, Placed
@@ -27,7 +26,7 @@ GROWTH, STEP = 1.5, 1.2
 ENOUGH, HOPELESS = 32, 4096
 #: No limit is larger than so many times the least bound of all, where nothing is below it.
 FARTHEST = 1000.0
-#: Pairs that are bounded on their places at once.
+#: Entries that are bounded on their places at once.
 AT_ONCE = 4096
 #: Rows that are priced at first; each time so many times as many.
 NEAREST, MORE = 64, 8
@@ -43,8 +42,7 @@ class Front:
         best: what has been seen.
         seen, waiting: which entries have a bound of what fits, and those of them that wait.
         seconds: these bounds.
-        pairs: those that wait.
-        placed: pairs on places that wait.
+        near, placed: pairs on places that wait, without and with bounds that know the choice.
     """
 
     entries: Entries
@@ -53,11 +51,11 @@ class Front:
     seen: Array = field(init=False)
     waiting: Array = field(init=False)
     seconds: Array = field(init=False)
-    pairs: Pairs = field(init=False)
+    near: list[Placed] = field(default_factory=list[Placed], init=False)
     placed: list[Placed] = field(default_factory=list[Placed], init=False)
 
     def __post_init__(self) -> None:
-        self.seen, self.pairs = np.zeros(len(self.entries), dtype=bool), joined([])
+        self.seen = np.zeros(len(self.entries), dtype=bool)
         self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
 
     def new(self, limit: float) -> tuple[Array, float]:
@@ -79,31 +77,32 @@ class Front:
             new: entries that are taken.
             limit: seconds.
         """
-        if len(new):
-            later = self.seconds >= limit
-            self.waiting, self.seconds = self.waiting[later], self.seconds[later]
-            self.pairs = joined([self.pairs, self.entries.pairs(new, self.best.seconds)])
-        ready = self.pairs.below(min(limit, self.best.seconds))
-        self.pairs = self.pairs.take(self.pairs.least >= limit)
+        later = self.seconds >= limit
+        self.waiting, self.seconds = self.waiting[later], self.seconds[later]
+        for start in range(0, len(new), AT_ONCE):
+            pairs = self.entries.pairs(new[start : start + AT_ONCE], self.best.limit)
+            if (placed := self.pricer.near(self.entries, pairs)) is not None:
+                self.near.append(placed)
+        near, self.near = self.near, []
         waiting, self.placed = self.placed, []
         for placed in waiting:
             self._price(placed, limit)
-        for start in range(0, len(ready), AT_ONCE):
-            some = ready.after(start).first(AT_ONCE).below(self.best.seconds)
-            placed = self.pricer.bounded(self.entries, some)
-            if placed is not None:
-                self._price(placed, limit)
+        for one in near:
+            if len(placed := one.below(self.best.limit)):
+                ready = int((placed.least < limit).sum())
+                self.near.append(placed.after(ready))
+                self._price(self.pricer.bounded(self.entries, placed.first(ready)), limit)
 
     def _price(self, placed: Placed, limit: float) -> None:
         """Prices what is below a limit, the least bounds first; the rest waits."""
         size = NEAREST
-        while len(placed := placed.below(self.best.seconds)):
+        while len(placed := placed.below(self.best.limit)):
             count = min(size, int((placed.least < limit).sum()))
             if not count:
                 self.placed.append(placed)
                 return
-            self.pricer.price_placed(self.entries, placed.take(np.arange(count)), 1, None)
-            placed, size = placed.take(np.arange(count, len(placed))), size * MORE
+            self.pricer.price_placed(self.entries, placed.first(count), 1, None)
+            placed, size = placed.after(count), size * MORE
 
     def close(self) -> None:
         """Counts what was not priced."""
@@ -139,7 +138,7 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
             fronts[number].advance(new, limit)
         if not np.isfinite(best.seconds) and _below(fronts, limit) >= HOPELESS:
             return
-        limit = min(limit * STEP, best.seconds) if limit < best.seconds else limit
+        limit = min(limit * STEP, best.limit) if limit < best.limit else limit
         found = _new(explorers, counts, fronts, limit)
     for explorer in explorers:
         explorer.leave_out(counts, fronts)

@@ -26,14 +26,13 @@ from shardlib.cost.pricing.candidates import distinct
 from shardlib.cost.tables.pricer import Pricer
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries
-from shardlib.planning.bounds.pairs import Pairs
 from shardlib.planning.bounds.step_time_that_fits import ROUNDING, Fitting
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.incumbents import Best, Place
 from shardlib.planning.offers.ranking import Ranking
 from shardlib.planning.offers.variants import Variants
 from shardlib.planning.search.in_order import ascending, blocks
-from shardlib.planning.search.pair_prices import PairPricer
+from shardlib.planning.search.pair_prices import PairPricer, Placed
 from shardlib.planning.search.uncut import Uncut
 from shardlib.planning.space import meshes
 from shardlib.planning.space.space import Space
@@ -43,8 +42,8 @@ from shardlib.planning.space.workload import Workload
 Array = np.ndarray
 #: Entries whose memory is bounded first, and of which a first block is priced.
 AHEAD, FIRST = 1024, 1024
-#: Pairs of the first block that is priced on the best links.
-FEW = 4096
+#: Most entries that are placed at once, and pairs on places of them that are bounded first.
+PLACED, FEW = 8192, 4096
 #: Pairs that are priced on all their places at first; each time so many times as many as before,
 #: and many times as many after those that gave no better plan to compare with.
 NEAREST, MORE, MANY = 128, 4, 16
@@ -55,7 +54,7 @@ SEEDS = 4
 TIGHT = 4
 #: Where there are no more entries than so many, the pairs with the least bounds, so many of them,
 #: are the plans to compare with.
-SMALL, QUICKEST = 512, 8
+SMALL, QUICKEST = 512, 32
 #: A space with no more entries is explored alone, if it is the first.
 MODERATE = 4096
 #: Numbers of devices that are searched together.
@@ -119,7 +118,7 @@ class Explorer:
     @property
     def limit(self) -> float:
         """Seconds from which on a plan is of no interest."""
-        return 0.0 if self._any_plan and self.best.fastest is not None else self.best.seconds
+        return 0.0 if self._any_plan and self.best.fastest is not None else self.best.limit
 
     def run(
         self, counts: Counts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
@@ -300,21 +299,19 @@ class Explorer:
     def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
         """Prices entries that no bound excludes on every place that they can have."""
         small = len(entries) <= SMALL
-        for start, end in blocks(FIRST, len(order)):
+        for start, end in blocks(FIRST, len(order), PLACED):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            for begin, until in blocks(QUICKEST if small else FEW, len(found)):
-                some = found.after(begin).first(until - begin).below(self.limit)
-                self._settle(entries, some)
+            if (near := self.pairs.near(entries, found)) is not None:
+                for begin, until in blocks(QUICKEST if small else FEW, len(near)):
+                    self._settle(entries, near.after(begin).first(until - begin).below(self.limit))
 
-    def _settle(self, entries: Entries, pairs: Pairs) -> None:
-        """Prices pairs on every place that they can have, in the order of their bounds there, until
-        no other can be faster.
-        """
-        placed, size = self.pairs.bounded(entries, pairs), NEAREST
-        while placed is not None and len(placed := placed.below(self.limit)):
+    def _settle(self, entries: Entries, near: Placed) -> None:
+        """Prices pairs on places in the order of their bounds, until no other can be faster."""
+        placed, size = self.pairs.bounded(entries, near), NEAREST
+        while len(placed := placed.below(self.limit)):
             known, count = self.limit, min(size, len(placed))
-            self.pairs.price_placed(entries, placed.take(np.arange(count)), 1, None)
-            placed = placed.take(np.arange(count, len(placed)))
+            self.pairs.price_placed(entries, placed.first(count), 1, None)
+            placed = placed.after(count)
             size *= MORE if self.limit < known else MANY
 
     def _leanest_first(self) -> Iterator[Entries]:

@@ -43,7 +43,6 @@ class Placed:
 
     Attributes:
         block: the candidates.
-        which: number of the pair.
         at: number of the candidate.
         choices: number of the choice.
         least: a bound of each.
@@ -51,7 +50,6 @@ class Placed:
     """
 
     block: Block
-    which: Array
     at: Array
     choices: Array
     least: Array
@@ -64,12 +62,29 @@ class Placed:
         """Some of them."""
         return Placed(
             block=self.block,
-            which=self.which[rows],
             at=self.at[rows],
             choices=self.choices[rows],
             least=self.least[rows],
             kinds={kind: least[rows] for kind, least in self.kinds.items()},
         )
+
+    def first(self, count: int) -> Placed:
+        """So many of them."""
+        return self.take(np.arange(min(count, len(self))))
+
+    def after(self, count: int) -> Placed:
+        """All but the first so many."""
+        return self.take(np.arange(min(count, len(self)), len(self)))
+
+    def alone(self) -> Placed:
+        """The same, of a block that has no other candidates."""
+        used, at = np.unique(self.at, return_inverse=True)
+        block = replace(
+            self.block,
+            places=[self.block.places[i] for i in used],
+            c=self.block.c.take(used),
+        )
+        return replace(self, block=block, at=at.reshape(-1))
 
     def below(self, limit: float) -> Placed:
         """Those whose bound is below a limit, the least first."""
@@ -123,27 +138,35 @@ class PairPricer:
         block, where = self._block(entries, pairs, usual)
         if block is None:
             return None
-        counts = [len(one) for one in where]
-        which = np.repeat(np.arange(len(pairs)), counts)
+        which = np.repeat(np.arange(len(pairs)), [len(one) for one in where])
         return Placed(
             block=block,
-            which=which,
             at=np.array([at for one in where for at in one], dtype=np.int64),
             choices=pairs.choices[which],
             least=pairs.least[which],
             kinds={},
         )
 
-    def bounded(self, entries: Entries, pairs: Pairs) -> Placed | None:
-        """Pairs on every place, with bounds that know the links of each, the least first, as far
-        as they are below the fastest plan; None where they have no place.
+    def near(self, entries: Entries, pairs: Pairs) -> Placed | None:
+        """Pairs on every place, with bounds that know the links of each, but not the choice, as far
+        as they are below the fastest plan, the least first; None where they have no place.
         """
         placed = self.placed(entries, pairs)
         if placed is None or self.room.apart:
             return placed
-        kinds = entries.on_places(pairs, placed.block.c, placed.at, placed.which)
+        least = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
+        return replace(placed, least=least).below(self.best.limit).alone()
+
+    def bounded(self, entries: Entries, placed: Placed) -> Placed:
+        """Pairs on places with bounds that know the choice, too, as far as they are below the
+        fastest plan, the least first.
+        """
+        if self.room.apart or not len(placed):
+            return placed
+        placed = placed.alone()
+        kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
         least = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
-        return replace(placed, least=least, kinds=kinds).below(self.best.seconds)
+        return replace(placed, least=least, kinds=kinds).below(self.best.limit)
 
     def price_placed(
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None

@@ -38,9 +38,9 @@ from shardlib.rules import Rules
 #: Rate of links inside of a part over that of links between parts from which on the parts are
 #: searched first.
 FAR_SLOWER = 100
-#: On more than so many times as many devices as rows, all numbers of devices are searched together,
-#: since no bound says beforehand how many of them help.
-MANY_PER_ROW = 8
+#: On more than so many times as many devices as rows, and on more than so many devices, all numbers
+#: of devices are searched together, since no bound says beforehand how many of them help.
+MANY_PER_ROW, MANY = 8, 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,8 @@ def priced_space(
     for devices, explorer in runs:
         if devices:
             every[explorer] = (*every.get(explorer, ()), devices)
-    if most > MANY_PER_ROW * rooms[-1].limits.batch and not any_plan and not apart:
+    many = most > min(MANY, MANY_PER_ROW * rooms[-1].limits.batch)
+    if many and not any_plan and not apart:
         _price_together(every, ranking, slack)
     else:
         if ranking is None and not any_plan:
