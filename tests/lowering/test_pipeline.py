@@ -568,6 +568,33 @@ def test_what_cannot_be_a_pipeline(mesh, options, said):
         program(mesh, **options)
 
 
+@pytest.mark.parametrize("pipeline", ["lockstep", "programs"])
+def test_a_loop_over_time_is_no_loop_over_layers(pipeline: str):
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["layers"])
+        start, steps = jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1)
+        last, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ params["time"] + x), None), start, steps)
+        return jnp.mean((last - batch["y"]) ** 2)
+
+    draws = np.random.default_rng(0)
+    shapes, sizes = {"layers": (4, 16, 16), "time": (16, 16)}, {"x": (16, 8, 16), "y": (16, 16)}
+    params = {name: draws.normal(size=shape).astype("f") / 4 for name, shape in shapes.items()}
+    batch = {name: draws.normal(size=size).astype("f") for name, size in sizes.items()}
+    program = shardlib.compile(
+        shardlib.tree(lambda key: jax.tree.map(jnp.asarray, params)),
+        loss,
+        optax.sgd(1.0),
+        batch,
+        topology="cpu:8",
+        pin={"mesh": {"stage": 2, "data": 2}, "microbatches": 2, "pipeline": pipeline},
+    )
+    state, metrics = program.step(program.init(0), batch)
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(params[name] - state.params[name], gradient, atol=1e-6)
+
+
 def test_a_model_without_repeated_layers_is_no_pipeline():
     with pytest.raises(
         PlanError,

@@ -13,8 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+from shardlib.axes import MeshShape
 from shardlib.checkpointing import huggingface
 from shardlib.errors import LaunchError
+from shardlib.lowering.mesh.device_findings import idle_devices
 from shardlib.processes import values
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import child, free_port
@@ -104,6 +106,15 @@ def test_values_that_nobody_reads_are_not_published_for_ever(monkeypatch: pytest
         del store.keys[key]
     with pytest.raises(LaunchError, match="has read nothing of it\nTry: call every program"):
         late.receive()
+
+
+def test_processes_that_own_nothing_are_named():
+    shape = MeshShape(data=2)
+    [finding] = idle_devices(shape, 2, (1,))
+    assert finding.message.startswith("process 1 owns no device of the mesh")
+    [finding] = idle_devices(shape, 8, (1, 2, 3))
+    assert "6 stay idle, all of processes 1 to 3" in finding.message
+    assert not idle_devices(shape, 2)
 
 
 @pytest.mark.long

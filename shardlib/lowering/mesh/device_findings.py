@@ -16,16 +16,30 @@ PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 
 @diagnostic
 def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> tuple[Finding, ...]:
-    """A finding where JAX sees more devices than a mesh uses.
+    """A finding where JAX sees more devices than a mesh uses, or where whole processes own none of
+    them.
 
     Args:
         shape: sizes of the mesh axes.
-        seen: number of devices that JAX sees.
+        seen: number of devices that were to be had.
         processes: numbers of those that own none of the mesh.
     """
     idle = seen - shape.devices
-    if not idle:
+    if not idle and not processes:
         return ()
+    if not idle:
+        return (
+            Finding(
+                code="idle-devices",
+                severity="info",
+                where=str(shape),
+                message=(
+                    f"{processes_text(processes)} own{'s' * (len(processes) == 1)} no device of the"
+                    " mesh, and wait with the others in every step."
+                ),
+                hint="plan for a topology of all devices",
+            ),
+        )
     return (
         Finding(
             code="idle-devices",

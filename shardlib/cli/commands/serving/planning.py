@@ -14,6 +14,7 @@ import typer
 from shardlib.cli.numbers import duration
 from shardlib.cli.output import echo, quiet_stdout, status, write
 from shardlib.errors import ArgumentError, ModelError, PinError, PlanError
+from shardlib.untrusted.documents import LIMITS, read_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,7 @@ def explain_serving(file: Path, as_json: bool, *, others: bool) -> bool:
         others: whether questions are asked that only plans of training answer.
     """
     try:
-        text = file.read_text(errors="replace")
+        text = read_regular(file, LIMITS.bytes).decode(errors="replace")
     except OSError:
         return False  # the reader of plans says what is wrong
     if '"format": "serving-' not in text[:200]:

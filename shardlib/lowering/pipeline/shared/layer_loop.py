@@ -1,7 +1,8 @@
 """The loop over layers of a traced loss, and what its operands are.
 
-The loop over layers is the scan that multiplies matrices; of several, the one with the most layers,
-the last of equals. Every value of the loss is labelled with what it is made from (parameters,
+The loop over layers is the scan that multiplies matrices; of several, one that takes slices of
+parameters before one that takes none (as over time); of those the one with the most layers, the
+last of equals. Every value of the loss is labelled with what it is made from (parameters,
 frozen ones, model state, batch), and every operand of the loop gets a role:
 
     weights      made from trained parameters, one slice a layer: sharded over the stages
@@ -45,11 +46,12 @@ class Roles:
     activations: tuple[int, ...]
 
 
-def loop_over_layers(program: Program) -> Equation:
+def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation:
     """The scan over layers.
 
     Args:
         program: a loss.
+        labels: what each value of the loss is made from.
 
     Raises:
         PlanError: there is none.
@@ -74,7 +76,13 @@ def loop_over_layers(program: Program) -> Equation:
             " (nnx.vmap over the constructor, or nn.scan in Linen), or equal layers one after"
             " another; or a plan without stages"
         )
-    return max(reversed(loops), key=lambda equation: equation.params["length"])
+
+    def rank(loop: Equation) -> tuple[bool, int]:
+        sliced = [labels[number] for number in loop.inputs[sum(scan_counts(loop.params)) :]]
+        over_layers = any(PARAMETERS in made and BATCH not in made for made in sliced)
+        return over_layers, loop.params["length"]
+
+    return max(reversed(loops), key=rank)
 
 
 def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int]) -> Roles:

@@ -150,7 +150,7 @@ def cut(
             travel between stages.
     """
     labels = dependence(program, _kinds(len(program.inputs), parameters, state, keys, frozen))
-    loop = loop_over_layers(program)
+    loop = loop_over_layers(program, labels)
     constants, carried = scan_counts(loop.params)
     outputs, after_state = program.outputs[:results], program.outputs[results:]
     _require_own_state(labels, after_state)
