@@ -153,7 +153,8 @@ def _require(failures: Sequence[str], plan: Plan) -> None:
             PlanError,
             f"plain JAX cannot express the plan of {plan.model}",
             list(dict.fromkeys(failures)),
-            hint="pin decisions away, or run the plan with shardlib.compile",
+            hint="pin decisions away (what the model itself calls stays); or run the plan with"
+            " shardlib.compile",
         )
 
 

@@ -66,7 +66,7 @@ def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
         mask = first.compute_bitmask()  # where no answer meets the form, that shows here
         for one in (made, first):
             if one.is_error():
-                raise ValueError(one.get_error()[:500] or "no answer has it")
+                raise ValueError(_reason(one))
         compiled.append(made)
         return {"seconds": time.thread_time() - began}, mask
 
@@ -93,7 +93,7 @@ def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
         for token in header["tokens"]:
             matcher.consume_token(token)
         mask = b"" if matcher.is_stopped() else matcher.compute_bitmask()
-        failure = matcher.get_error()[:500] or "?" if matcher.is_error() else ""
+        failure = _reason(matcher) if matcher.is_error() else ""
         return said(header, began, failure=failure), b"" if failure else mask
 
     def guess(header: Mapping[str, Any], body: bytes) -> Any:
@@ -122,3 +122,9 @@ def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
         "guess": guess,
     }
     return operations, ({}, b"")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher has failed, without the state of its parser that follows."""
+    text = matcher.get_error().partition("\n<state>")[0][:500]
+    return "no answer has it" if text in ("", "NoExtensionBias") else text
