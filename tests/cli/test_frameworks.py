@@ -115,5 +115,5 @@ def test_a_reference_model_is_not_written_as_plain_jax(
         "error: plain JAX cannot express the plan of small:\n"
         "  - a kernel of attention (attention=blocks)\n"
         "  - calls of shardlib.attention or shardlib.functions\n"
-        "Try: pin decisions away, or run the plan with shardlib.compile\n"
+        "Try: pin decisions away (what the model itself calls stays); or run the plan with shardlib.compile\n"
     )

@@ -248,7 +248,8 @@ def test_what_plain_jax_cannot_express_is_listed() -> None:
         "plain JAX cannot express the plan of layers:\n"
         "  - pipeline stages (stage=2)\n"
         "  - dtypes of the plan ({'param_dtype': 'bfloat16'})\n"
-        "Try: pin decisions away, or run the plan with shardlib.compile"
+        "Try: pin decisions away (what the model itself calls stays); or run the plan with"
+        " shardlib.compile"
     )
     stateful = shardlib.plan(
         Noisy,
@@ -263,7 +264,8 @@ def test_what_plain_jax_cannot_express_is_listed() -> None:
         "plain JAX cannot express the plan of Noisy:\n"
         "  - state of the model beside its parameters, such as statistics and random streams\n"
         "  - frozen parameters (out.kernel)\n"
-        "Try: pin decisions away, or run the plan with shardlib.compile"
+        "Try: pin decisions away (what the model itself calls stays); or run the plan with"
+        " shardlib.compile"
     )
     read = shardlib.Plan.from_json(stateful.to_json())
     assert refused(read) == (
@@ -294,7 +296,8 @@ def test_steps_that_plain_jax_cannot_express_are_listed() -> None:
     assert refused(planned(noisy, mesh={"data": 8}, microbatches=2)) == (
         "plain JAX cannot express the plan of noisy: in the loss loss: 2 microbatches of a loss"
         " that draws random numbers\n"
-        "Try: pin decisions away, or run the plan with shardlib.compile"
+        "Try: pin decisions away (what the model itself calls stays); or run the plan with"
+        " shardlib.compile"
     )
     marked = models.of_explicit(shardlib.value_and_grad)
     program = shardlib.compile_step(
