@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
+import time
 from collections.abc import Iterator
 
 import jax
@@ -66,19 +68,29 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
 
 @contextlib.contextmanager
 def _said_once() -> Iterator[None]:
-    """Orbax and asyncio log a failure in each of their threads; it is raised here, too."""
+    """Orbax and asyncio log a failure in each of their threads; it is raised here, too.
+
+    Orbax raises the first failure while its other threads may still be about to log theirs.
+    """
 
     def without_errors(record: logging.LogRecord) -> bool:
         return record.exc_info is None and "raised an exception" not in record.getMessage()
 
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    for one in loggers:
-        one.addFilter(without_errors)
+    earlier = set(threading.enumerate())
+    for logger in loggers:
+        logger.addFilter(without_errors)
     try:
         yield
+    except Exception:
+        deadline = time.monotonic() + 10
+        for thread in set(threading.enumerate()) - earlier:
+            if type(thread).__module__.startswith("orbax."):
+                thread.join(max(0.0, deadline - time.monotonic()))
+        raise
     finally:
-        for one in loggers:
-            one.removeFilter(without_errors)
+        for logger in loggers:
+            logger.removeFilter(without_errors)
 
 
 def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
