@@ -36,8 +36,7 @@ from shardlib.tracing.layouts import ambient_mesh, freed
 
 if TYPE_CHECKING:
     from shardlib.lowering.program.guards import Guards
-    from shardlib.lowering.program.lowered import Options
-    from shardlib.lowering.program.program import Program
+    from shardlib.lowering.program.program import Options, Program
     from shardlib.verification.isolation import Limits
     from shardlib.verification.report import Verification
 
@@ -330,7 +329,7 @@ def verify(
             topology.
     """
     from shardlib.frontend.compiled_choice import with_compiler
-    from shardlib.frontend.steps.compiled import StepProgram
+    from shardlib.frontend.steps.step_program import StepProgram
     from shardlib.frontend.verified import verified, verified_program
     from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program.program import Program

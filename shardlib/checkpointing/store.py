@@ -43,7 +43,7 @@ from shardlib.checkpointing.tree import (
 )
 from shardlib.checkpointing.writing import delete_superfluous, write_checkpoint
 from shardlib.errors import CheckpointError
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan

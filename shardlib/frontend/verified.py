@@ -12,8 +12,7 @@ from shardlib.frontend.traced_model import TracedModel
 from shardlib.hardware.islands import island_of
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.islands.program import IslandsProgram
-from shardlib.lowering.program.lowered import Options
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.program import Options, Program
 from shardlib.planning.islands.spread import of_one_island, on_islands
 from shardlib.planning.plan import Plan
 from shardlib.verification.islands import verify_islands

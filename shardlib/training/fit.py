@@ -23,7 +23,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 
 import shardlib
 from shardlib.errors import PlanError, StateError
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program.program import Program
 from shardlib.verification.isolation import Limits

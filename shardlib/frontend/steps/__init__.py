@@ -1,4 +1,4 @@
-"""Any step that a user wrote: `compiled` (`compile_step`, with its `pins`), `parallel`
-(`parallelize`), `gradients` (`value_and_grad`), by which it marks its losses, and `marked`, which
-plans and lowers these.
+"""Any step that a user wrote: `compiled` (`compile_step`, with its `pins`), `step_program` (its
+program), `parallel` (`parallelize`), `gradients` (`value_and_grad`), by which it marks its losses,
+and `marked`, which plans and lowers these.
 """

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardlib._jax_compat import names_alone
@@ -25,11 +23,9 @@ from shardlib.frontend.steps.marked.lowered import loss_plan, lower_losses
 from shardlib.frontend.steps.marked.planned import MarkedStep
 from shardlib.frontend.steps.marked.single import SingleLoss
 from shardlib.frontend.steps.pins import marked_pins, step_pins
+from shardlib.frontend.steps.step_program import StepProgram, build_step
 from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import Topology, TopologyLike
-from shardlib.lowering.program.lowered import Options
-from shardlib.lowering.runtime.random_keys import implementation, is_key
-from shardlib.lowering.steps.step_program import LoweredStep, build_step
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import Prepared, search
 from shardlib.propagation.colours import Colouring, colour
@@ -42,87 +38,9 @@ from shardlib.tracing.layouts import (
     names_axes,
 )
 from shardlib.tracing.steps.traced_step import Step, TracedStep, trace_step
-from shardlib.verification.exported import exported
-from shardlib.verification.isolation import Limits, compile_apart
-from shardlib.verification.report import Verification
-from shardlib.verification.targets import require_compiler, target
-from shardlib.verification.verify import judge
 
 #: key -> state, () -> state, or a state.
 InitState = Callable[..., Tree] | Tree
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class StepProgram(LoweredStep):
-    """A step, planned and compiled; what it has is listed at `LoweredStep`.
-
-    Attributes:
-        topology: the machine of the plan.
-    """
-
-    topology: Topology
-
-    def verify(
-        self,
-        *,
-        limits: Limits | None = None,
-        options: Options | None = None,
-    ) -> Verification:
-        """Compiles the step for the machine of its plan, which need not be here, and compares what
-        the compiler made with the plan.
-
-        Args:
-            limits: time and memory that the compiler may take.
-            options: options of the compiler, by its own names.
-
-        Raises:
-            MissingPackageError: the compiler is not installed.
-            TopologyError: no compiler knows the machine.
-            VerificationError: the step does not lower for it.
-        """
-        where = target(self.topology, self.plan.mesh, self.plan.axis_order)
-        require_compiler(where.platform)
-
-        def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-            return self.function(state, batch)
-
-        step.__name__ = step.__qualname__ = "shardlib_step"
-        made = exported(
-            step,
-            (self.state, self.batch),
-            results=jax.tree.leaves(self.state),
-            mesh=self.mesh,
-            platform=where.platform,
-            what=f"the step {self.traced.name}",
-        )
-        return judge(
-            self.plan, self.topology, where, made, compile_apart(made, where, limits, options)
-        )
-
-    def save(self, folder: str | Path, state: Tree) -> None:
-        """Writes a state to a folder that is not there yet, with Orbax.
-
-        Args:
-            folder: where.
-            state: of this program.
-        """
-        from shardlib.processes import shards
-
-        shards.save(Path(folder).absolute(), _plain(state))
-
-    def restore(self, folder: str | Path) -> Tree:
-        """A state that a program of the same step has saved, on any mesh, where this one has it.
-
-        Args:
-            folder: see `save`.
-        """
-        from shardlib.processes import shards
-
-        found = shards.read(Path(folder).absolute(), _plain(self.state))
-        leaves, structure = jax.tree.flatten(self.state)
-        return structure.unflatten(
-            [_keyed(leaf, found[str(number)]) for number, leaf in enumerate(leaves)]
-        )
 
 
 def compile_step(
@@ -298,18 +216,16 @@ def stepping(
     count = plan.mesh.devices
     chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
     losses = None if marked is None else lower_losses(marked, plan, chosen)
-    lowered = build_step(
+    return build_step(
         traced,
         plan,
         known,
+        machine,
         first=first,
         given=given,
         devices=chosen,
         donate=donate,
         losses=losses,
-    )
-    return StepProgram(
-        **{one.name: getattr(lowered, one.name) for one in fields(LoweredStep)}, topology=machine
     )
 
 
@@ -374,24 +290,3 @@ def _untraced(error: Exception) -> TracingError:
         f"init cannot be traced: {type(error).__name__}: {error}\nTry: init=lambda key: state, or a"
         " state; of an NNX model, lambda key: Model(nnx.Rngs(key))"
     )
-
-
-def _plain(tree: Tree) -> Tree:
-    """A tree with random keys as the integers that they are made of."""
-
-    def leaf(one: jax.Array | jax.ShapeDtypeStruct) -> object:
-        if not is_key(one):
-            return one
-        if isinstance(one, jax.Array):
-            return jax.random.key_data(one)
-        raw = jax.eval_shape(jax.random.key_data, one)
-        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=one.sharding)
-
-    leaves = jax.tree.leaves(tree)
-    return {str(number): leaf(one) for number, one in enumerate(leaves)}
-
-
-def _keyed(asked: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
-    if is_key(asked):
-        return jax.random.wrap_key_data(jnp.asarray(found), impl=implementation(asked.dtype))
-    return found

@@ -13,7 +13,7 @@ from shardlib import _jax_compat
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.shardings import named_sharding

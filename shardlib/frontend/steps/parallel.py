@@ -16,11 +16,11 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.decisions.pins import PinMapping
 from shardlib.frontend.machines import machine_of
 from shardlib.frontend.own_layouts import require_honour
-from shardlib.frontend.steps.compiled import StepProgram, stepping, traced_freed
+from shardlib.frontend.steps.compiled import stepping, traced_freed
+from shardlib.frontend.steps.step_program import StepProgram, copied
 from shardlib.functions.mapped_axes import found_axes, whole_batch
 from shardlib.hardware.devices import devices_of
 from shardlib.hardware.topology import TopologyLike
-from shardlib.lowering.steps.step_program import copied
 from shardlib.tracing.layouts import ambient_mesh, freed, names_axes
 from shardlib.tracing.steps.traced_step import abstract_leaf, same_form
 

@@ -27,8 +27,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.pinning import constrain
 from shardlib.lowering.mesh.precision import like
-from shardlib.lowering.program.lowered import shardings_of
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.program import Program, shardings_of
 from shardlib.lowering.program.step import named
 from shardlib.lowering.program.update.updated import updated
 from shardlib.lowering.runtime.state import TrainState

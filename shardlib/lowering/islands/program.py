@@ -28,8 +28,7 @@ from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unsta
 from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
 from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of, require_arrived
 from shardlib.lowering.program.checks.other_batch import require
-from shardlib.lowering.program.lowered import Options, Verifier, verified_by
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.program import Options, Program, Verifier, verified_by
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import BatchDims, Fold

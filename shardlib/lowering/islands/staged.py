@@ -26,8 +26,7 @@ from shardlib.lowering.mesh.pinning import constrain
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.pipeline.per_stage.around import Made
 from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
-from shardlib.lowering.program.lowered import shardings_of
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.program import Program, shardings_of
 from shardlib.lowering.program.step import named
 from shardlib.lowering.runtime.state import TrainState
 

@@ -31,7 +31,7 @@ import optax
 
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.data.batches.loader import Rows
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.lowering.islands.learned import first_of
 from shardlib.lowering.program.program import Program
 from shardlib.training.run.graph import Drawn, draw, drawn, with_derivatives

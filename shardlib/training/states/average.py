@@ -22,8 +22,7 @@ import optax
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import ModelError, StateError
 from shardlib.jax_types import Index
-from shardlib.lowering.program.lowered import shardings_of
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.program import Program, shardings_of
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.state import TrainState
 

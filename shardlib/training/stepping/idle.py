@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import seconds_text

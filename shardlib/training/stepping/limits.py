@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardlib.errors import ModelError
-from shardlib.frontend.steps.compiled import StepProgram
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.lowering.islands.learned import first_of
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.islands.state import IslandsState

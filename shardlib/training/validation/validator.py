@@ -10,8 +10,8 @@ import jax
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import ModelError
-from shardlib.frontend.steps.compiled import StepProgram
 from shardlib.frontend.steps.evaluation import StepEvaluation
+from shardlib.frontend.steps.step_program import StepProgram
 from shardlib.graph.rows import Rows
 from shardlib.lowering.islands.learned import first_of, learned
 from shardlib.lowering.program.evaluation import Evaluation

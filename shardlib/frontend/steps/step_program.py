@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +22,18 @@ from shardlib.annotation.keys import Seed, key_of, read_seed_or_key
 from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.annotation.trees.static_parts import static_difference
 from shardlib.errors import PlanError, StateError, raise_all
+from shardlib.hardware.topology import Topology
 from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.mesh.pinning import held
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.program.checks.other_batch import require
+from shardlib.lowering.program.program import Options
 from shardlib.lowering.reading.contractions import AsWritten, Pins
 from shardlib.lowering.reading.convolution_groups import by_groups
 from shardlib.lowering.runtime.batches import given
+from shardlib.lowering.runtime.random_keys import implementation, is_key
 from shardlib.lowering.steps.layouts import StepLayouts, layouts
 from shardlib.lowering.steps.losses import InPlace, LoweredLosses
 from shardlib.planning.plan import Plan
@@ -43,17 +47,23 @@ from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.interpreter import evaluate_program
 from shardlib.tracing.rewriting.walk import Walk
 from shardlib.tracing.steps.traced_step import TracedStep
+from shardlib.verification.exported import exported
+from shardlib.verification.isolation import Limits, compile_apart
+from shardlib.verification.report import Verification
+from shardlib.verification.targets import require_compiler, target
+from shardlib.verification.verify import judge
 
 #: Seed -> the state before the first step.
 First = Callable[[jax.Array], Tree]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LoweredStep:
+class StepProgram:
     """A compiled step and what belongs to it.
 
     Attributes:
         plan: the decisions.
+        topology: the machine of the plan.
         traced: the step as it was traced.
         mesh: of its devices; without devices where it is only compiled.
         layouts: of the state, the batch and the values of the step.
@@ -65,6 +75,7 @@ class LoweredStep:
     """
 
     plan: Plan
+    topology: Topology
     traced: TracedStep
     mesh: Mesh | AbstractMesh
     layouts: StepLayouts
@@ -166,6 +177,68 @@ class LoweredStep:
         """The program as it goes to the compiler."""
         with no_mesh():
             return self._jitted.lower(self.state, self.batch)
+
+    def verify(
+        self,
+        *,
+        limits: Limits | None = None,
+        options: Options | None = None,
+    ) -> Verification:
+        """Compiles the step for the machine of its plan, which need not be here, and compares what
+        the compiler made with the plan.
+
+        Args:
+            limits: time and memory that the compiler may take.
+            options: options of the compiler, by its own names.
+
+        Raises:
+            MissingPackageError: the compiler is not installed.
+            TopologyError: no compiler knows the machine.
+            VerificationError: the step does not lower for it.
+        """
+        where = target(self.topology, self.plan.mesh, self.plan.axis_order)
+        require_compiler(where.platform)
+
+        def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            return self.function(state, batch)
+
+        step.__name__ = step.__qualname__ = "shardlib_step"
+        made = exported(
+            step,
+            (self.state, self.batch),
+            results=jax.tree.leaves(self.state),
+            mesh=self.mesh,
+            platform=where.platform,
+            what=f"the step {self.traced.name}",
+        )
+        return judge(
+            self.plan, self.topology, where, made, compile_apart(made, where, limits, options)
+        )
+
+    def save(self, folder: str | Path, state: Tree) -> None:
+        """Writes a state to a folder that is not there yet, with Orbax.
+
+        Args:
+            folder: where.
+            state: of this program.
+        """
+        from shardlib.processes import shards
+
+        shards.save(Path(folder).absolute(), _plain(state))
+
+    def restore(self, folder: str | Path) -> Tree:
+        """A state that a program of the same step has saved, on any mesh, where this one has it.
+
+        Args:
+            folder: see `save`.
+        """
+        from shardlib.processes import shards
+
+        found = shards.read(Path(folder).absolute(), _plain(self.state))
+        leaves, structure = jax.tree.flatten(self.state)
+        return structure.unflatten(
+            [_keyed(leaf, found[str(number)]) for number, leaf in enumerate(leaves)]
+        )
 
     @cached_property
     def _jitted(self) -> jax.stages.Wrapped:
@@ -280,19 +353,21 @@ def build_step(
     traced: TracedStep,
     plan: Plan,
     colouring: Colouring,
+    topology: Topology,
     *,
     first: First | None,
     given: Tree = None,
     devices: Sequence[jax.Device] | None = None,
     donate: bool = True,
     losses: LoweredLosses | None = None,
-) -> LoweredStep:
+) -> StepProgram:
     """The program of a step under a plan.
 
     Args:
         traced: the step.
         plan: for its problem.
         colouring: of its problem.
+        topology: the machine of the plan.
         first: key -> the state before the first step.
         given: a state in its place.
         devices: to run on; None for none, where it is only compiled.
@@ -310,8 +385,9 @@ def build_step(
             order=plan.axis_order,
             parts=physical_parts(plan),
         )
-    return LoweredStep(
+    return StepProgram(
         plan=plan,
+        topology=topology,
         traced=traced,
         mesh=mesh,
         layouts=layouts(traced, plan, colouring),
@@ -345,3 +421,24 @@ def copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
         sharding: where the program has it.
     """
     return jax.device_put(jnp.array(leaf, copy=True), sharding)
+
+
+def _plain(tree: Tree) -> Tree:
+    """A tree with random keys as the integers that they are made of."""
+
+    def leaf(one: jax.Array | jax.ShapeDtypeStruct) -> object:
+        if not is_key(one):
+            return one
+        if isinstance(one, jax.Array):
+            return jax.random.key_data(one)
+        raw = jax.eval_shape(jax.random.key_data, one)
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=one.sharding)
+
+    leaves = jax.tree.leaves(tree)
+    return {str(number): leaf(one) for number, one in enumerate(leaves)}
+
+
+def _keyed(asked: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
+    if is_key(asked):
+        return jax.random.wrap_key_data(jnp.asarray(found), impl=implementation(asked.dtype))
+    return found
