@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 
 import jax
@@ -72,8 +70,7 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
 def _said_once() -> Iterator[None]:
     """Orbax and asyncio log a failure in each of their threads; it is raised here, too.
 
-    Orbax raises the first failure while its other threads may still be about to log theirs, and
-    asyncio logs a task's failure when the task is collected: both happen before this ends.
+    Orbax raises the first failure while its other threads may still be about to log theirs.
     """
 
     def without_errors(record: logging.LogRecord) -> bool:
@@ -85,16 +82,11 @@ def _said_once() -> Iterator[None]:
         logger.addFilter(without_errors)
     try:
         yield
-    except Exception as error:
+    except Exception:
         deadline = time.monotonic() + 10
         for thread in set(threading.enumerate()) - earlier:
             if type(thread).__module__.startswith("orbax."):
                 thread.join(max(0.0, deadline - time.monotonic()))
-        cause: BaseException | None = error
-        while cause:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
-        gc.collect()
         raise
     finally:
         for logger in loggers:
