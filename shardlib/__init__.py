@@ -105,9 +105,7 @@ if TYPE_CHECKING:
     from shardlib.lowering.program.guards import Guards
     from shardlib.lowering.program.program import Program
     from shardlib.lowering.runtime.state import TrainState
-    from shardlib.planning.decisions.plan_data import ParameterLayout
-    from shardlib.planning.decisions.stored import ChangedPlanError
-    from shardlib.planning.plan import Plan
+    from shardlib.planning.plan import ChangedPlanError, ParameterLayout, Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
     from shardlib.serving.verified import verify_serving
@@ -164,8 +162,8 @@ _HOME = {
     "balance_loss": "shardlib.functions.routing",
     "tree": "shardlib.annotation.tree",
     "Plan": "shardlib.planning.plan",
-    "ChangedPlanError": "shardlib.planning.decisions.stored",
-    "ParameterLayout": "shardlib.planning.decisions.plan_data",
+    "ChangedPlanError": "shardlib.planning.plan",
+    "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate",
     "Seconds": "shardlib.cost.estimate",
     "DeviceBytes": "shardlib.cost.estimate",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import nodes, parsed
+from benchmarks.house import VALUES, loaded, nodes, parsed
 
 PACKAGE = Path(__file__).parents[1] / "shardlib"
 FLOORS = {
@@ -53,13 +53,13 @@ ORDER = {
     "planning": [
         "units",
         "decisions",
+        "plan",
         "space",
         "bounds",
         "answers",
         "text",
         "pictures",
         "emission",
-        "plan",
         "assembly",
         "islands",
         "offers",
@@ -172,13 +172,14 @@ def faults(path: Path, statements: Sequence[ast.AST]) -> list[str]:
 @functools.cache
 def edges() -> dict[str, set[str]]:
     """Modules, and the modules that each imports: at the top, in functions and under TYPE_CHECKING
-    alike.
+    alike; of `VALUES`, those that are imported with them.
     """
     modules = {module_of(path).removesuffix(".__init__"): path for path in FILES}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
         names = {
-            name if name in modules else name.rpartition(".")[0] for name in imports(nodes(path))
+            name if name in modules else name.rpartition(".")[0]
+            for name in imports(loaded(path) if module in VALUES else nodes(path))
         }
         found[module] = {name for name in names if name in modules and name != module}
     return found

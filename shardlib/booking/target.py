@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.hardware.catalog import CATALOG
-from shardlib.planning.answers.run_cost import DAY, RESTART_S
+from shardlib.planning.answers.run_cost import DAY
+from shardlib.planning.plan import RESTART_S
 from shardlib.planning.units.quantity import seconds_text
 from shardlib.untrusted import shown
 from shardlib.untrusted.json_types import JsonObject

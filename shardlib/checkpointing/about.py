@@ -16,8 +16,7 @@ import jax
 
 from shardlib.checkpointing.tree import Spec
 from shardlib.errors import CheckpointError
-from shardlib.planning.decisions.plan_data import plan_to_data
-from shardlib.planning.plan import Plan, plan_from_data
+from shardlib.planning.plan import Plan, plan_from_data, plan_to_data
 from shardlib.report import Finding
 from shardlib.untrusted import construct, shown
 from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject

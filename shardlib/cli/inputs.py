@@ -254,8 +254,7 @@ def read_plan(path: Path, *, changed: bool = False) -> Plan:
         MissingFileError: there is no such file.
         PlanError: the file holds no plan, or one that was changed.
     """
-    from shardlib.planning.decisions.stored import ChangedPlanError
-    from shardlib.planning.plan import plan_from_data
+    from shardlib.planning.plan import ChangedPlanError, plan_from_data
 
     again = f"shardlib plan MODEL --topology T ... --out {path}"
     text = read_text(path, "plan", again, PlanError)

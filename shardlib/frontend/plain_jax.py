@@ -31,8 +31,7 @@ from shardlib.lowering.plain import step
 from shardlib.lowering.reading.contractions import follows
 from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
 from shardlib.lowering.steps import layouts as step_layouts
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan, source_of
+from shardlib.planning.plan import ParameterLayout, Plan, source_of
 from shardlib.planning.units.quantity import seconds_text
 from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import arriving, returned, used

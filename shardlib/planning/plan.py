@@ -1,39 +1,213 @@
-"""The value that everything else is about: one complete decision on how to run a training step.
+"""The value that everything else is about: one complete decision on how to run a training step,
+with what it is predicted to cost and how it was found.
 
 A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX
 object, so a plan made on a laptop is the same plan on the pod, and it is part of the lowered
-program's identity.
+program's identity. What explains it, draws it or asks the planner again are functions of a plan,
+which its methods import when they are called.
+
+What a plan may hold follows from the annotations of `Plan` and of what it is made of
+(`shardlib.untrusted.typed`), so that a new field is checked like the others. Decisions are held to
+the words that pins have; layouts to the shapes and the mesh that they shard.
+
+A plan carries a checksum of its content, which says that nobody has changed it since; it is no
+signature, and whoever changes a plan on purpose can write a new one. Of a plan without one nobody
+knows whether it was changed: it is treated as one that was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
+from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.compact import compact
+from shardlib.cost.estimate import LARGEST, Estimate
 from shardlib.decisions.pin_words import aliased
 from shardlib.decisions.pins import PinMapping, Pins
+from shardlib.decisions.plain_data import identity, illegal, plain
 from shardlib.decisions.readers import PinValue
-from shardlib.errors import ArgumentError, InfeasibleError, PinError, PlanError
+from shardlib.decisions.table import Decisions
+from shardlib.errors import (
+    InfeasibleError,
+    MissingFileError,
+    PinError,
+    PlanError,
+    TopologyError,
+    raise_all,
+)
+from shardlib.exchanges.reading import read_exchange
+from shardlib.exchanges.values import Exchange
 from shardlib.hardware.topology import Topology, TopologyLike
-from shardlib.planning.answers.alternative import Alternative
-from shardlib.planning.answers.answers import Answers
-from shardlib.planning.answers.constraint import Constraints
-from shardlib.planning.answers.kernels import Kernels
-from shardlib.planning.answers.relocation import Replan
-from shardlib.planning.answers.shadow_prices import Sensitivity
-from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.decisions.plan_data import plan_to_data
-from shardlib.planning.decisions.stored import read
-from shardlib.planning.emission.emit import emit
-from shardlib.planning.emission.shardings import AxisSizes, PlanShardings, plan_shardings
-from shardlib.planning.pictures.shown_plan import ShownPlan
-from shardlib.planning.pictures.timelines import ShownTimeline, shown
-from shardlib.planning.space.workload import Workload
-from shardlib.planning.text.predicted_timeline import predicted
-from shardlib.untrusted import parse_json
-from shardlib.untrusted.json_types import Json
+from shardlib.hardware.topology import topology as find_topology
+from shardlib.layout import Layout
+from shardlib.planning.decisions.activation_layout import ActivationLayout
+from shardlib.planning.decisions.compiled_trials import MESH, Refined
+from shardlib.planning.decisions.landscape import Priced
+from shardlib.report import Finding
+from shardlib.rules import Rules
+from shardlib.untrusted import Form, construct, parse_json, shown
+from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
+from shardlib.untrusted.shown import bounded
+
+if TYPE_CHECKING:
+    from shardlib.planning.answers.alternative import Alternative
+    from shardlib.planning.answers.constraint import Constraints
+    from shardlib.planning.answers.kernels import Kernels
+    from shardlib.planning.answers.relocation import Replan
+    from shardlib.planning.answers.run_cost import RunCost
+    from shardlib.planning.answers.shadow_prices import Sensitivity
+    from shardlib.planning.decisions.candidate import Candidate
+    from shardlib.planning.emission.shardings import AxisSizes, PlanShardings
+    from shardlib.planning.space.workload import Workload
+    from shardlib.planning.text.timeline import Timeline
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = 1
+#: Seconds from a failure to the next step, unless it is said: processes, the newest checkpoint, and
+#: compiling.
+RESTART_S = 600.0
+#: How the types of a plan that are no dataclasses are written.
+FORMS: Mapping[Any, Form] = {
+    MeshShape: MESH,
+    Layout: Form(plain=tuple[tuple[str, ...], ...], build=lambda dims: Layout(*dims)),
+    Rules: Form(plain=tuple[tuple[str, tuple[str, ...]], ...], build=Rules.parse),
+    Exchange: Form(plain=Mapping[str, str | int | float], build=partial(read_exchange, "exchange")),
+}
+AGAIN = "make it again with `shardlib plan ... --out plan.json`"
+#: What a plan is made of that no file has.
+ABSENT = ("source",)
+
+
+class ChangedPlanError(PlanError):
+    """A plan that is not what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkJob:
+    """The training framework that a plan is made for, and the sizes that its configuration needs.
+
+    Attributes:
+        name: of the framework.
+        profile: of the profile that the plan is priced as.
+        vendor: of the chips.
+        batch: examples of a step.
+        sequence: positions of an example; 1 where there is no sequence.
+        layers: layers of the largest layer group; 0 without layers.
+        compute_dtype: dtype of the matmuls.
+        experts: experts that tokens are routed to; 1 without.
+    """
+
+    name: str
+    profile: str
+    vendor: str
+    batch: int
+    sequence: int
+    layers: int
+    compute_dtype: str
+    experts: int = 1
+
+    def to_json(self) -> JsonObject:
+        """The job as plain data."""
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """Where one parameter lives.
+
+    Attributes:
+        path: tree path of the parameter, "layers.mlp.up.kernel".
+        shape: elements per dim.
+        dtype: stored dtype.
+        colours: colour per dim; None where the dim has none.
+        compute: how it is sharded while it is used.
+        rest: how it is sharded between uses (ZeRO 3 differs from `compute`).
+        gradient: how its gradient is sharded when the optimizer reads it.
+        state: how its optimizer state is sharded (ZeRO 1 and 2 differ from `rest`).
+        role: see `shardlib.graph.problem.Parameter`; what is not trained has no gradient and no
+            optimizer state, and their layouts are those of use and of rest.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    colours: LogicalAxes
+    compute: Layout
+    rest: Layout
+    gradient: Layout
+    state: Layout
+    role: str = "trained"
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and optimizer state."""
+        return self.role == "trained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A part of a mesh axis: positions along one dim of one link tier.
+
+    Attributes:
+        kind: of the tier, "torus", "mesh", "switch", "network" or "memory".
+        ways: number of positions.
+    """
+
+    kind: str
+    ways: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A plan that was not chosen, and why.
+
+    Attributes:
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        reason: "slower", "memory", "indivisible" or "bound".
+        step_seconds: its predicted time, or its lower bound where `reason` is "bound".
+        peak_bytes: its predicted bytes per device; 0 where not evaluated.
+    """
+
+    mesh: MeshShape
+    summary: str
+    reason: str
+    step_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The certificate of a search.
+
+    Attributes:
+        evaluations: plans priced exactly.
+        candidates: plans in the space, priced or cut by a bound.
+        lower_bound: seconds that no plan of the space can beat.
+        gap: (chosen - lower_bound) / chosen; 0 is optimal within the cost model.
+        seconds: wall time of the search.
+        rejected: the best plan of each other mesh, the fastest first.
+        counts: number of candidates by outcome.
+        landscape: plans that were priced, spread over time and memory, the fastest first; all that
+            need less memory than every faster one, to about 2%.
+    """
+
+    evaluations: int = 0
+    candidates: int = 0
+    lower_bound: float = 0.0
+    gap: float = 0.0
+    seconds: float = 0.0
+    rejected: tuple[Rejected, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+    landscape: tuple[Priced, ...] = ()
+
+    __repr__ = compact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +228,7 @@ class Ranked:
 
 
 class Source(Protocol):
-    """What a plan was made from, and the questions that it can therefore answer;
+    """What a plan was made from, and the searches for the same problem;
     `shardlib.planning.planner` has it.
 
     Attributes:
@@ -94,28 +268,6 @@ class Source(Protocol):
         """The best plan under other pins."""
         ...
 
-    def alternatives(self, plan: Plan, count: int) -> tuple[Alternative, ...]:
-        """See `Plan.alternatives`."""
-        ...
-
-    def constraints(self, plan: Plan) -> Constraints:
-        """See `Plan.constraints`."""
-        ...
-
-    def sensitivity(self, plan: Plan) -> Sensitivity:
-        """See `Plan.sensitivity`."""
-        ...
-
-    def kernels(self, plan: Plan) -> Kernels:
-        """See `Plan.kernels`."""
-        ...
-
-    def replan(
-        self, plan: Plan, topology: TopologyLike, *, lost: Iterable[int], anew: bool
-    ) -> Replan[Plan]:
-        """See `Plan.replan`."""
-        ...
-
 
 def source_of(plan: Plan) -> Source:
     """What the plan was made from.
@@ -132,16 +284,194 @@ def source_of(plan: Plan) -> Source:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(ShownPlan):
-    """A complete decision for one model, batch and topology; what it consists of is listed at
-    `PlanData`.
+class Plan(Decisions):
+    """A complete decision for one model, batch and topology: all of `Decisions`, what they are made
+    for, and what follows from them.
 
     Attributes:
-        source: the prepared problem and the questions it answers; not part of the value, and absent
-            from JSON.
+        mesh, rules: as in `Decisions`; a plan has to say them. `rules` are colour -> mesh axes in
+            compute, a priority list (see `shardlib.rules`).
+        model: name of the model, for people.
+        topology: spelling of the topology.
+        framework: the training framework that runs it; None for programs of shardlib.
+        origin: (word, value) pairs with which the command line can trace the model again.
+        placement: for every axis the links that it runs along, the major one first; see
+            `shardlib.hardware.placement`.
+        parameters: layout of every parameter, in the order of the model's tree.
+        batch_layouts: (path, layout) of every array of the batch.
+        activations: layout of the main activations of a step, in the order of the program.
+        estimate: predicted cost.
+        search: how it was found.
+        refined: what the compiler said, where it was asked (`shardlib.plan(..., refine=K)`); the
+            estimate stays the prediction.
+        findings: what the user should know.
+        source: the prepared problem and the searches for it; not part of the value, and absent from
+            JSON.
     """
 
+    model: str = field()
+    topology: str = field()
+    framework: FrameworkJob | None = None
+    origin: tuple[tuple[str, str], ...] = ()
+    mesh: MeshShape = field()
+    rules: Rules = field()
+    placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
+    parameters: tuple[ParameterLayout, ...] = ()
+    batch_layouts: tuple[tuple[str, Layout], ...] = ()
+    activations: tuple[ActivationLayout, ...] = ()
+    estimate: Estimate
+    search: Search = Search()
+    refined: Refined | None = None
+    findings: tuple[Finding, ...] = ()
     source: Source | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def decisions(self) -> JsonObject:
+        """The decisions alone, in the words of pins."""
+        return plain(self)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
+        told_apart = {
+            "model": self.model,
+            "topology": self.topology,
+            **identity(self),
+            **({"framework": self.framework.to_json()} if self.framework else {}),
+            "parameters": [
+                [
+                    p.path,
+                    list(p.shape),
+                    p.rest.to_json(),
+                    p.state.to_json(),
+                    *(() if p.trained else (p.role,)),
+                ]
+                for p in self.parameters
+            ],
+        }
+        return hashlib.sha256(json.dumps(told_apart, sort_keys=True).encode()).hexdigest()[:12]
+
+    def with_findings(self, *findings: Finding) -> Self:
+        """The same plan with more findings.
+
+        Args:
+            findings: added after those of the plan.
+        """
+        return replace(self, findings=(*self.findings, *findings))
+
+    def __repr__(self) -> str:
+        from shardlib.planning.text.card import plan_line
+
+        return plan_line(self)
+
+    def _repr_html_(self) -> str:
+        from shardlib.planning.text.card import plan_card
+
+        return plan_card(self)
+
+    def _repr_svg_(self) -> str | None:
+        try:
+            return self.svg()
+        except (PlanError, TopologyError, MissingFileError):  # the words are shown, and no picture
+            return None
+
+    def explain(self) -> str:
+        """What was chosen, why, and what it costs, as text for people.
+
+        Returns:
+            Several paragraphs and tables, of at most 100 columns.
+        """
+        from shardlib.planning.text.explain import explain
+
+        return explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan decides and costs differently, as text of at most 100 columns.
+
+        Args:
+            other: a plan of any model or topology.
+        """
+        from shardlib.planning.text.diff import diff
+
+        return diff(self, other)
+
+    def run_cost(
+        self,
+        tokens: float,
+        *,
+        price: float | None = None,
+        mtbf: float | None = None,
+        restart: float = RESTART_S,
+    ) -> RunCost:
+        """What a run of so many tokens takes: days, device-hours, money, energy, and what failures
+        cost with the best interval between saves; `print` shows it.
+
+        Args:
+            tokens: of the whole run.
+            price: of a device and hour, in your own money; None for none.
+            mtbf: seconds between two failures of the whole machine; None where nothing fails.
+            restart: seconds from a failure to the next step.
+
+        Raises:
+            ArgumentError: numbers that are not positive; or failures so close that no run ends.
+            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+        """
+        from shardlib.planning.answers.run_cost import run_cost
+
+        return run_cost(
+            self,
+            find_topology(self.topology),
+            tokens=tokens,
+            price=price,
+            mtbf=mtbf,
+            restart=restart,
+        )
+
+    def show(self, path: str | Path | None = None, *, browser: bool = True) -> Path:
+        """Writes the plan as a web page, one file that fetches nothing, and opens it.
+
+        Args:
+            path: of the file; None for a new one in a temporary folder.
+            browser: whether to open it in the browser of this machine.
+
+        Returns:
+            Where the page is.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
+        from shardlib.planning.pictures.html import write_page
+
+        return write_page(
+            self, path, browser=browser, kernels=None if self.source is None else self.kernels()
+        )
+
+    def svg(self) -> str:
+        """The plan on its machine as one picture, an SVG document that fetches nothing.
+
+        It has the figures, the links with the mesh axes along them, and the step with its
+        collectives.
+
+        Raises:
+            PlanError: the mesh has no place on the machine.
+            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+        """
+        from shardlib.planning.pictures.overview import plan_svg
+
+        return plan_svg(self, find_topology(self.topology))
+
+    def timeline(self) -> Timeline:
+        """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
+        the order of use; `print` writes it, `svg()` draws it.
+
+        Raises:
+            PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
+                written before estimates knew what a stage does.
+        """
+        from shardlib.planning.text.predicted_timeline import predicted
+
+        forward = None if self.source is None else self.source.load.problem.forward
+        return predicted(self, forward)
 
     def why_not(self, **pin: PinValue) -> str:
         """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,
@@ -183,7 +513,9 @@ class Plan(ShownPlan):
             ArgumentError: `count` is no integer from 0 to 1000.
             PlanError: the plan was read from a file and does not carry its model.
         """
-        return source_of(self).alternatives(self, count)
+        from shardlib.planning.questions.alternatives import alternatives
+
+        return alternatives(self, count)
 
     def constraints(self) -> Constraints:
         """What holds the plan back: memory, pins, and sizes that divide no further.
@@ -195,7 +527,9 @@ class Plan(ShownPlan):
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
         """
-        return source_of(self).constraints(self)
+        from shardlib.planning.questions.constraints import constraints
+
+        return constraints(self)
 
     def sensitivity(self) -> Sensitivity:
         """What more memory and faster links are worth, and the regret if a figure of the machine is
@@ -208,7 +542,9 @@ class Plan(ShownPlan):
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
         """
-        return source_of(self).sensitivity(self)
+        from shardlib.planning.questions.sensitivity import sensitivity
+
+        return sensitivity(self)
 
     def kernels(self) -> Kernels:
         """The kernels of a step beside the roofline of the chip; `print` shows the slowest.
@@ -216,25 +552,13 @@ class Plan(ShownPlan):
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
         """
-        return source_of(self).kernels(self)
+        from shardlib.planning.questions.kernels import kernels
 
-    def _asked(self) -> Answers:
-        return Answers(kernels=None if self.source is None else self.kernels())
-
-    def timeline(self) -> ShownTimeline:
-        """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
-        the order of use; `print` writes it, `svg()` draws it.
-
-        Raises:
-            PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
-                written before estimates knew what a stage does.
-        """
-        forward = None if self.source is None else self.source.load.problem.forward
-        return shown(predicted(self, forward))
+        return kernels(self)
 
     def replan(
         self, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
-    ) -> Replan[Plan]:
+    ) -> Replan:
         """The best plan for the same global batch on another machine, such as this one without some
         hosts, and what must move.
 
@@ -254,7 +578,9 @@ class Plan(ShownPlan):
             PinError: pins of the plan allow no plan there.
             InfeasibleError: nothing fits there.
         """
-        return source_of(self).replan(self, topology, lost=lost, anew=anew)
+        from shardlib.planning.questions.replan import replan
+
+        return replan(self, topology, lost=lost, anew=anew)
 
     def emit(self, form: str | None = None, *, mode: str = "auto") -> str:
         """The configuration of the plan's framework, or the plan as a file of plain JAX
@@ -273,25 +599,9 @@ class Plan(ShownPlan):
             PlanError: there is no framework, or it has no words for the plan; or the plan has what
                 plain JAX cannot express, or carries no model; all reasons are listed.
         """
-        if mode not in ("auto", "explicit"):
-            raise ArgumentError(f"mode is {mode!r}\nTry: 'auto' or 'explicit'")
-        if form is None:
-            return emit(self)
-        if form != "jax":
-            raise PlanError(f"no plan is written as {form!r}\nTry: 'jax'")
-        if self.framework is not None:
-            raise PlanError(
-                f"the plan is made for {self.framework.name}\nTry: plan.emit(), or a plan without"
-                " framework="
-            )
-        written = source_of(self).written
-        if written is None:
-            raise PlanError(
-                "only plans of a model and its loss, or of a step, are written as plain JAX\nTry:"
-                " shardlib.plan(init, loss, ...).emit('jax'), or"
-                " shardlib.compile_step(init, step, ...).plan.emit('jax')"
-            )
-        return written(self, mode)
+        from shardlib.planning.emission.emit import emit
+
+        return emit(self, form, mode=mode)
 
     def shardings(self, mesh: AxisSizes) -> PlanShardings:
         """The sharding of every parameter, gradient, optimizer state and array of the batch by
@@ -304,6 +614,8 @@ class Plan(ShownPlan):
         Raises:
             LayoutError: the mesh lacks axes of the plan, or has them in other sizes.
         """
+        from shardlib.planning.emission.shardings import plan_shardings
+
         return plan_shardings(self, mesh)
 
     def to_json(self) -> str:
@@ -335,6 +647,90 @@ class Plan(ShownPlan):
         return plan_from_data(parse_json(text, "the plan", PlanError, hint=hint), changed=changed)
 
 
+def plan_to_data(plan: Plan) -> JsonObject:
+    """The plan as plain lists, dicts, strings and numbers."""
+    data = _content(plan)
+    return {**data, "checksum": checksum(data)}
+
+
+def checksum(content: JsonMapping) -> str:
+    """SHA-256 of a plan as plain data, its own checksum left out; whatever the order of keys, and
+    whether a whole number has a point.
+    """
+    return hashlib.sha256(
+        json.dumps(
+            _canonical({key: value for key, value in content.items() if key != "checksum"}),
+            sort_keys=True,
+            separators=(",", ":"),
+        ).encode()
+    ).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _canonical(one) for key, one in cast("Mapping[str, Any]", value).items()}
+    return (
+        [_canonical(one) for one in cast("list[Any]", value)]
+        if isinstance(value, list | tuple)
+        else value
+    )
+
+
+def _content(plan: Plan) -> JsonObject:
+    return {
+        "format": FORMAT,
+        "digest": plan.digest,
+        "model": plan.model,
+        "topology": plan.topology,
+        **plan.decisions,
+        "placement": {
+            axis: [[link.kind, link.ways] for link in links] for axis, links in plan.placement
+        },
+        "estimate": plan.estimate.to_json(),
+        "search": {
+            "gap": plan.search.gap,
+            "seconds": plan.search.seconds,
+            "evaluations": plan.search.evaluations,
+            "candidates": plan.search.candidates,
+            "lower_bound": plan.search.lower_bound,
+            "counts": dict(plan.search.counts),
+            "rejected": [
+                {
+                    "mesh": dict(r.mesh),
+                    "summary": r.summary,
+                    "reason": r.reason,
+                    "step_seconds": r.step_seconds,
+                    "peak_bytes": r.peak_bytes,
+                }
+                for r in plan.search.rejected
+            ],
+            "landscape": [point.to_json() for point in plan.search.landscape],
+        },
+        "refined": plan.refined.to_json() if plan.refined else None,
+        "parameters": [
+            {
+                "path": p.path,
+                "shape": list(p.shape),
+                "dtype": p.dtype,
+                "colours": list(p.colours),
+                "compute": p.compute.to_json(),
+                "rest": p.rest.to_json(),
+                "gradient": p.gradient.to_json(),
+                "state": p.state.to_json(),
+                **({} if p.trained else {"role": p.role}),
+            }
+            for p in plan.parameters
+        ],
+        "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
+        "activations": [one.to_json() for one in plan.activations],
+        "findings": [finding.to_json() for finding in plan.findings],
+        "origin": dict(plan.origin),
+        **({"framework": plan.framework.to_json()} if plan.framework else {}),
+    }
+
+
 def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
     """Reads what `plan_to_data` wrote; see `Plan.from_json`.
 
@@ -346,4 +742,153 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
         PlanError: it is no plan of this format, it was changed since, or values that no plan has;
             all of them are listed.
     """
-    return read(Plan, data, changed=changed)
+    found: object = (
+        cast("Mapping[str, Any]", data).get("format")
+        if isinstance(data, Mapping)
+        else type(data).__name__
+    )
+    if isinstance(found, str) and found.startswith("serving-"):
+        raise PlanError(
+            "this plans a server, and no training\nTry: shardlib explain FILE; or shardlib plan"
+            " MODEL --serve for another machine"
+        )
+    if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
+        raise PlanError(
+            f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"
+            " plan ... --out plan.json`"
+        )
+    table = cast("Mapping[str, Any]", data)
+    plan = _usual(
+        construct(
+            Plan,
+            {key: value for key, value in table.items() if key not in ABSENT},
+            "the plan",
+            PlanError,
+            forms=FORMS,
+            least=0.0,
+            most=LARGEST,
+            hint=AGAIN,
+        )
+    )
+    faults = _faults(plan)
+    if faults:
+        raise_all(PlanError, "the plan is not usable", bounded(faults), hint=AGAIN)
+    return plan.with_findings(*_judged(plan, table, changed))
+
+
+def _usual(plan: Plan) -> Plan:
+    """The usual order of axes is not said."""
+    return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
+
+
+def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
+    """What there is to say about who wrote the plan.
+
+    Raises:
+        PlanError: it was changed, or nobody can know that it was not, and that is not allowed.
+    """
+    said = data.get("checksum")
+    if said is not None and said == checksum(data):
+        return []
+    if not changed:
+        what = (
+            "the plan has no checksum, with which every plan is written: somebody has changed it,"
+            " or made it by hand"
+            if said is None
+            else (
+                "the plan was changed since it was written: it is not what its checksum was made of"
+            )
+        )
+        raise ChangedPlanError(
+            f"{what}, so that its estimate and findings may be those of another plan\nTry: {AGAIN},"
+            " with --pin for decisions of your own; or take it as it is: --changed, or"
+            " Plan.from_json(text, changed=True)"
+        )
+    if said is None:
+        as_written = (
+            "its decisions are those of its digest, and"
+            if data.get("digest") == plan.digest
+            else "its decisions are not those of its digest;"
+        )
+        return [
+            Finding(
+                code="plan-unchecked",
+                severity="warning",
+                where="checksum",
+                hint=AGAIN,
+                message=(
+                    f"The plan has no checksum: {as_written} its estimate, search and findings may"
+                    " be those of another plan."
+                ),
+            )
+        ]
+    return [
+        Finding(
+            code="plan-changed",
+            severity="warning",
+            where="checksum",
+            hint=AGAIN,
+            message=(
+                "The plan was changed since it was written; its estimate, search and findings may"
+                " be those of another plan."
+            ),
+        )
+    ]
+
+
+def _faults(plan: Plan) -> list[str]:
+    """Values of the right types that no plan has."""
+    found = illegal(plan.decisions)
+    found += (
+        [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
+        if plan.estimate.peak_flops_per_s <= 0
+        else []
+    )
+    found += [
+        f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh}, each once"
+        for _ in [0]
+        if not set(plan.axis_order) <= set(plan.mesh)
+        or len(set(plan.axis_order)) < len(plan.axis_order)
+    ]
+    found += [
+        f"placement is of {shown(axis)}, which is no axis of the mesh {plan.mesh}"
+        for axis, _ in plan.placement
+        if axis not in plan.mesh
+    ]
+    found += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
+    found += [fault for one in plan.activations for fault in _held_wrong(one)]
+    return found
+
+
+def _held_wrong(one: ActivationLayout) -> list[str]:
+    """Layouts of an activation that have other dims than it."""
+    dims = len(one.shape)
+    layouts = [("held", one.held), *(("a move", move.layout) for move in one.moves)]
+    found = [
+        f"{what} of {shown(one.name)} is {layout}, which has {len(layout)} dims, and the activation"
+        f" has {dims}"
+        for what, layout in layouts
+        if len(layout) != dims
+    ]
+    if len(one.colours) != dims:
+        found.append(f"{shown(one.name)} has {len(one.colours)} colours for {dims} dims")
+    return found
+
+
+def _cut_wrong(parameter: ParameterLayout) -> list[str]:
+    found = (
+        [
+            f"{shown(parameter.path)} has {len(parameter.colours)} colours for"
+            f" {len(parameter.shape)} dims"
+        ]
+        if len(parameter.colours) != len(parameter.shape)
+        else []
+    )
+    for name in ("compute", "rest", "gradient", "state"):
+        layout: Layout = getattr(parameter, name)
+        if len(layout) != len(parameter.shape):
+            found.append(
+                f"{name} of {shown(parameter.path)} is {layout}, which has {len(layout)} dims, and"
+                f" the parameter has {len(parameter.shape)}"
+            )
+    return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,19 +20,9 @@ from shardlib.exchanges.values import Exact
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.planning.answers.alternative import Alternative
-from shardlib.planning.answers.constraint import Constraints
-from shardlib.planning.answers.kernels import Kernels
-from shardlib.planning.answers.relocation import Replan
-from shardlib.planning.answers.shadow_prices import Sensitivity
 from shardlib.planning.decisions.dtypes import effective, under
 from shardlib.planning.plan import Plan, Ranked, Source
-from shardlib.planning.questions.alternatives import alternatives
 from shardlib.planning.questions.batch import divided_badly
-from shardlib.planning.questions.constraints import constraints
-from shardlib.planning.questions.kernels import kernels
-from shardlib.planning.questions.replan import replan
-from shardlib.planning.questions.sensitivity import sensitivity
 from shardlib.planning.search import search as searching
 from shardlib.planning.search.process_settings import garbage_put_off, one_thread
 from shardlib.planning.space.workload import Workload, prepare
@@ -138,28 +128,6 @@ class Prepared:
                 f" plan.diff(shardlib.plan(..., pin={{'exchange': '{after}'}}))"
             )
         return search(self.on_islands(after.islands), self.topology, pins)
-
-    def alternatives(self, plan: Plan, count: int) -> tuple[Alternative, ...]:
-        """See `shardlib.planning.questions.alternatives`."""
-        return alternatives(plan, count)
-
-    def constraints(self, plan: Plan) -> Constraints:
-        """See `shardlib.planning.questions.constraints`."""
-        return constraints(plan)
-
-    def sensitivity(self, plan: Plan) -> Sensitivity:
-        """See `shardlib.planning.questions.sensitivity`."""
-        return sensitivity(plan)
-
-    def kernels(self, plan: Plan) -> Kernels:
-        """See `shardlib.planning.questions.kernels`."""
-        return kernels(plan)
-
-    def replan(
-        self, plan: Plan, topology: TopologyLike, *, lost: Iterable[int], anew: bool
-    ) -> Replan[Plan]:
-        """See `shardlib.planning.questions.replan`."""
-        return replan(plan, topology, lost=lost, anew=anew)
 
 
 @garbage_put_off()

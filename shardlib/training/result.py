@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlib.planning.decisions.plan_data import plan_to_data
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, plan_to_data
 from shardlib.untrusted.json_types import JsonObject
 
 

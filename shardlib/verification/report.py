@@ -16,8 +16,7 @@ from shardlib.axes import ISLAND
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.exchanges.values import DiLoCo, Exchange
-from shardlib.planning.decisions.plan_data import plan_to_data
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, plan_to_data
 from shardlib.planning.units.cards import card, short
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding, diagnostic

@@ -11,8 +11,7 @@ from shardlib.axes import MeshShape
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.shardings import batch_path
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.rules import Rules
 
 RULES = [("batch", ("data", "fsdp")), ("mlp", "tensor"), ("heads", "tensor"), ("vocab", "tensor")]

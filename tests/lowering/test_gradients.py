@@ -23,7 +23,7 @@ from shardlib.lowering.mesh.device_mesh import (
 )
 from shardlib.lowering.reading.parameter_uses import weight_uses
 from shardlib.lowering.weights import large_cotangents
-from shardlib.planning.decisions.plan_data import Link
+from shardlib.planning.plan import Link
 from shardlib.tracing.program import flatten
 from shardlib.verification.hlo.traffic import read_traffic
 from tests.zoo import CASES

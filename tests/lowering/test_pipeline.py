@@ -16,7 +16,7 @@ from shardlib.annotation.read import read
 from shardlib.errors import PinError, PlanError
 from shardlib.lowering.program.build import build_program
 from shardlib.models import Experts, TransformerConfig, build
-from shardlib.planning.decisions.plan_data import Link
+from shardlib.planning.plan import Link
 from shardlib.verification.hlo.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan

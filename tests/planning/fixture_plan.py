@@ -8,8 +8,7 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import ParameterLayout, Rejected, Search
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan, Rejected, Search
 from shardlib.report import Finding
 from shardlib.rules import Rules
 

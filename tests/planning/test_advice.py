@@ -17,8 +17,7 @@ from shardlib.planning.assembly import advice
 from shardlib.planning.assembly.advice import advise, critical_batch_tokens
 from shardlib.planning.assembly.findings import notes
 from shardlib.planning.assembly.situation import Situation
-from shardlib.planning.decisions.plan_data import Link, Rejected, Search
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Link, Plan, Rejected, Search
 from shardlib.planning.units.quantity import seconds_text
 from shardlib.report import Finding
 from shardlib.rules import Rules

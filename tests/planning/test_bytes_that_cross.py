@@ -12,9 +12,9 @@ from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.compressors import PowerSGD, TopK
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.islands.compression import moved
 from shardlib.planning.islands.meeting import _each
+from shardlib.planning.plan import ParameterLayout
 
 Shape = tuple[int, ...]
 ONE = MeshShape()

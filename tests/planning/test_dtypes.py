@@ -23,8 +23,7 @@ from shardlib.planning import planner
 from shardlib.planning.assembly.assemble import assemble
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.decisions.dtypes import combinations
-from shardlib.planning.decisions.plan_data import Search
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, Search
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds

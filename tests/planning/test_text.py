@@ -16,8 +16,7 @@ from shardlib.hardware.chip import Chip
 from shardlib.hardware.tier import Tier
 from shardlib.hardware.topology import Topology, topology
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import Search
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, Search
 from shardlib.planning.text.decision_lines import untold
 from shardlib.planning.text.diff import diff
 from shardlib.planning.text.explain import explain

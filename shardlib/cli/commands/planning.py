@@ -121,8 +121,8 @@ def plan_command(
     """Find the best way to spread a model over a topology, or with --serve to answer requests
     there.
     """
-    from shardlib.planning.decisions.plan_data import plan_to_data
     from shardlib.planning.emission.emit import require_written
+    from shardlib.planning.plan import plan_to_data
     from shardlib.planning.text.explain import explain
 
     if serving.asked(
@@ -196,7 +196,7 @@ def explain_command(
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: what was chosen, why, and what another choice would cost."""
-    from shardlib.planning.decisions.plan_data import plan_to_data
+    from shardlib.planning.plan import plan_to_data
     from shardlib.planning.text.diff import diff
     from shardlib.planning.text.explain import explain
 

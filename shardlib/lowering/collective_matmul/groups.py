@@ -32,7 +32,7 @@ from shardlib.lowering.reading.custom_calls import Source
 from shardlib.lowering.weights.contraction import Contraction
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.reduction import reduction
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.rewriting.remat_policies import IN_PIECES
 from shardlib.tracing.rewriting.walk import Together
 

@@ -18,7 +18,7 @@ from shardlib.lowering.reading.custom_calls import Source, Step
 from shardlib.lowering.reading.loss import LossReading
 from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.operands import Dims, dims_of
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.program import Program
 
 #: The mesh axis that cuts weights in use.

@@ -23,8 +23,7 @@ from shardlib.lowering.experts.routed import routed
 from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.custom_calls import Site
 from shardlib.lowering.weights.reduction import Reduction
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.tracing.rewriting.recomputing import recomputes
 
 #: What the matrices of experts, and tokens that tensor shards, are called where they are whole.

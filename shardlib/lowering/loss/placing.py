@@ -40,8 +40,7 @@ from shardlib.lowering.weights.reduction_plan import (
     exchange_of,
     gradient_reductions,
 )
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.propagation.contractions import returned
 from shardlib.tracing.program import (
     CUSTOM,

@@ -13,8 +13,7 @@ from shardlib.lowering.context.dispatch import around_devices
 from shardlib.lowering.experts.call import on_their_devices
 from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.custom_calls import Site
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 
 
 def substitute(

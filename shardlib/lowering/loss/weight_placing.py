@@ -33,8 +33,7 @@ from shardlib.lowering.weights.reduction_plan import (
     GradientReductions,
 )
 from shardlib.lowering.weights.sliced import gathered_slice
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 
 #: (path of an equation, index of its result) -> layout.
 Placements = Mapping[tuple[str, int], Layout]

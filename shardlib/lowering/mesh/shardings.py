@@ -23,8 +23,7 @@ from shardlib.jax_types import KeyPath
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.owners import owned, shapes_of
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 
 

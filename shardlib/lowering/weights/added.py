@@ -17,7 +17,7 @@ from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.reduction import reduction
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.rewriting.binding import bind
 
 

@@ -21,7 +21,7 @@ from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.large_cotangents import after, mark
 from shardlib.lowering.weights.operands import Apart, held_in_use, operand_cuts
 from shardlib.lowering.weights.reduction import reduction
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 
 
 class Contraction(Apart):

@@ -21,7 +21,7 @@ from shardlib.lowering.weights.contraction import Contraction, contraction_of
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.large_cotangents import after, mark
 from shardlib.lowering.weights.lookup import Lookup, lookup_of
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 
 #: (activation, weight, sums) -> result.
 Operation = Callable[..., Any]

@@ -18,8 +18,7 @@ from shardlib.jax_types import Index, Value
 from shardlib.lowering.mesh.collectives import Cuts, Machine, machine_of
 from shardlib.lowering.mesh.shardings import parameter_order
 from shardlib.lowering.reading.use import Use
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 
 
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:

@@ -12,7 +12,7 @@ from shardlib.lowering.weights.contraction import reduced_contraction
 from shardlib.lowering.weights.frozen import regathered
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.lookup import reduced_lookup
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 
 
 def reduced(

@@ -19,7 +19,7 @@ from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.operands import WEIGHTS, Apart
 from shardlib.lowering.weights.reduction import reduction
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting.binding import bind
 

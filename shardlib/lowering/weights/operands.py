@@ -14,7 +14,7 @@ from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.large_cotangents import outgrows
 from shardlib.lowering.weights.reduction import Reduction
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.program import Equation
 
 #: Mesh axes that shard weights in use; the others shard the batch.

@@ -29,8 +29,7 @@ from shardlib.lowering.mesh.shardings import without_axes
 from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.contraction import contraction_of
 from shardlib.lowering.weights.lookup import lookup_of
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 
 #: When partial sums are reduced: as soon as a microbatch has made them; by the backward pass of the
 #: last microbatch, together with those of all before; or when the last one has left the pipeline.

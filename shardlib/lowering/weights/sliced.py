@@ -16,7 +16,7 @@ from shardlib.jax_types import Value
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.use import Use
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.rewriting.binding import bind
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from shardlib.compact import compact
 from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.answers.resharding import Ranges, Shards
-from shardlib.planning.decisions.plan_data import PlanData, plan_to_data
+from shardlib.planning.plan import Plan, plan_to_data
 from shardlib.planning.units.quantity import (
     bytes_text,
     clip,
@@ -24,7 +23,6 @@ from shardlib.planning.units.quantity import (
 from shardlib.planning.units.tables import aligned, wrapped
 from shardlib.untrusted.json_types import JsonObject
 
-P = TypeVar("P", bound=PlanData)
 #: Parts that the text lists.
 _MOST_PARTS = 12
 
@@ -82,7 +80,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replan(Generic[P]):
+class Replan:
     """A plan for another machine, and the way there.
 
     Attributes:
@@ -97,8 +95,8 @@ class Replan(Generic[P]):
         elsewhere: whether its chips are others, so that no device of it held anything before.
     """
 
-    old: P
-    plan: P
+    old: Plan
+    plan: Plan
     survivors: tuple[int, ...]
     moved_bytes_per_device: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -156,7 +154,7 @@ class Replan(Generic[P]):
         }
 
 
-def replan_text(change: Replan[P]) -> str:
+def replan_text(change: Replan) -> str:
     """A change of machine for people."""
     old, new = change.old, change.plan
     moved = np.array(change.moved_bytes_per_device, np.int64)
@@ -188,7 +186,7 @@ def replan_text(change: Replan[P]) -> str:
     return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
 
 
-def _whence(change: Replan[P], held: int) -> str:
+def _whence(change: Replan, held: int) -> str:
     """Where the bytes of the new machine come from."""
     if change.elsewhere:
         return (

@@ -20,14 +20,11 @@ from dataclasses import dataclass
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.hardware.catalog.power import BOARD_POWER
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import RESTART_S, Plan
 from shardlib.planning.units.quantity import count_text, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned
 from shardlib.untrusted.json_types import JsonObject
 
-#: Seconds from a failure to the next step, unless it is said: processes, the newest checkpoint, and
-#: compiling.
-RESTART_S = 600.0
 #: Seconds between two saves at least: storage takes its time, beside training.
 LEAST_EVERY_S = 300.0
 DAY = 86400.0
@@ -136,7 +133,7 @@ class RunCost:
 
 
 def run_cost(
-    plan: PlanData,
+    plan: Plan,
     topology: Topology,
     *,
     tokens: float,
@@ -202,7 +199,7 @@ def run_cost(
     )
 
 
-def save_seconds(plan: PlanData, topology: Topology) -> float:
+def save_seconds(plan: Plan, topology: Topology) -> float:
     """Seconds that a save holds training up: a device's share of parameters and optimizer state
     goes to the host; writing goes on beside training (`docs/checkpoints.md`).
 

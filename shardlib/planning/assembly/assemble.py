@@ -20,9 +20,7 @@ from shardlib.planning.assembly.replicated import of_replicated
 from shardlib.planning.assembly.staged_programs import faster_as_programs
 from shardlib.planning.assembly.stages import stage_seconds
 from shardlib.planning.decisions.candidate import Candidate, completed
-from shardlib.planning.decisions.plan_data import Link, Search
-from shardlib.planning.decisions.purpose import FrameworkJob
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import FrameworkJob, Link, Plan, Search
 from shardlib.planning.space.limits import batch_size, experts_form, sequence_size
 from shardlib.planning.space.workload import Workload
 from shardlib.rules import Rules

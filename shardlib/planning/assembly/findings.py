@@ -13,7 +13,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import layouts
 from shardlib.planning.assembly.advice import advise
 from shardlib.planning.assembly.situation import situation_of
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.space.microbatching import coupled
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.quantity import percent_text, seconds_text
@@ -29,7 +29,7 @@ _LITTLE = 0.01
 def notes(
     load: Workload,
     topology: Topology,
-    plan: PlanData,
+    plan: Plan,
     left_out: tuple[str, ...],
     most: int,
     pinned: bool,
@@ -84,7 +84,7 @@ def notes(
 
 
 @diagnostic
-def _left_out(load: Workload, plan: PlanData, left_out: tuple[str, ...]) -> list[Finding]:
+def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Finding]:
     """Dimensions that were not tried in all sets with others and that the plan does not shard, and
     how much longer a step takes for it at most.
     """
@@ -119,9 +119,7 @@ def _left_out(load: Workload, plan: PlanData, left_out: tuple[str, ...]) -> list
     ]
 
 
-def _share_computed_whole(
-    load: Workload, plan: PlanData, cut: set[str], names: Sequence[str]
-) -> float:
+def _share_computed_whole(load: Workload, plan: Plan, cut: set[str], names: Sequence[str]) -> float:
     """Part of a device's FLOPs that would go where some colours were sharded over tensor, too.
 
     Args:
@@ -143,7 +141,7 @@ def _share_computed_whole(
 
 
 @diagnostic
-def _idle_devices(plan: PlanData, topology: Topology, most: int, pinned: bool) -> list[Finding]:
+def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> list[Finding]:
     """Devices that the plan leaves idle: because the mesh is pinned, because no mesh could use
     them, or because it is faster so.
     """
@@ -194,7 +192,7 @@ def _idle_devices(plan: PlanData, topology: Topology, most: int, pinned: bool) -
 
 
 @diagnostic
-def _kept(load: Workload, plan: PlanData) -> list[Finding]:
+def _kept(load: Workload, plan: Plan) -> list[Finding]:
     """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits
     whatever is recomputed, and the estimate does not know it.
     """
@@ -221,7 +219,7 @@ def _kept(load: Workload, plan: PlanData) -> list[Finding]:
 
 
 @diagnostic
-def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
+def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
     """A finding where loops over tensor are pinned and take the place of no collective of the plan.
 
     Args:
@@ -255,7 +253,7 @@ def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Finding]:
+def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
     """What experts with a capacity are expected to drop; the price does not depend on it."""
     known = Pricer(topology, load.profile).constants.skew
     skew = BALANCED if known is None else known
@@ -281,7 +279,7 @@ def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Findin
 
 
 @diagnostic
-def without_effect(pins: Pins, plan: PlanData) -> tuple[Finding, ...]:
+def without_effect(pins: Pins, plan: Plan) -> tuple[Finding, ...]:
     """Pins that decide nothing in a plan: what they are about is not there.
 
     Args:
@@ -306,7 +304,7 @@ def without_effect(pins: Pins, plan: PlanData) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
+def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
     """A finding where a plan puts state on disks whose rate is not known.
 
     Args:
@@ -330,7 +328,7 @@ def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def _doubled(load: Workload, plan: PlanData) -> list[Finding]:
+def _doubled(load: Workload, plan: Plan) -> list[Finding]:
     """Colours that the plan shards and that occur twice in some value, such as the sequence in
     attention scores.
     """

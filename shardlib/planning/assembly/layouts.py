@@ -10,7 +10,7 @@ from shardlib.cost.items.fused_weights import fused_parameters
 from shardlib.graph import Op
 from shardlib.graph.problem import Problem
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 from shardlib.report import Finding, diagnostic
 from shardlib.rules import Rules
 

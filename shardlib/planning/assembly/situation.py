@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardlib.axes import TOKEN_AXES
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload
 
 
@@ -25,7 +25,7 @@ class Situation:
         language: whether the model reads sequences of tokens.
     """
 
-    plan: PlanData
+    plan: Plan
     topology: Topology
     compute_dtype: str
     itemsize: int
@@ -39,7 +39,7 @@ class Situation:
         return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
 
 
-def situation_of(load: Workload, topology: Topology, plan: PlanData) -> Situation:
+def situation_of(load: Workload, topology: Topology, plan: Plan) -> Situation:
     """The situation of a plan for a model.
 
     Args:

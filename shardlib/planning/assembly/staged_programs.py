@@ -14,7 +14,7 @@ from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.planning.units.quantity import seconds_text
 from shardlib.report import Finding, diagnostic
@@ -27,7 +27,7 @@ TOLD = 0.05
 
 @diagnostic
 def faster_as_programs(
-    load: Workload, topology: Topology, candidate: Candidate, plan: PlanData
+    load: Workload, topology: Topology, candidate: Candidate, plan: Plan
 ) -> tuple[Finding, ...]:
     """A finding where stages of one program on simulated devices would be faster as programs of
     their own.
@@ -67,7 +67,7 @@ def faster_as_programs(
     )
 
 
-def _can_be_programs(plan: PlanData) -> bool:
+def _can_be_programs(plan: Plan) -> bool:
     """Whether the stages of a plan are one program, and could be programs of their own."""
     if plan.mesh["stage"] == 1 or plan.pipeline != "lockstep":
         return False

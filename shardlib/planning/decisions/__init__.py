@@ -1,3 +1,3 @@
-"""What a plan decides: pins that fix decisions, a candidate of the search, dtypes, and the plain
-data of a plan with its JSON.
+"""What a plan decides: pins that fix decisions, a candidate of the search, dtypes, and what a
+plan says of its activations, of other plans, and of the compiler.
 """

@@ -12,14 +12,14 @@ import yaml
 from shardlib.cost.terms.framework_profiles import framework_profiles
 from shardlib.cost.terms.frameworks import Framework, framework, frameworks
 from shardlib.decisions.table import TABLE
-from shardlib.errors import PlanError, raise_all
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.errors import ArgumentError, PlanError, raise_all
 from shardlib.planning.emission.deepspeed import deepspeed
 from shardlib.planning.emission.job import Job, axes_of
 from shardlib.planning.emission.levanter import levanter
 from shardlib.planning.emission.maxtext import maxtext
 from shardlib.planning.emission.megatron import megatron
 from shardlib.planning.emission.torchtitan import torchtitan
+from shardlib.planning.plan import Plan, source_of
 from shardlib.untrusted.json_types import JsonObject
 
 
@@ -56,19 +56,32 @@ _FORMS: Mapping[
 }
 
 
-def emit(plan: PlanData) -> str:
-    """The configuration of the framework that a plan is made for.
-
-    Args:
-        plan: made with `framework=`.
-
-    Returns:
-        Megatron-Core's flags, torchtitan's TOML, MaxText's or Levanter's YAML, DeepSpeed's JSON.
-
-    Raises:
-        PlanError: the plan is made for no framework, for one whose configuration is not written,
-            or has decisions that it has no word for; all of them are listed.
+def emit(plan: Plan, form: str | None = None, *, mode: str = "auto") -> str:
+    """The configuration of a plan's framework (Megatron-Core's flags, torchtitan's TOML, MaxText's
+    or Levanter's YAML, DeepSpeed's JSON), or the plan as a file of plain JAX; see `Plan.emit`.
     """
+    if mode not in ("auto", "explicit"):
+        raise ArgumentError(f"mode is {mode!r}\nTry: 'auto' or 'explicit'")
+    if form is None:
+        return _configuration(plan)
+    if form != "jax":
+        raise PlanError(f"no plan is written as {form!r}\nTry: 'jax'")
+    if plan.framework is not None:
+        raise PlanError(
+            f"the plan is made for {plan.framework.name}\nTry: plan.emit(), or a plan without"
+            " framework="
+        )
+    written = source_of(plan).written
+    if written is None:
+        raise PlanError(
+            "only plans of a model and its loss, or of a step, are written as plain JAX\nTry:"
+            " shardlib.plan(init, loss, ...).emit('jax'), or"
+            " shardlib.compile_step(init, step, ...).plan.emit('jax')"
+        )
+    return written(plan, mode)
+
+
+def _configuration(plan: Plan) -> str:
     one = emitter(plan)
     assert plan.framework is not None
     job = Job(plan=plan, sizes=plan.framework)
@@ -85,7 +98,7 @@ def emit(plan: PlanData) -> str:
     return write(job, made)
 
 
-def emitter(plan: PlanData) -> Framework:
+def emitter(plan: Plan) -> Framework:
     """The framework of a plan whose configuration can be written.
 
     Args:
@@ -123,7 +136,7 @@ def require_written(name: str | None) -> None:
         raise PlanError(f"no configuration of {name} is written\nTry: one of {written}")
 
 
-def _unusual(plan: PlanData) -> Mapping[str, Any]:
+def _unusual(plan: Plan) -> Mapping[str, Any]:
     """The decisions of a plan that are no defaults, in the words of pins."""
     skipped = ("mesh", "rules", "attention")
     return {

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES
-from shardlib.planning.decisions.plan_data import PlanData
-from shardlib.planning.decisions.purpose import FrameworkJob
+from shardlib.planning.plan import FrameworkJob, Plan
 
 #: Kind of the slowest links, between slices or hosts.
 NETWORK = "network"
@@ -23,7 +22,7 @@ class Job:
         sizes: its framework, and the sizes of the job.
     """
 
-    plan: PlanData
+    plan: Plan
     sizes: FrameworkJob
 
     def axis(self, name: str) -> int:
@@ -88,6 +87,6 @@ class Job:
         return failures
 
 
-def axes_of(plan: PlanData) -> Mapping[str, int]:
+def axes_of(plan: Plan) -> Mapping[str, int]:
     """The sizes of all mesh axes of a plan."""
     return {axis: plan.mesh[axis] for axis in MESH_AXES}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from shardlib.errors import ArgumentError, LayoutError, raise_all
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 
 #: A `jax.sharding.NamedSharding`.
 NamedSharding = Any
@@ -44,7 +44,7 @@ class PlanShardings:
     batch: Mapping[str, NamedSharding]
 
 
-def plan_shardings(plan: PlanData, mesh: AxisSizes) -> PlanShardings:
+def plan_shardings(plan: Plan, mesh: AxisSizes) -> PlanShardings:
     """The shardings of a plan over a mesh that has its axes.
 
     Args:

@@ -10,7 +10,7 @@ from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.compressors import PowerSGD, Quantised, Sign, TopK
 from shardlib.exchanges.wires import padded, wire_bytes
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 
 FLOAT32 = 4
 #: (kind, mesh axes, bytes, what for) of a collective.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardlib.axes import MeshShape
 from shardlib.errors import PinError
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import ParameterLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from shardlib.exchanges.values import Exact, Several
 from shardlib.hardware.islands import used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.islands.meeting import Meetings, meetings
+from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding, diagnostic
 
@@ -37,9 +37,7 @@ EXACT_AXES = ("data", "fsdp")
 
 
 @diagnostic
-def islands_instead(
-    plan: PlanData, machine: Topology, rows: Collection[int]
-) -> tuple[Finding, ...]:
+def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tuple[Finding, ...]:
     """A finding where more than a twentieth of a step waits for what data and fsdp move over the
     slowest links, or where a plan leaves parts of the machine out because of them: with islands
     neither has to be.
@@ -95,7 +93,7 @@ def islands_instead(
     )
 
 
-def _outside(plan: PlanData, machine: Topology) -> dict[str, int]:
+def _outside(plan: Plan, machine: Topology) -> dict[str, int]:
     """How many ways of each mesh axis lie on the slowest links of the machine."""
     spans = place(plan.mesh, machine, plan.axis_order) or {}
     return {
@@ -105,7 +103,7 @@ def _outside(plan: PlanData, machine: Topology) -> dict[str, int]:
     }
 
 
-def _inside(plan: PlanData, machine: Topology) -> MeshShape | None:
+def _inside(plan: Plan, machine: Topology) -> MeshShape | None:
     """The mesh within a part of the machine, of those that its slowest links join; None where these
     are no network, or other axes than data and fsdp lie on them.
     """
@@ -117,7 +115,7 @@ def _inside(plan: PlanData, machine: Topology) -> MeshShape | None:
     return MeshShape({axis: size // outside.get(axis, 1) for axis, size in plan.mesh.items()})
 
 
-def _waits(plan: PlanData, machine: Topology) -> tuple[float, int]:
+def _waits(plan: Plan, machine: Topology) -> tuple[float, int]:
     """Seconds that a step waits for the slowest links, and bytes that cross them."""
     slow = {*_outside(plan, machine)}
     crossing = [c for c in plan.estimate.collectives if slow & {*c.axes}]
@@ -126,7 +124,7 @@ def _waits(plan: PlanData, machine: Topology) -> tuple[float, int]:
 
 
 def _ways(
-    plan: PlanData, inner: MeshShape, machine: Topology, islands: int, step: float
+    plan: Plan, inner: MeshShape, machine: Topology, islands: int, step: float
 ) -> Iterator[str]:
     """Exchanges whose plan would fit, in words."""
     late = _that_hides(plan, inner, machine, islands, step)
@@ -147,7 +145,7 @@ def _ways(
 
 
 def _that_hides(
-    plan: PlanData, inner: MeshShape, machine: Topology, islands: int, step: float
+    plan: Plan, inner: MeshShape, machine: Topology, islands: int, step: float
 ) -> DiLoCo | None:
     """Islands that meet as often as they can without waiting for what crosses; None where that is
     too seldom.
@@ -158,11 +156,11 @@ def _that_hides(
     return replace(one, every=every, delay=every) if 0 < every <= MOST_EVERY else None
 
 
-def _met(plan: PlanData, inner: MeshShape, machine: Topology, exchange: Several) -> Meetings:
+def _met(plan: Plan, inner: MeshShape, machine: Topology, exchange: Several) -> Meetings:
     return meetings(plan.parameters, inner, exchange, machine)
 
 
-def _peak(plan: PlanData, inner: MeshShape, met: Meetings) -> float:
+def _peak(plan: Plan, inner: MeshShape, met: Meetings) -> float:
     """Bytes of a device whose island shards over fewer devices what the plan shards over all."""
     parts, more = plan.estimate.device_bytes, plan.mesh["fsdp"] // inner["fsdp"]
     return (

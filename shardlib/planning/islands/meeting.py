@@ -31,9 +31,9 @@ from shardlib.exchanges.values import Meets, Several
 from shardlib.exchanges.wires import padded, wire_bytes
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.islands.compression import Moved, kept, moved
 from shardlib.planning.islands.fragments import Fragment, fragments
+from shardlib.planning.plan import ParameterLayout
 
 #: Bytes of an element of outer parameters and of their momentum.
 FLOAT32 = 4

@@ -12,9 +12,8 @@ from shardlib.exchanges.values import EXACT, DiLoCo, Meets, Several
 from shardlib.hardware.islands import island_of, used_by
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning.decisions.plan_data import Link
 from shardlib.planning.islands.meeting import Meetings, meetings
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Link, Plan
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
 

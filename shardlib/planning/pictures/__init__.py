@@ -3,7 +3,6 @@
 html.py           a plan as a web page
 report/           the pictures of that page
 overview.py      a plan on its machine as an SVG file
-shown_plan.py    a plan that opens it
 compared.py      two plans side by side as a web page
 timelines.py      the step of a pipeline as an SVG file or a Perfetto trace
 step_trace.py     a step as predicted and as measured, as one Perfetto trace

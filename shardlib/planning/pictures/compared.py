@@ -6,15 +6,15 @@ from html import escape
 
 from shardlib.errors import MissingFileError, TopologyError
 from shardlib.hardware.topology import topology
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.machine import machine_picture
 from shardlib.planning.pictures.report.step import step_picture
 from shardlib.planning.pictures.style_sheets import style
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.change import change
 from shardlib.planning.units.html_elements import section, table
 
 
-def compared_page(a: PlanData, b: PlanData) -> str:
+def compared_page(a: Plan, b: Plan) -> str:
     """One self-contained HTML page about what changes from plan `a` to plan `b`.
 
     Args:
@@ -43,7 +43,7 @@ def compared_page(a: PlanData, b: PlanData) -> str:
     )
 
 
-def _machine(plan: PlanData) -> str:
+def _machine(plan: Plan) -> str:
     try:
         drawn, _ = machine_picture(plan.mesh, topology(plan.topology), plan.axis_order)
     except (TopologyError, MissingFileError):

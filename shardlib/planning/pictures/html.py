@@ -7,16 +7,19 @@ script everything but the landscape of plans and the arrays as grids is there.
 
 from __future__ import annotations
 
+import tempfile
+import webbrowser
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
+from pathlib import Path
 
 from shardlib.cost.machine.corrections import fitting_bytes
-from shardlib.errors import MissingFileError, TopologyError
+from shardlib.errors import ArgumentError, MissingFileError, TopologyError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as find_topology
 from shardlib.planning.answers.answers import Answers
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.answers.kernels import Kernels
 from shardlib.planning.pictures.report.answered import answered
 from shardlib.planning.pictures.report.data import page_data
 from shardlib.planning.pictures.report.evidence import (
@@ -42,6 +45,7 @@ from shardlib.planning.pictures.report.tables import (
     parameter_table,
 )
 from shardlib.planning.pictures.style_sheets import style
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.decision_lines import decision_lines
 from shardlib.planning.text.explain import TRIAL_HEAD, trial_rows
 from shardlib.planning.text.parameters import ParameterRow, parameter_rows
@@ -59,8 +63,25 @@ from shardlib.report import Finding
 Section = tuple[str, str, str]
 
 
+def write_page(
+    plan: Plan, path: str | Path | None, *, browser: bool, kernels: Kernels | None
+) -> Path:
+    """Writes a plan as a web page, and opens it; see `Plan.show`."""
+    where = Path(path) if path is not None else Path(tempfile.mkdtemp()) / "plan.html"
+    try:
+        where.write_text(html_report(plan, answers=Answers(kernels=kernels)), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"the page cannot be written to {where}: {error.strerror or error}\nTry: a file in"
+            " a folder that is there and can be written"
+        ) from error
+    if browser:
+        webbrowser.open(where.resolve().as_uri())
+    return where
+
+
 def html_report(
-    plan: PlanData,
+    plan: Plan,
     *,
     topology: Topology | None = None,
     answers: Answers | None = None,
@@ -99,14 +120,14 @@ def html_report(
     )
 
 
-def _found(plan: PlanData) -> Topology | None:
+def _found(plan: Plan) -> Topology | None:
     try:
         return find_topology(plan.topology)
     except (TopologyError, MissingFileError):
         return None
 
 
-def _head(plan: PlanData, title: str) -> str:
+def _head(plan: Plan, title: str) -> str:
     estimate = plan.estimate
     figures = [
         (seconds_text(estimate.step_seconds), "a step"),
@@ -124,7 +145,7 @@ def _head(plan: PlanData, title: str) -> str:
 
 
 def _sections(
-    plan: PlanData,
+    plan: Plan,
     machine: Topology | None,
     rows: Sequence[ParameterRow],
     answers: Answers,
@@ -162,7 +183,7 @@ def _listed(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _machine(plan: PlanData, machine: Topology | None) -> str:
+def _machine(plan: Plan, machine: Topology | None) -> str:
     if machine is None:
         return ""
     drawn, rows = machine_picture(plan.mesh, machine, plan.axis_order)
@@ -174,7 +195,7 @@ def _machine(plan: PlanData, machine: Topology | None) -> str:
     return figure(drawn, note, table(rows, head, right={1, 2, 3})) if drawn else ""
 
 
-def _time(plan: PlanData) -> str:
+def _time(plan: Plan) -> str:
     head = ("kind", "over", "count", "time", "exposed", "hidden")
     note = (
         "To one scale: what a device is busy with, and every kind of collective, the part that"
@@ -185,7 +206,7 @@ def _time(plan: PlanData) -> str:
     return bars + pipeline_picture(plan)
 
 
-def _memory(plan: PlanData, usable: int | None) -> str:
+def _memory(plan: Plan, usable: int | None) -> str:
     parts = plan.estimate.device_bytes
     rows = memory_rows(parts)
     return figure(
@@ -195,7 +216,7 @@ def _memory(plan: PlanData, usable: int | None) -> str:
     )
 
 
-def _evidence(plan: PlanData, evidence: Sequence[Evidence]) -> str:
+def _evidence(plan: Plan, evidence: Sequence[Evidence]) -> str:
     found = said_of(plan, evidence)
     trials = (
         "<h3>Plans that were compiled</h3>"
@@ -208,7 +229,7 @@ def _evidence(plan: PlanData, evidence: Sequence[Evidence]) -> str:
     return table(evidence_rows(found), evidence_head(found)) + trials
 
 
-def _rejected(plan: PlanData) -> str:
+def _rejected(plan: Plan) -> str:
     rows = [
         [
             str(r.mesh),

@@ -9,11 +9,11 @@ from html import escape
 
 from shardlib.errors import PlanError
 from shardlib.hardware.topology import Topology
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.machine import machine_picture
 from shardlib.planning.pictures.report.step import step_picture
 from shardlib.planning.pictures.report.svg import WIDTH, words
 from shardlib.planning.pictures.style_sheets import style
+from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import (
     bytes_text,
     count_text,
@@ -24,7 +24,7 @@ from shardlib.planning.units.quantity import (
 _MARGIN, _TOP, _LANES = 24, 146, 6
 
 
-def plan_svg(plan: PlanData, topology: Topology) -> str:
+def plan_svg(plan: Plan, topology: Topology) -> str:
     """The picture of a plan, a complete SVG document; nothing is fetched, and there are no scripts.
 
     Args:
@@ -63,7 +63,7 @@ def plan_svg(plan: PlanData, topology: Topology) -> str:
     )
 
 
-def _head(plan: PlanData) -> list[str]:
+def _head(plan: Plan) -> list[str]:
     estimate = plan.estimate
     figures = (
         (seconds_text(estimate.step_seconds), "a step"),

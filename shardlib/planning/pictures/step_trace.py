@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from shardlib.collective import KINDS
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.step import lanes
 from shardlib.planning.pictures.timelines import events, span
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.figures import LABELS
 from shardlib.planning.text.timeline import Timeline
 from shardlib.untrusted.json_types import JsonObject
@@ -70,7 +70,7 @@ class MeasuredStep:
 
 
 def step_trace(
-    plan: PlanData, measured: Sequence[MeasuredStep] = (), pipeline: Timeline | None = None
+    plan: Plan, measured: Sequence[MeasuredStep] = (), pipeline: Timeline | None = None
 ) -> str:
     """A trace as JSON.
 
@@ -127,7 +127,7 @@ def _slice(
     }
 
 
-def _predicted(plan: PlanData, starts: Sequence[float]) -> Iterator[JsonObject]:
+def _predicted(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObject]:
     """What a plan predicts of a step."""
     found = lanes(plan)
     rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in found]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 from html import escape
 
 from shardlib.planning.pictures.style_sheets import style
@@ -53,22 +52,6 @@ _WORDS = {
 _NANO = 1e9
 #: Width of a digit in a slice, user units.
 _DIGIT = 7.0
-
-
-class ShownTimeline(Timeline):
-    """A timeline that is drawn where it is the value of a cell of a notebook."""
-
-    def svg(self) -> str:
-        """The timeline as an SVG document that fetches nothing."""
-        return timeline_svg(self)
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
-
-
-def shown(one: Timeline) -> ShownTimeline:
-    """The same timeline, which can be drawn."""
-    return ShownTimeline(**{part.name: getattr(one, part.name) for part in fields(one)})
 
 
 def timeline_svg(*timelines: Timeline) -> str:

@@ -26,8 +26,7 @@ from shardlib.hardware.topology import Topology, TopologyLike
 from shardlib.layout import Layout
 from shardlib.planning.answers.relocation import Part, Replan
 from shardlib.planning.answers.resharding import Ints, Shards, lost_elements, moved_elements
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan, Source, source_of
+from shardlib.planning.plan import ParameterLayout, Plan, Source, source_of
 from shardlib.planning.questions.counterfactual import changes, pinned
 from shardlib.planning.questions.machines import machine_like, parts_of, same_chips
 
@@ -53,7 +52,7 @@ OUTER_BYTES = 8.0
 
 def replan(
     plan: Plan, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
-) -> Replan[Plan]:
+) -> Replan:
     """The best plan for the same training run on another machine, and what must move.
 
     Args:

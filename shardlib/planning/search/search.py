@@ -31,12 +31,11 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning.assembly.assemble import assemble
 from shardlib.planning.assembly.findings import without_effect
 from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.decisions.plan_data import Rejected, Search
 from shardlib.planning.islands.room import met_in_order, planned_on_islands
 from shardlib.planning.islands.spread import inside
 from shardlib.planning.offers.incumbents import Best
 from shardlib.planning.offers.ranking import Entry, Ranking
-from shardlib.planning.plan import Plan, Ranked
+from shardlib.planning.plan import Plan, Ranked, Rejected, Search
 from shardlib.planning.search.collective_matmul import with_any_loops, with_loops
 from shardlib.planning.search.infeasible import infeasible
 from shardlib.planning.search.left_out import fastest_with_left_out, with_left_out

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from shardlib.cost.estimate import DeviceBytes, Seconds
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.decision_lines import decision_lines
 from shardlib.planning.text.explain import explain, headline, usable_bytes
 from shardlib.planning.text.figures import LABELS
@@ -15,7 +15,7 @@ from shardlib.planning.units.html_elements import Part
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 
 
-def plan_line(plan: PlanData, name: str = "Plan") -> str:
+def plan_line(plan: Plan, name: str = "Plan") -> str:
     """A plan in one line.
 
     Args:
@@ -32,7 +32,7 @@ def plan_line(plan: PlanData, name: str = "Plan") -> str:
     )
 
 
-def plan_card(plan: PlanData) -> str:
+def plan_card(plan: Plan) -> str:
     """A plan as HTML for a notebook.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.decision_lines import decision_lines, untold
 from shardlib.planning.text.figures import collective_rows, in_every_step
 from shardlib.planning.units.quantity import bytes_text, percent_text, ratio_text, seconds_text
@@ -127,7 +127,7 @@ class Change:
         ]
 
 
-def change(a: PlanData, b: PlanData) -> Change:
+def change(a: Plan, b: Plan) -> Change:
     """What changes from plan `a` to plan `b`.
 
     Args:
@@ -155,7 +155,7 @@ def change(a: PlanData, b: PlanData) -> Change:
     )
 
 
-def _figures(plan: PlanData) -> tuple[float, float, float, float]:
+def _figures(plan: Plan) -> tuple[float, float, float, float]:
     every = in_every_step(plan.estimate.collectives)
     return (
         plan.estimate.step_seconds,
@@ -165,7 +165,7 @@ def _figures(plan: PlanData) -> tuple[float, float, float, float]:
     )
 
 
-def _traffic(plan: PlanData) -> dict[str, int]:
+def _traffic(plan: Plan) -> dict[str, int]:
     return {
         f"{row.kind} over {'·'.join(row.axes)}": row.bytes
         for row in collective_rows(in_every_step(plan.estimate.collectives))

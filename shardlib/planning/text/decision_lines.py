@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 
 from shardlib.axes import MESH_AXES
 from shardlib.decisions.table import TABLE
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.units.tables import wrapped
 from shardlib.schedules.table import named
 
 
-def decision_lines(plan: PlanData) -> list[tuple[str, str]]:
+def decision_lines(plan: Plan) -> list[tuple[str, str]]:
     """(label, decision) for every decision that is not the trivial one."""
     lines = {label: line(plan) for label, line in _LINES.items()}
     for word, entry in TABLE.items():
@@ -25,7 +25,7 @@ def decision_lines(plan: PlanData) -> list[tuple[str, str]]:
     return [(label, text) for label, text in lines.items() if text]
 
 
-def untold(label: str, plan: PlanData) -> str:
+def untold(label: str, plan: Plan) -> str:
     """What a plan decides that has no line of a label: the meaning of the default.
 
     Args:
@@ -42,7 +42,7 @@ def untold(label: str, plan: PlanData) -> str:
     return next(filter(None, meanings), "none")
 
 
-def decisions_section(plan: PlanData) -> str:
+def decisions_section(plan: Plan) -> str:
     """The decisions of a plan as text."""
     lines = decision_lines(plan)
     width = max(len(label) for label, _ in lines)
@@ -54,17 +54,17 @@ def decisions_section(plan: PlanData) -> str:
     )
 
 
-def _told(word: str) -> Callable[[PlanData], str]:
+def _told(word: str) -> Callable[[Plan], str]:
     """The words of one decision where it is not its default."""
 
-    def line(plan: PlanData) -> str:
+    def line(plan: Plan) -> str:
         value = getattr(plan, word)
         return TABLE[word].choices.get(value, str(value)) if value != TABLE[word].default else ""
 
     return line
 
 
-def _sharded(plan: PlanData) -> str:
+def _sharded(plan: Plan) -> str:
     sharded = [
         f"{name}_{'·'.join(live)}"
         for name, axes in plan.rules.entries
@@ -73,20 +73,20 @@ def _sharded(plan: PlanData) -> str:
     return ", ".join(sharded) or "nothing"
 
 
-def _stored(plan: PlanData) -> str:
+def _stored(plan: Plan) -> str:
     if not plan.zero:
         return "ZeRO 0: parameters, gradients and optimizer state sharded as in compute"
     axes = "·".join(_stored_axes(plan)) or "one device"
     return f"ZeRO {plan.zero}: {TABLE['zero'].choices[plan.zero]} sharded over {axes}"
 
 
-def _stored_axes(plan: PlanData) -> list[str]:
+def _stored_axes(plan: Plan) -> list[str]:
     """Mesh axes that shard optimizer state, and do not shard the same parameter in compute."""
     used = {axis for p in plan.parameters for axis in p.state.axes - p.compute.axes}
     return [axis for axis in MESH_AXES if axis in used] or (["fsdp"] if "fsdp" in plan.mesh else [])
 
 
-def _remat(plan: PlanData) -> str:
+def _remat(plan: Plan) -> str:
     words = TABLE["remat"].choices
     if plan.remat_classes:
         return "on the fullest stage " + "; ".join(
@@ -98,7 +98,7 @@ def _remat(plan: PlanData) -> str:
     )
 
 
-def _microbatches(plan: PlanData) -> str:
+def _microbatches(plan: Plan) -> str:
     if plan.microbatches == 1:
         return ""
     groups = plan.accumulation
@@ -107,7 +107,7 @@ def _microbatches(plan: PlanData) -> str:
     )
 
 
-def _pipeline(plan: PlanData) -> str:
+def _pipeline(plan: Plan) -> str:
     schedule = named(plan.schedule)
     if not schedule.staged:
         return ""
@@ -119,40 +119,40 @@ def _pipeline(plan: PlanData) -> str:
     return "; ".join([*parts, *filter(None, [_told("pipeline")(plan)])])
 
 
-def _attention(plan: PlanData) -> str:
+def _attention(plan: Plan) -> str:
     return "" if plan.ring else _told("attention")(plan)
 
 
-def _offloaded(plan: PlanData) -> str:
+def _offloaded(plan: Plan) -> str:
     words = {"optimizer": "optimizer state", "activations": "activations of layers"}
     return " and ".join(words[part] for part in plan.offload if part != "disk")
 
 
-def _disk(plan: PlanData) -> str:
+def _disk(plan: Plan) -> str:
     return "optimizer state" if "disk" in plan.offload else ""
 
 
-def _over_tensor(word: str) -> Callable[[PlanData], str]:
+def _over_tensor(word: str) -> Callable[[Plan], str]:
     """The meaning of the default of a decision about the tensor axis."""
 
-    def line(plan: PlanData) -> str:
+    def line(plan: Plan) -> str:
         entry = TABLE[word]
         return entry.choices[entry.default] if "tensor" in plan.mesh else "no tensor axis"
 
     return line
 
 
-def _dtypes(plan: PlanData) -> str:
+def _dtypes(plan: Plan) -> str:
     return ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)
 
 
-def _links(plan: PlanData) -> str:
+def _links(plan: Plan) -> str:
     order = plan.axis_order
     return f"{order[0]} on the outermost, {order[-1]} on the innermost" if order else ""
 
 
 #: Lines by label, in their order.
-_LINES: Mapping[str, Callable[[PlanData], str]] = {
+_LINES: Mapping[str, Callable[[Plan], str]] = {
     "mesh": lambda plan: str(plan.mesh),
     "compute layout": _sharded,
     "stored layout": _stored,
@@ -171,7 +171,7 @@ _LINES: Mapping[str, Callable[[PlanData], str]] = {
 }
 
 #: What plans decide that do not have a line, by its label, where the table does not say it alone.
-_UNTOLD: Mapping[str, Callable[[PlanData], str]] = {
+_UNTOLD: Mapping[str, Callable[[Plan], str]] = {
     "residual stream": _over_tensor("sequence_parallel"),
     "microbatches": lambda plan: "1",
     "matmuls over tensor": _over_tensor("collective_matmul"),

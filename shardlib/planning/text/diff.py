@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from shardlib.errors import ArgumentError
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.decision_lines import decision_lines, untold
 from shardlib.planning.text.figures import LABELS
 from shardlib.planning.text.parameters import MOST_PARAMETERS, notation, parameter_rows
@@ -18,7 +18,7 @@ from shardlib.untrusted import printable
 TELLING = 100.0
 
 
-def diff(a: PlanData, b: PlanData) -> str:
+def diff(a: Plan, b: Plan) -> str:
     """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters.
 
     Args:
@@ -27,7 +27,7 @@ def diff(a: PlanData, b: PlanData) -> str:
     Raises:
         ArgumentError: `b` is no plan.
     """
-    if not isinstance(b, PlanData):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(b, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"a plan is compared with a plan, and other is {type(b).__name__}\nTry:"
             " plan.diff(shardlib.plan(...)), or plan.diff(shardlib.Plan.from_json(text))"
@@ -41,7 +41,7 @@ def diff(a: PlanData, b: PlanData) -> str:
     return printable("\n\n".join(section for section in sections if section) + "\n")
 
 
-def _changed_decisions(a: PlanData, b: PlanData) -> str:
+def _changed_decisions(a: Plan, b: Plan) -> str:
     old, new = dict(decision_lines(a)), dict(decision_lines(b))
     labels = [label for label in dict.fromkeys([*old, *new]) if old.get(label) != new.get(label)]
     if not labels:
@@ -55,7 +55,7 @@ def _changed_decisions(a: PlanData, b: PlanData) -> str:
     return "\n".join(lines)
 
 
-def _changed_figures(a: PlanData, b: PlanData) -> str:
+def _changed_figures(a: Plan, b: Plan) -> str:
     rows = [
         ("", "before", "after", "change"),
         _change("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text),
@@ -101,7 +101,7 @@ def _change(
     return label, text(old), text(new), f"{'+' if new > old else '-'}{difference}{told}"
 
 
-def _changed_layouts(a: PlanData, b: PlanData) -> str:
+def _changed_layouts(a: Plan, b: Plan) -> str:
     old = {p.path: p for p in a.parameters}
     changed = [
         p

@@ -6,7 +6,7 @@ from shardlib.errors import MissingFileError, TopologyError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as find_topology
 from shardlib.planning.decisions.compiled_trials import Refined
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.decision_lines import decisions_section
 from shardlib.planning.text.figures import collectives_section, memory_section, time_section
 from shardlib.planning.text.parameters import parameters_section
@@ -16,7 +16,7 @@ from shardlib.planning.units.tables import aligned, wrapped
 from shardlib.untrusted import printable
 
 
-def explain(plan: PlanData, *, topology: Topology | None = None) -> str:
+def explain(plan: Plan, *, topology: Topology | None = None) -> str:
     """Explains a plan in plain text, at most 100 columns wide.
 
     Args:
@@ -39,7 +39,7 @@ def explain(plan: PlanData, *, topology: Topology | None = None) -> str:
     return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
-def usable_bytes(plan: PlanData, topology: Topology | None = None) -> int | None:
+def usable_bytes(plan: Plan, topology: Topology | None = None) -> int | None:
     """Memory of a device that a program can use; None where the plan's topology is a file that is
     not on this machine.
 
@@ -53,7 +53,7 @@ def usable_bytes(plan: PlanData, topology: Topology | None = None) -> int | None
         return None
 
 
-def headline(plan: PlanData) -> str:
+def headline(plan: Plan) -> str:
     """Two lines: what runs where, and how fast."""
     estimate, n = plan.estimate, plan.mesh.devices
     return "\n".join(
@@ -69,7 +69,7 @@ def headline(plan: PlanData) -> str:
     )
 
 
-def _software(plan: PlanData) -> str:
+def _software(plan: Plan) -> str:
     """The framework that runs the plan, where it is not shardlib."""
     return f" under {plan.framework.name}" if plan.framework is not None else ""
 
@@ -93,7 +93,7 @@ def trial_rows(record: Refined) -> list[tuple[str, ...]]:
     ]
 
 
-def _compiler(plan: PlanData) -> str:
+def _compiler(plan: Plan) -> str:
     """The plans that were compiled: predicted beside compiled, and the verdict."""
     record = plan.refined
     if record is None:
@@ -128,7 +128,7 @@ def _compiler(plan: PlanData) -> str:
     )
 
 
-def _findings(plan: PlanData) -> str:
+def _findings(plan: Plan) -> str:
     if not plan.findings:
         return ""
     return "\n".join(
@@ -136,7 +136,7 @@ def _findings(plan: PlanData) -> str:
     )
 
 
-def _search(plan: PlanData) -> str:
+def _search(plan: Plan) -> str:
     search = plan.search
     if not search.evaluations:
         return ""

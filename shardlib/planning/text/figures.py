@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Estimate
 from shardlib.exchanges.diloco import DiLoCo
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bar, bytes_text, clip, percent_text, seconds_text
 from shardlib.planning.units.tables import aligned, and_more
 
@@ -35,7 +35,7 @@ def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
     ]
 
 
-def time_section(plan: PlanData) -> str:
+def time_section(plan: Plan) -> str:
     """What a step's seconds are."""
     seconds = plan.estimate.seconds
     rows = (
@@ -51,7 +51,7 @@ def time_section(plan: PlanData) -> str:
     )
 
 
-def memory_section(plan: PlanData, hbm_bytes: float | None) -> str:
+def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
     """What the bytes of the fullest device are.
 
     Args:
@@ -161,7 +161,7 @@ def _cause(scope: str) -> str:
     return scope
 
 
-def collectives_section(plan: PlanData) -> str:
+def collectives_section(plan: Plan) -> str:
     """What devices send each other in a step; empty where that is nothing."""
     rows = collective_rows(in_every_step(plan.estimate.collectives))
     if not rows:
@@ -207,7 +207,7 @@ def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
     return [one for one in collectives if not one.every]
 
 
-def meetings_section(plan: PlanData) -> str:
+def meetings_section(plan: Plan) -> str:
     """What a meeting of islands moves; empty where there is none.
 
     Args:

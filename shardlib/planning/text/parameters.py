@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shardlib.axes import LogicalAxes
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import ParameterLayout, PlanData
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.planning.units.quantity import bytes_text, clip, parameters_text
 from shardlib.planning.units.tables import aligned, and_more
 
@@ -108,7 +108,7 @@ def _compute_text(row: ParameterRow) -> str:
     return row.compute
 
 
-def parameters_section(plan: PlanData) -> str:
+def parameters_section(plan: Plan) -> str:
     """The parameters of a plan, the largest kinds of them; empty without any."""
     rows = parameter_rows(plan.parameters)
     if not rows:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from shardlib.errors import PlanError
 from shardlib.graph.graph import Graph
 from shardlib.planning.decisions.candidate import microbatches_text
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.timeline import Slice, Timeline, label, work
 from shardlib.planning.transfers.picture import transfers
 from shardlib.schedules.orders import Task
@@ -30,7 +30,7 @@ from shardlib.schedules.table import named, orders
 from shardlib.schedules.timetable import Timetable
 
 
-def predicted(plan: PlanData, forward: Graph | None = None) -> Timeline:
+def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
     """The timeline of a plan with stages, or with islands whose steps wait for their exchange.
 
     Args:
@@ -108,7 +108,7 @@ def predicted(plan: PlanData, forward: Graph | None = None) -> Timeline:
     )
 
 
-def title(plan: PlanData, *, lockstep: bool) -> str:
+def title(plan: Plan, *, lockstep: bool) -> str:
     """What runs where: the first line of a timeline.
 
     Args:

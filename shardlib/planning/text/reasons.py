@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from shardlib.cost.estimate import Estimate
-from shardlib.planning.decisions.plan_data import PlanData, Rejected
+from shardlib.planning.plan import Plan, Rejected
 from shardlib.planning.text.figures import LABELS, in_every_step, limit_bytes, limit_text
 from shardlib.planning.units.quantity import (
     bytes_text,
@@ -21,7 +21,7 @@ _MOST_RUNNERS = 4
 _MOSTLY = 0.5
 
 
-def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
+def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
     """One sentence per reason: what limits the step, what memory forces, which meshes come next.
 
     Args:
@@ -91,7 +91,7 @@ def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
     )
 
 
-def _communication_reason(plan: PlanData) -> list[str]:
+def _communication_reason(plan: Plan) -> list[str]:
     by_axes: dict[tuple[str, ...], float] = {}
     for collective in in_every_step(plan.estimate.collectives):
         by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + collective.seconds
@@ -107,7 +107,7 @@ def _communication_reason(plan: PlanData) -> list[str]:
     ]
 
 
-def _offload_reason(plan: PlanData, hbm_bytes: float | None) -> list[str]:
+def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
     """Why something is offloaded, however much memory is spare with it."""
     one = plan.estimate.offloaded
     if one is None:
@@ -130,7 +130,7 @@ def _offload_reason(plan: PlanData, hbm_bytes: float | None) -> list[str]:
     ]
 
 
-def _runner_reasons(plan: PlanData) -> list[str]:
+def _runner_reasons(plan: Plan) -> list[str]:
     slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
     too_big = [r for r in plan.search.rejected if r.reason == "memory"]
     groups: dict[tuple[str, str], list[str]] = {}
@@ -153,7 +153,7 @@ def _runner_reasons(plan: PlanData) -> list[str]:
     return lines
 
 
-def _speed(plan: PlanData, rejected: Rejected) -> str:
+def _speed(plan: Plan, rejected: Rejected) -> str:
     at_least = "at least " if rejected.reason == "bound" else ""
     ratio = rejected.step_seconds / (plan.estimate.step_seconds or 1.0)
     return (
@@ -163,7 +163,7 @@ def _speed(plan: PlanData, rejected: Rejected) -> str:
     )
 
 
-def why_section(plan: PlanData, hbm_bytes: float | None) -> str:
+def why_section(plan: Plan, hbm_bytes: float | None) -> str:
     """The reasons as text.
 
     Args:

@@ -91,6 +91,15 @@ class Timeline:
         """The slices of one stage."""
         return tuple(one for one in self.slices if one.stage == stage)
 
+    def svg(self) -> str:
+        """The timeline as an SVG document that fetches nothing."""
+        from shardlib.planning.pictures.timelines import timeline_svg
+
+        return timeline_svg(self)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
     def to_json(self) -> JsonObject:
         """The timeline as plain data."""
         return {

@@ -15,7 +15,7 @@ from shardlib.exchanges.compressed import Compressed
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.parts import BUCKET_BYTES
 from shardlib.graph.graph import Graph
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.transfers.buckets import Bucket, in_buckets, in_order
 from shardlib.planning.transfers.first_use import FirstUse, Place, first_uses, work_before
 from shardlib.planning.transfers.replay import (
@@ -107,7 +107,7 @@ def _content(bucket: Bucket) -> str:
     return ", ".join(parts if len(parts) < 4 else [parts[0], f"{len(parts) - 2} others", parts[-1]])
 
 
-def transfers(plan: PlanData, forward: Graph) -> Transfers | None:
+def transfers(plan: Plan, forward: Graph) -> Transfers | None:
     """What the exchange of a plan moves; None where steps do not wait for it as a whole: there is
     none, it is in fragments, or beside steps.
 

@@ -17,8 +17,7 @@ from shardlib.lowering.mesh.pinning import constrain
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.steps.losses import InPlace, LoweredLosses
-from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 
 
 def lower_losses(

@@ -12,14 +12,14 @@ from shardlib.decisions.table import TABLE
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.layout import Layout
 from shardlib.planning.decisions.activation_layout import ActivationLayout, Move, together
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.svg import AXIS_COLOURS
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.parameters import ParameterRow, notation
 from shardlib.untrusted.json_types import JsonObject
 
 
 def page_data(
-    plan: PlanData, rows: Sequence[ParameterRow], usable: float | None, fitting: float | None
+    plan: Plan, rows: Sequence[ParameterRow], usable: float | None, fitting: float | None
 ) -> str:
     """The data of a page as a JSON element that no text in it can close.
 
@@ -48,7 +48,7 @@ def page_data(
     return f'<script type="application/json" id="data">{text}</script>'
 
 
-def landscape(plan: PlanData) -> JsonObject:
+def landscape(plan: Plan) -> JsonObject:
     """The plans that were priced, the chosen one apart.
 
     Args:
@@ -93,7 +93,7 @@ def landscape(plan: PlanData) -> JsonObject:
     }
 
 
-def _decided(plan: PlanData) -> dict[str, str]:
+def _decided(plan: Plan) -> dict[str, str]:
     """Decisions of the plan in the words of the landscape."""
     found: dict[str, str] = {}
     for word in ("zero", "remat", "microbatches", "schedule", "virtual_stages", "attention"):
@@ -168,7 +168,7 @@ def _side(one: ActivationLayout, words: str, layout: Layout, note: str) -> JsonO
     }
 
 
-def _batch(plan: PlanData) -> list[JsonObject]:
+def _batch(plan: Plan) -> list[JsonObject]:
     """Arrays of the batch, whose shapes a plan does not know."""
     return [
         {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.collective import Collective
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 
 
@@ -27,7 +27,7 @@ class Evidence:
     collectives: tuple[Collective, ...] = ()
 
 
-def said_of(plan: PlanData, others: Sequence[Evidence] = ()) -> tuple[Evidence, ...]:
+def said_of(plan: Plan, others: Sequence[Evidence] = ()) -> tuple[Evidence, ...]:
     """The prediction, what the compiler said when it was asked for the plan, and others.
 
     Args:

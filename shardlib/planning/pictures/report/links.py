@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from shardlib.collective import Collective
 from shardlib.layout import Layout
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.figures import CollectiveRow, collective_rows, in_every_step
 from shardlib.planning.text.parameters import ParameterRow
 
@@ -19,7 +19,7 @@ from shardlib.planning.text.parameters import ParameterRow
 _ITEMS = (4, 2, 1)
 
 
-def causes(plan: PlanData, rows: Sequence[ParameterRow]) -> list[tuple[CollectiveRow, list[int]]]:
+def causes(plan: Plan, rows: Sequence[ParameterRow]) -> list[tuple[CollectiveRow, list[int]]]:
     """The kinds of collectives of a step, each with the numbers of the parameters that cause it.
 
     Args:
@@ -43,7 +43,7 @@ def causes(plan: PlanData, rows: Sequence[ParameterRow]) -> list[tuple[Collectiv
     ]
 
 
-def moved(plan: PlanData, row: CollectiveRow) -> list[int]:
+def moved(plan: Plan, row: CollectiveRow) -> list[int]:
     """The numbers of the activations that a kind of collective moves.
 
     Args:
@@ -57,7 +57,7 @@ def moved(plan: PlanData, row: CollectiveRow) -> list[int]:
     ]
 
 
-def _of(one: Collective, plan: PlanData, rows: Sequence[ParameterRow]) -> Iterator[int]:
+def _of(one: Collective, plan: Plan, rows: Sequence[ParameterRow]) -> Iterator[int]:
     """The numbers of the parameters that a collective is for."""
     for number, row in enumerate(rows):
         if (one.cause and _same(one.cause, row)) or (
@@ -83,7 +83,7 @@ def _meets(one: Collective, row: ParameterRow) -> bool:
     return not set(one.axes) & row.example.compute.axes
 
 
-def _gradient_bytes(plan: PlanData, row: ParameterRow, kind: str) -> set[int]:
+def _gradient_bytes(plan: Plan, row: ParameterRow, kind: str) -> set[int]:
     """Bytes that a device may have of a gradient: of one layer or all, sharded or not."""
     shape = row.example.shape
     layouts = [row.example.gradient, row.example.rest, row.example.state]
@@ -98,6 +98,6 @@ def _gradient_bytes(plan: PlanData, row: ParameterRow, kind: str) -> set[int]:
     return found
 
 
-def _local(shape: Sequence[int], layout: Layout, plan: PlanData) -> float:
+def _local(shape: Sequence[int], layout: Layout, plan: Plan) -> float:
     ways = math.prod(plan.mesh.ways(axes) for axes in layout)
     return math.prod(shape) / ways

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardlib.planning.decisions.plan_data import PlanData
+from shardlib.planning.plan import Plan
 from shardlib.planning.units.html_elements import table
 from shardlib.planning.units.quantity import bytes_text, seconds_text
 
 
-def landscape_panel(plan: PlanData) -> str:
+def landscape_panel(plan: Plan) -> str:
     """The place of the landscape, with its points as a table; empty without any.
 
     Args:

@@ -6,8 +6,8 @@ import base64
 from html import escape
 
 from shardlib.errors import PlanError
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.timelines import timeline_svg
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.predicted_timeline import predicted
 from shardlib.schedules.table import named
 
@@ -15,7 +15,7 @@ from shardlib.schedules.table import named
 _MOST = 2500
 
 
-def pipeline_picture(plan: PlanData) -> str:
+def pipeline_picture(plan: Plan) -> str:
     """The timeline of a plan with stages; empty where it has none, or too much happens to draw.
 
     Args:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from shardlib.axes import AXES
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.svg import WIDTH, line, picture, rect, words
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.figures import (
     LABELS,
     CollectiveRow,
@@ -46,7 +46,7 @@ class Lane:
     exposed: float
 
 
-def lanes(plan: PlanData) -> tuple[Lane, ...]:
+def lanes(plan: Plan) -> tuple[Lane, ...]:
     """The kinds of collectives of a step with what is exposed of each, the slowest first; exposed
     seconds add up to no more than the estimate's.
 
@@ -66,7 +66,7 @@ def lanes(plan: PlanData) -> tuple[Lane, ...]:
     )
 
 
-def step_picture(plan: PlanData, *, most: int = _MOST) -> str:
+def step_picture(plan: Plan, *, most: int = _MOST) -> str:
     """The picture of a step.
 
     Args:
@@ -95,7 +95,7 @@ def step_picture(plan: PlanData, *, most: int = _MOST) -> str:
     return picture(label, height, shapes)
 
 
-def _parts(plan: PlanData) -> list[tuple[str, float]]:
+def _parts(plan: Plan) -> list[tuple[str, float]]:
     seconds = plan.estimate.seconds
     return [
         (LABELS.get(field.name, field.name), getattr(seconds, field.name))
@@ -104,7 +104,7 @@ def _parts(plan: PlanData) -> list[tuple[str, float]]:
     ]
 
 
-def _busy(plan: PlanData, scale: float) -> Iterator[str]:
+def _busy(plan: Plan, scale: float) -> Iterator[str]:
     seconds, x = plan.estimate.seconds, float(_LEFT)
     yield words(0, 41, "a device", cls="strong")
     for field in fields(seconds):
@@ -154,7 +154,7 @@ def _grid(longest: float, scale: float, height: float) -> Iterator[str]:
         yield words(x, height - 6, seconds_text(longest * k / 4), cls="soft", anchor="middle")
 
 
-def lane_rows(plan: PlanData) -> list[tuple[str, ...]]:
+def lane_rows(plan: Plan) -> list[tuple[str, ...]]:
     """(kind, axes, count, seconds, exposed, hidden) of the collectives of a step."""
     return [
         (

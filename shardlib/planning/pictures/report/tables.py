@@ -8,8 +8,8 @@ from html import escape
 
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.planning.decisions.activation_layout import ActivationLayout, Move, together
-from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.pictures.report.links import causes, moved
+from shardlib.planning.plan import Plan
 from shardlib.planning.text.figures import CollectiveRow
 from shardlib.planning.text.parameters import ParameterRow, notation
 from shardlib.planning.units.quantity import bytes_text, seconds_text
@@ -18,7 +18,7 @@ from shardlib.planning.units.quantity import bytes_text, seconds_text
 _LONG = ' class="long"'
 
 
-def collective_table(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
+def collective_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
     """The kinds of collectives of a step, with links to what they move; empty without any.
 
     Args:
@@ -55,7 +55,7 @@ def collective_table(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
     return _table(lines) + note
 
 
-def parameter_table(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
+def parameter_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
     """The parameters, with links to their collectives; empty without any.
 
     Args:
@@ -80,7 +80,7 @@ def parameter_table(plan: PlanData, rows: Sequence[ParameterRow]) -> str:
     return _table(lines)
 
 
-def activation_table(plan: PlanData, before: int) -> str:
+def activation_table(plan: Plan, before: int) -> str:
     """The main activations, with links to their collectives; empty without any.
 
     Args:
