@@ -154,7 +154,7 @@ def test_attention_over_pages_is_attention(
     def read(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.asarray(keys)[pages], jnp.asarray(values)[pages]
 
-    parts = over_pages(form, given, read, size=PAGE, held=PAGE, first=0)
+    parts = over_pages(form, given, read, size=PAGE, tokens_per_page=PAGE, first=0)
     found = joined(jax.tree.map(lambda one: one[None], parts))
     for row in range(2):
         mine, own = (one[table[row]].reshape(-1, heads, 8) for one in (keys, values))

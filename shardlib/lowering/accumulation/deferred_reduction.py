@@ -136,15 +136,15 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
             and path not in together
             and len(use.view.lengths) == path.count("/body/")
         ):
-            found = deferred(
+            reduction = deferred(
                 placing.with_pins(use, mesh),
                 placing.placements[path, 0],
                 placing.parameter(use, mesh),
                 machine,
                 lookups=True,
             )
-            if found is not None:
-                uses[path] = found
+            if reduction is not None:
+                uses[path] = reduction
     if not uses:
         return None
     others = _read_otherwise(placing.loss, {path: use.use.operand for path, use in uses.items()})
@@ -158,28 +158,28 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
 
 
 def accumulated_once(
-    found: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
+    deferred: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
 ) -> Callable[[Tree, Tree, Sums | None], Tree]:
     """Gradients over all microbatches: (params, state, kept) -> ((loss, (metrics, state)),
     gradients, kept), where `kept` is what devices keep of partial sums from step to step.
 
     Args:
-        found: what is reduced in the last one.
+        deferred: what is reduced in the last one.
         batch: the whole batch.
         microbatches: how it is divided.
         gradient: sharding of every gradient, a tree like the parameters.
     """
     stacked, join = microbatches.split(batch)
-    sums_in, keeps = found.reductions.accumulator, found.reductions.exchange.keeps
+    sums_in, keeps = deferred.reductions.accumulator, deferred.reductions.exchange.keeps
     cuts = jax.tree.leaves(gradient)
-    others = [i for i in range(len(cuts)) if i not in found.complete]
+    others = [i for i in range(len(cuts)) if i not in deferred.complete]
 
     def run(params: Tree, first: Tree, before_step: Sums | None) -> Any:
         leaves, structure = jax.tree.flatten(params)
 
         def earlier(read: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
             changed = dict(zip(others, read, strict=True))
-            return found.leaving(
+            return deferred.leaving(
                 structure.unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)]),
                 state,
                 join(slices),
@@ -188,17 +188,19 @@ def accumulated_once(
 
         def body(carry: Any, slices: list[Any]) -> Any:
             state, totals, sums = microbatches.entering(first, carry[0]), *carry[1:]
-            (value, (metrics, after)), (gradients, own) = jax.value_and_grad(
+            (value, (metrics, after)), (gradients, to_sums) = jax.value_and_grad(
                 earlier, argnums=(0, 1), has_aux=True
             )([leaves[i] for i in others], sums, state, slices)
             totals = [
-                _cut(total + _cut(one, cuts[i]).astype(total.dtype), cuts[i])
-                for i, total, one in zip(others, totals, gradients, strict=True)
+                _cut(total + _cut(gradient, cuts[i]).astype(total.dtype), cuts[i])
+                for i, total, gradient in zip(others, totals, gradients, strict=True)
             ]
             return (
                 after,
                 totals,
-                found.laid_out({path: sums[path] + one for path, one in own.items()}),
+                deferred.laid_out(
+                    {path: sums[path] + partial_sum for path, partial_sum in to_sums.items()}
+                ),
             ), (value, metrics)
 
         zeros = [
@@ -206,25 +208,31 @@ def accumulated_once(
         ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
             body,
-            (first, zeros, found.zeros() if before_step is None else before_step),
+            (first, zeros, deferred.zeros() if before_step is None else before_step),
             [leaf[:-1] for leaf in stacked],
         )
         state = microbatches.entering(first, state)
-        wanted = (0, 3) if keeps else (0,)
-        (value, (last, after)), (gradients, *kept) = jax.value_and_grad(
-            found.finishing, argnums=wanted, has_aux=True
+        argnums = (0, 3) if keeps else (0,)
+        (value, (last, after)), (gradients, *cotangents) = jax.value_and_grad(
+            deferred.finishing, argnums=argnums, has_aux=True
         )(params, state, join([leaf[-1] for leaf in stacked]), sums)
         before = dict(zip(others, totals, strict=True))
         all_of = [
-            one.astype(sums_in(leaf.dtype)) + before.get(i, 0)
-            for i, (leaf, one) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True))
+            last_gradient.astype(sums_in(leaf.dtype)) + before.get(i, 0)
+            for i, (leaf, last_gradient) in enumerate(
+                zip(leaves, jax.tree.leaves(gradients), strict=True)
+            )
         ]
         means = [
             (_cut(total, cut) / microbatches.count).astype(leaf.dtype)
             for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
         ]
         results = microbatches.averages(values, metrics, value, last, after)
-        return results, structure.unflatten(means), found.laid_out(kept[0]) if keeps else None
+        return (
+            results,
+            structure.unflatten(means),
+            deferred.laid_out(cotangents[0]) if keeps else None,
+        )
 
     return run
 
@@ -237,7 +245,7 @@ def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
     """Parameters that something else reads than certain operands, and what only rearranges them on
     the way there.
     """
-    found = {
+    numbers_read = {
         number
         for number, value in enumerate(loss.program.inputs[: loss.parameters])
         if value in loss.program.outputs
@@ -250,20 +258,24 @@ def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
         if id(program) not in live:
             numbers = program.outputs
             results = {*(numbers if entered is None else (numbers[k] for k in entered))}
-            operands = {number for one in program.equations for number in one.inputs}
+            operands = {number for inner in program.equations for number in inner.inputs}
             live[id(program)] = results, results | operands
         results, read = live[id(program)]
         entered = _read_results(equation, read)
         passed = _passed_on(equation, read)
-        found.update(view.parameter for at, view in step.operands if at in passed)
+        numbers_read.update(
+            view.parameter for position, view in step.operands if position in passed
+        )
         view = seen_through(equation, list(step.views), step.program)
         if view is not None and equation.outputs[0] in results:
-            found.add(view.parameter)
+            numbers_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
             continue
         allowed = _followed(equation) | ({uses[equation.path]} if equation.path in uses else set())
-        found.update(view.parameter for at, view in step.operands if at not in allowed)
-    return found
+        numbers_read.update(
+            view.parameter for position, view in step.operands if position not in allowed
+        )
+    return numbers_read
 
 
 def _followed(equation: Equation) -> set[int]:
@@ -271,7 +283,11 @@ def _followed(equation: Equation) -> set[int]:
     if equation.name != "scan":
         return set()
     constants, carried = scan_counts(equation.params)
-    return {at for at in range(len(equation.inputs)) if not constants <= at < constants + carried}
+    return {
+        position
+        for position in range(len(equation.inputs))
+        if not constants <= position < constants + carried
+    }
 
 
 def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
@@ -286,7 +302,7 @@ def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
         for number, variable in zip(equation.outputs, body.outvars, strict=True)
         if number in read
     ]
-    return {at for at, variable in enumerate(body.invars) if variable in handed_on}
+    return {position for position, variable in enumerate(body.invars) if variable in handed_on}
 
 
 def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None:

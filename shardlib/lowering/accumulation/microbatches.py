@@ -114,8 +114,8 @@ class Microbatches:
             after: model state after the last.
         """
 
-        def joined(some: jax.Array, one: jax.Array) -> jax.Array:
-            return jnp.concatenate([some, one[None]])
+        def joined(earlier: jax.Array, latest: jax.Array) -> jax.Array:
+            return jnp.concatenate([earlier, latest[None]])
 
         mean = _mean(joined(values, value)).astype(values.dtype)
         return mean, (self.whole(jax.tree.map(joined, metrics, last)), after)
@@ -130,8 +130,8 @@ class Microbatches:
         leaves, structure = jax.tree.flatten(state)
         return structure.unflatten(
             [
-                before if at in self.repeated else leaf
-                for at, (before, leaf) in enumerate(
+                before if index in self.repeated else leaf
+                for index, (before, leaf) in enumerate(
                     zip(jax.tree.leaves(first), leaves, strict=True)
                 )
             ]
@@ -157,10 +157,10 @@ class Microbatches:
         ]
 
         def join(slices: list[jax.Array]) -> Tree:
-            rest = iter(slices)
+            remaining = iter(slices)
             return structure.unflatten(
                 [
-                    leaf if dim is None else next(rest)
+                    leaf if dim is None else next(remaining)
                     for (_, leaf), dim in zip(leaves, cuts, strict=True)
                 ]
             )

@@ -38,7 +38,7 @@ from shardlib.tracing.rewriting.walk import Together
 
 
 def loops(
-    every: Sequence[Matmul],
+    candidates: Sequence[Matmul],
     parameters: Callable[[Matmul], ParameterLayout],
     placements: Mapping[Source, Layout],
     machine: Machine,
@@ -46,38 +46,40 @@ def loops(
     """What runs in place of matmuls, by path of each.
 
     Args:
-        every: matmuls of weights.
+        candidates: matmuls of weights.
         parameters: the layouts of the weight of each.
         placements: layouts of activations and results.
         machine: where it runs.
     """
-    ways = machine.ways((TENSOR,))
-    if ways == 1:
+    size = machine.ways((TENSOR,))
+    if size == 1:
         return {}
-    found = [
-        one
-        for matmul in every
-        if (one := found_in(matmul, parameters(matmul), placements, ways)) is not None
+    matches = [
+        match
+        for matmul in candidates
+        if (match := found_in(matmul, parameters(matmul), placements, size)) is not None
     ]
     ring = Ring.along(
         machine.parts((TENSOR,)),
         tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))),
         in_turn=not machine.torus,
     )
-    made: dict[str, Together] = {}
-    for members in groups(found, every, placements):
-        paths = tuple(one.matmul.path for one in members)
+    by_path: dict[str, Together] = {}
+    for members in groups(matches, candidates, placements):
+        paths = tuple(member.matmul.path for member in members)
         loop = Loop(
             ring=ring,
             machine=machine,
-            members=tuple(_member(one, parameters(one.matmul), machine) for one in members),
+            members=tuple(
+                _member(member, parameters(member.matmul), machine) for member in members
+            ),
             gathers=members[0].gathers,
             activation=machine.spec(
                 dict(enumerate(members[0].activation)), len(members[0].activation)
             ),
         )
-        made |= dict.fromkeys(paths, Together(paths=paths, run=loop.run))
-    return made
+        by_path |= dict.fromkeys(paths, Together(paths=paths, run=loop.run))
+    return by_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +122,11 @@ class Loop:
     def run(self, operands: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The results of all matmuls, from the operands of each."""
         activation = operands[0][1 - self.members[0].weight]
-        found = self._differentiable(
+        results = self._differentiable(
             activation,
-            *(given[one.weight] for one, given in zip(self.members, operands, strict=True)),
+            *(arrays[member.weight] for member, arrays in zip(self.members, operands, strict=True)),
         )
-        return [checkpoint_name(result, IN_PIECES) for result in found]
+        return [checkpoint_name(result, IN_PIECES) for result in results]
 
     @property
     def _differentiable(self) -> Callable[..., tuple[Any, ...]]:
@@ -133,10 +135,10 @@ class Loop:
         return run
 
     def _gathered(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
-        return [one.gather(weight) for one, weight in zip(self.members, weights, strict=True)]
+        return [member.gather(weight) for member, weight in zip(self.members, weights, strict=True)]
 
     def _forward(self, activation: Any, *weights: Any) -> tuple[Any, ...]:
-        products = [one.product for one in self.members]
+        products = [member.product for member in self.members]
 
         def local(activation: Any, *weights: Any) -> tuple[Any, ...]:
             if self.gathers:
@@ -144,24 +146,24 @@ class Loop:
             return (scattering(products[0], self.ring, activation, weights[0]),)
 
         specs, results = (
-            (self.activation, *(one.held for one in self.members)),
-            tuple(one.result for one in self.members),
+            (self.activation, *(member.held for member in self.members)),
+            tuple(member.result for member in self.members),
         )
         return self.machine.manual(local, specs, results)(activation, *self._gathered(weights))
 
     def _backward(self, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, *weights = saved
-        products, count = [one.product for one in self.members], len(self.members)
+        products, count = [member.product for member in self.members], len(self.members)
 
-        def local(activation: Any, *rest: Any) -> tuple[Any, ...]:
-            weights, cotangents = rest[:count], rest[count:]
+        def local(activation: Any, *arrays: Any) -> tuple[Any, ...]:
+            weights, cotangents = arrays[:count], arrays[count:]
             if self.gathers:
                 back, sums = gathering_back(products, self.ring, activation, weights, cotangents)
             else:
-                back, one = scattering_back(
+                back, to_weight = scattering_back(
                     products[0], self.ring, activation, weights[0], cotangents[0]
                 )
-                sums = (one,)
+                sums = (to_weight,)
             return back, *(
                 product.parts.plan.apply(partial, self.machine)
                 for product, partial in zip(products, sums, strict=True)
@@ -169,45 +171,45 @@ class Loop:
 
         specs = (
             self.activation,
-            *(one.held for one in self.members),
-            *(one.result for one in self.members),
+            *(member.held for member in self.members),
+            *(member.result for member in self.members),
         )
-        kept = (self.activation, *(product.parts.kept for product in products))
-        return self.machine.manual(local, specs, kept)(
+        weight_specs = (self.activation, *(product.parts.kept for product in products))
+        return self.machine.manual(local, specs, weight_specs)(
             activation, *self._gathered(weights), *cotangents
         )
 
 
-def _member(one: Found, parameter: ParameterLayout, machine: Machine) -> Member:
-    use = one.matmul.use
-    held: Cuts = {
+def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Member:
+    use = match.matmul.use
+    cuts: Cuts = {
         dim: (TENSOR,)
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
     }
-    partial = tuple(axis for dim in one.dims.own for axis in one.result[dim] if axis != TENSOR)
-    plan, rank = reduction(use, parameter.gradient, partial, machine, held), len(use.shape)
+    partial = tuple(axis for dim in match.dims.own for axis in match.result[dim] if axis != TENSOR)
+    plan, rank = reduction(use, parameter.gradient, partial, machine, cuts), len(use.shape)
     specs = (
-        machine.spec(dict(enumerate(one.activation)), len(one.activation)),
-        machine.spec(dict(enumerate(one.result)), len(one.result)),
+        machine.spec(dict(enumerate(match.activation)), len(match.activation)),
+        machine.spec(dict(enumerate(match.result)), len(match.result)),
     )
     parts = Contraction(
         use=use,
         plan=plan,
-        held=held,
+        held=cuts,
         partial=partial,
         arguments=specs,
         kept=machine.spec(
-            {dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(rank)}, rank
+            {dim: (*cuts.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(rank)}, rank
         ),
         local_shape=tuple(
-            size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)
+            size // machine.ways(cuts.get(dim, ())) for dim, size in enumerate(use.shape)
         ),
     )
     return Member(
-        product=Product(parts=parts, activation=one.rows[0], result=one.rows[1]),
+        product=Product(parts=parts, activation=match.rows[0], result=match.rows[1]),
         weight=use.operand,
         gather=in_use(use, parameter, machine),
-        held=machine.spec(held, rank),
+        held=machine.spec(cuts, rank),
         result=specs[1],
     )

@@ -72,17 +72,17 @@ class Found:
 
 def matmuls(loss: LossReading) -> tuple[Matmul, ...]:
     """The matmuls of weights of a loss, in order."""
-    found = [
+    candidates = [
         _matmul(step)
         for step in loss.steps
         if step.equation.name == "dot_general" and step.equation.call is None
     ]
-    return tuple(one for one in found if one is not None)
+    return tuple(matmul for matmul in candidates if matmul is not None)
 
 
-def operands(found: Sequence[Matmul]) -> dict[Source, Source]:
+def operands(matmuls_read: Sequence[Matmul]) -> dict[Source, Source]:
     """Where placements have the layouts of activations -> what makes them."""
-    return {one.key: one.source for one in found if one.source is not None}
+    return {matmul.key: matmul.source for matmul in matmuls_read if matmul.source is not None}
 
 
 def _matmul(step: Step) -> Matmul | None:
@@ -107,98 +107,101 @@ def _same(program: Program, number: int) -> tuple[Any, ...]:
 
 
 def found_in(
-    one: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], ways: int
+    matmul: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], size: int
 ) -> Found | None:
     """How a loop can take the place of a matmul under a plan; None where its operands and result
     are sharded otherwise.
 
     Args:
-        one: the matmul.
+        matmul: the matmul.
         parameter: layouts of its weight.
         placements: layouts of its activation and of its result.
-        ways: devices of the tensor axis.
+        size: devices of the tensor axis.
     """
-    activation, result = placements.get(one.key), placements.get((one.path, 0))
+    activation, result = placements.get(matmul.key), placements.get((matmul.path, 0))
     if activation is None or result is None:
         return None
-    dims = dims_of(one.use.equation, one.use.operand)
-    held = [
+    dims = dims_of(matmul.use.equation, matmul.use.operand)
+    sharded = [
         dim
-        for dim, source in enumerate(one.use.view.dims)
+        for dim, source in enumerate(matmul.use.view.dims)
         if source is not None and parameter.compute[source]
     ]
     if (
-        len(held) != 1
+        len(sharded) != 1
         or set(parameter.compute.axes) != {TENSOR}
-        or parameter.compute[one.use.view.dims[held[0]] or 0] != (TENSOR,)
+        or parameter.compute[matmul.use.view.dims[sharded[0]] or 0] != (TENSOR,)
     ):
         return None
-    gathers = held[0] in dims.result
+    gathers = sharded[0] in dims.result
     cut = (
-        result[dims.result[held[0]]]
+        result[dims.result[sharded[0]]]
         if gathers
-        else activation[dims.activation[held[0]]]
-        if held[0] in dims.activation
+        else activation[dims.activation[sharded[0]]]
+        if sharded[0] in dims.activation
         else ()
     )
-    pieces, whole = (activation, result) if gathers else (result, activation)
+    pieces, gathered = (activation, result) if gathers else (result, activation)
     pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.own.items()]
-    rows = [(a, b) for a, b in pairs if pieces[a] == (*whole[b], TENSOR)]
+    rows = [(a, b) for a, b in pairs if pieces[a] == (*gathered[b], TENSOR)]
     if (
         cut != (TENSOR,)
         or len(rows) != 1
-        or any(pieces[a] != whole[b] for a, b in pairs if (a, b) != rows[0])
+        or any(pieces[a] != gathered[b] for a, b in pairs if (a, b) != rows[0])
     ):
         return None
     ((first, second),) = rows
-    at, to = (first, second) if gathers else (second, first)
+    first_dim, to = (first, second) if gathers else (second, first)
     if not _whole_elsewhere(
-        activation, dims.own.values(), dims.activation.get(held[0])
-    ) or not _whole_elsewhere(result, dims.own, dims.result.get(held[0])):
+        activation, dims.own.values(), dims.activation.get(sharded[0])
+    ) or not _whole_elsewhere(result, dims.own, dims.result.get(sharded[0])):
         return None
     return (
         Found(
-            matmul=one,
+            matmul=matmul,
             gathers=gathers,
             dims=dims,
             activation=activation,
             result=result,
-            rows=(at, to),
+            rows=(first_dim, to),
         )
-        if one.use.other.shape[at] % ways == 0
+        if matmul.use.other.shape[first_dim] % size == 0
         else None
     )
 
 
-def _whole_elsewhere(layout: Layout, own: Any, held: int | None) -> bool:
+def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
     """Whether nothing but its own dims, and the one that the weight is sharded along, is
     sharded.
     """
-    return not any(layout[dim] for dim in range(len(layout)) if dim not in set(own) and dim != held)
+    return not any(
+        layout[dim] for dim in range(len(layout)) if dim not in set(own_dims) and dim != sharded
+    )
 
 
 def groups(
-    found: Sequence[Found], every: Sequence[Matmul], placements: Mapping[Source, Layout]
+    matches: Sequence[Found], candidates: Sequence[Matmul], placements: Mapping[Source, Layout]
 ) -> list[tuple[Found, ...]]:
     """Matmuls that go in one loop: those that gather the same activation, unless another one needs
     it gathered all the same; those that scatter, each on its own.
 
     Args:
-        found: matmuls that a loop can take the place of.
-        every: all matmuls of weights.
+        matches: matmuls that a loop can take the place of.
+        candidates: all matmuls of weights.
         placements: layouts of their results.
     """
-    paths = {one.matmul.path for one in found}
+    paths = {match.matmul.path for match in matches}
     barred = {
-        one.activation
-        for one in every
-        if one.path not in paths and TENSOR not in placements.get((one.path, 0), Layout()).axes
+        matmul.activation
+        for matmul in candidates
+        if matmul.path not in paths
+        and TENSOR not in placements.get((matmul.path, 0), Layout()).axes
     }
     together: dict[Any, list[Found]] = {}
-    for one in found:
+    for match in matches:
         together.setdefault(
-            (one.matmul.activation, one.rows[0]) if one.gathers else one.matmul.path, []
-        ).append(one)
+            (match.matmul.activation, match.rows[0]) if match.gathers else match.matmul.path, []
+        ).append(match)
     return [
         tuple(members)
         for members in together.values()

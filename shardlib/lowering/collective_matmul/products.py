@@ -52,10 +52,14 @@ def gathering(
         The result of each product for the whole sequence.
     """
 
-    def work(made: Any, device: Any, piece: Any) -> list[Any]:
+    def work(results: Any, device: Any, piece: Any) -> list[Any]:
         return [
             put(
-                made and made[k], product.parts.op(piece, weight), product.result, device, ring.ways
+                results and results[k],
+                product.parts.op(piece, weight),
+                product.result,
+                device,
+                ring.ways,
             )
             for k, (product, weight) in enumerate(zip(products, weights, strict=True))
         ]
@@ -93,14 +97,14 @@ def gathering_back(
     def back(pieces: list[jax.Array]) -> jax.Array:
         total: Any = None
         for product, weight, piece in zip(products, weights, pieces, strict=True):
-            own = product.parts.to_activation(activation, weight, piece)
-            total = own if total is None else total + own
+            product_gradient = product.parts.to_activation(activation, weight, piece)
+            total = product_gradient if total is None else total + product_gradient
         return total
 
-    def work(made: Any, device: Any, piece: Any) -> list[Any]:
+    def work(sums: Any, device: Any, piece: Any) -> list[Any]:
         return [
             added(
-                made and made[k],
+                sums and sums[k],
                 product.parts.partial_sums(
                     piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype
                 ),
@@ -154,8 +158,8 @@ def scattering_back(
         lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
     )
 
-    def work(made: Any, device: Any, piece: Any) -> tuple[Any, Any]:
-        to_activation, total = made or (None, None)
+    def work(totals: Any, device: Any, piece: Any) -> tuple[Any, Any]:
+        to_activation, total = totals or (None, None)
         to_activation = put(
             to_activation,
             product.parts.to_activation(piece_shape, weight, piece),
@@ -185,34 +189,34 @@ def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
     return part if total is None else total + part
 
 
-def put(whole: jax.Array | None, piece: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size: int) -> jax.Array:
     """The array with the shard of a device in its place; an array is begun where there is none.
 
     Args:
-        whole: the array; None for none yet.
+        array: the array; None for none yet.
         piece: the shard.
         dim: that is sharded.
         device: number of the device along the axis, int32 scalar.
-        ways: size of the axis.
+        size: size of the axis.
     """
     begun: jax.Array = (
         jax.lax.empty(
-            (*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
+            (*piece.shape[:dim], size * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
         )
-        if whole is None
-        else whole
+        if array is None
+        else array
     )
     return jax.lax.dynamic_update_slice_in_dim(begun, piece, device * piece.shape[dim], axis=dim)
 
 
-def piece_of(whole: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
     """The shard of a device.
 
     Args:
-        whole: the array.
+        array: the array.
         dim: that is sharded.
         device: number of the device along the axis, int32 scalar.
         ways: size of the axis.
     """
-    size = whole.shape[dim] // ways
-    return jax.lax.dynamic_slice_in_dim(whole, device * size, size, axis=dim)
+    size = array.shape[dim] // ways
+    return jax.lax.dynamic_slice_in_dim(array, device * size, size, axis=dim)

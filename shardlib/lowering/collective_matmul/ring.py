@@ -71,38 +71,44 @@ class Ring:
                 made then.
         """
         place, (forth, back) = self._place(), self.hops
-        made, coming = work(None, self._device(place), array), {1: array, -1: array}
+        result, coming = work(None, self._device(place), array), {1: array, -1: array}
         for turn in range(1, forth + 1):
-            for way in (1, -1) if turn <= back else (1,):
-                coming[way], made = self.after(self._passed(coming[way], way), made)
-                made = work(made, self._device(place - way * turn), coming[way])
-        return made
+            for direction in (1, -1) if turn <= back else (1,):
+                coming[direction], result = self.after(
+                    self._passed(coming[direction], direction), result
+                )
+                result = work(result, self._device(place - direction * turn), coming[direction])
+        return result
 
     def summed(
-        self, given: Callable[[jax.Array], Tree], product: Callable[[Tree], jax.Array]
+        self, arrays_for: Callable[[jax.Array], Tree], product: Callable[[Tree], jax.Array]
     ) -> jax.Array:
         """The sum over all devices of what they have for this one.
 
         Args:
-            given: number of a device -> arrays.
+            arrays_for: number of a device -> arrays.
             product: the arrays for a device -> what this device adds to the sum of that one.
         """
         place, (forth, back) = self._place(), self.hops
         turns = [
-            (left, way)
+            (left, direction)
             for left in range(forth, 0, -1)
-            for way in (1, -1)
-            if way > 0 or left <= back
+            for direction in (1, -1)
+            if direction > 0 or left <= back
         ]
         sums: dict[int, Any] = {1: None, -1: None}
         products = self._products(
-            [given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product
+            [
+                arrays_for(self._device(place + direction * left))
+                for left, direction in [*turns, (0, 1)]
+            ],
+            product,
         )
-        for (_, way), made in zip(turns, products, strict=False):
-            sums[way] = self._passed(_plus(sums[way], made), way)
+        for (_, direction), partial in zip(turns, products, strict=False):
+            sums[direction] = self._passed(_plus(sums[direction], partial), direction)
         return _plus(sums[-1], _plus(sums[1], next(products)))
 
-    def after(self, arrays: Tree, made: Tree) -> tuple[Tree, Tree]:
+    def after(self, arrays: Tree, ready: Tree) -> tuple[Tree, Tree]:
         """Both as they are; what is computed from the first waits for the second, where matmuls
         come in turn.
 
@@ -113,22 +119,22 @@ class Ring:
 
         Args:
             arrays: what waits, a tree.
-            made: what it waits for, a tree.
+            ready: what it waits for, a tree.
 
         Returns:
             (arrays, made).
         """
-        return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
+        return jax.lax.optimization_barrier((arrays, ready)) if self.in_turn else (arrays, ready)
 
     def _products(
-        self, given: Sequence[Tree], product: Callable[[Tree], jax.Array]
+        self, operands: Sequence[Tree], product: Callable[[Tree], jax.Array]
     ) -> Iterator[jax.Array]:
-        made = product(given[0])
-        for arrays in given[1:]:
-            arrays, made = self.after(arrays, made)
-            yield made
-            made = product(arrays)
-        yield made
+        result = product(operands[0])
+        for arrays in operands[1:]:
+            arrays, result = self.after(arrays, result)
+            yield result
+            result = product(arrays)
+        yield result
 
     def _place(self) -> jax.Array:
         """The place of this device."""

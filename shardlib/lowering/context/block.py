@@ -84,7 +84,9 @@ class Part:
     def __add__(self, other: Part) -> Part:
         total = jnp.logaddexp(self.total, other.total)
         return Part(
-            result=sum(one.result * jnp.exp(one.total - total)[..., None] for one in (self, other)),
+            result=sum(
+                part.result * jnp.exp(part.total - total)[..., None] for part in (self, other)
+            ),
             total=total,
         )
 
@@ -171,11 +173,11 @@ def attend_block(
         scores: how scores are made.
     """
     added = sight.added(rows, columns)
-    found = _hidden(_more(scores.of(query, key), added), sight.seen(rows, columns))
-    most = jnp.maximum(
-        found.max(-1), NOTHING / 2
+    values = _hidden(_more(scores.of(query, key), added), sight.seen(rows, columns))
+    largest = jnp.maximum(
+        values.max(-1), NOTHING / 2
     )  # where nothing is seen, all exponentials are to be zeros
-    shares = jnp.exp(found - most[..., None])
+    shares = jnp.exp(values - largest[..., None])
     total = shares.sum(-1)
     result = jnp.einsum(
         "bghqk,bkgv->bqghv",
@@ -183,7 +185,7 @@ def attend_block(
         value,
         preferred_element_type=jnp.float32,
     )
-    summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + most, NOTHING)
+    summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + largest, NOTHING)
     return Part(
         result=result.reshape(*query.shape[:3], -1),
         total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
@@ -216,8 +218,8 @@ def attend_back_block(
 
     plain = scores.of(query, key)
     added, total = sight.added(rows, columns), by_group(incoming.total)
-    found = _hidden(_more(plain, added), sight.seen(rows, columns))
-    shares = jnp.exp(jnp.minimum(found - total, 0.0)) * (total > NOTHING / 2)
+    values = _hidden(_more(plain, added), sight.seen(rows, columns))
+    shares = jnp.exp(jnp.minimum(values - total, 0.0)) * (total > NOTHING / 2)
     back = grouped(incoming.cotangent, groups).astype(value.dtype)
     to_value = jnp.einsum(
         "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32

@@ -41,8 +41,8 @@ class Blocks:
     size: int
 
     @classmethod
-    def of(cls, length: int, most: int) -> Blocks:
-        """As few blocks of at most `most` positions as there can be, as short as they can be.
+    def of(cls, length: int, limit: int) -> Blocks:
+        """As few blocks of at most `limit` positions as there can be, as short as they can be.
 
         >>> Blocks.of(10, 4)
         Blocks(length=10, size=4)
@@ -51,9 +51,9 @@ class Blocks:
 
         Args:
             length: positions of the sequence.
-            most: positions of a block.
+            limit: positions of a block.
         """
-        return cls(length=length, size=-(-length // -(-length // most)))
+        return cls(length=length, size=-(-length // -(-length // limit)))
 
     @property
     def count(self) -> int:
@@ -130,8 +130,8 @@ class Blocks:
 
     def joined(self, blocks: Value) -> Value:
         """[count, B, size, ...] -> [B, length, ...]."""
-        whole = jnp.moveaxis(blocks, 0, 1)
-        return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, : self.length]
+        sequence = jnp.moveaxis(blocks, 0, 1)
+        return sequence.reshape(sequence.shape[0], -1, *sequence.shape[3:])[:, : self.length]
 
 
 def attend(
@@ -152,19 +152,22 @@ def attend(
         scores: how scores are made, in blocks of which size.
     """
     query, rows, columns = _beside(query, rows, columns)
-    own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
-    if own.count == all_.count == 1:
+    query_blocks, all_ = (
+        Blocks.of(query.shape[1], scores.block),
+        Blocks.of(key.shape[1], scores.block),
+    )
+    if query_blocks.count == all_.count == 1:
         return attend_block(query, key, value, rows, columns, sight, scores)
     query, key, value, rows, columns = (
-        own.full(query),
+        query_blocks.full(query),
         all_.full(key),
         all_.full(value),
-        own.full_tokens(rows),
+        query_blocks.full_tokens(rows),
         all_.full_tokens(columns),
     )
 
     def block(_: None, row: Value) -> tuple[None, Part]:
-        some, these = own.at(row, query), own.tokens_at(row, rows)
+        queries, these = query_blocks.at(row, query), query_blocks.tokens_at(row, rows)
 
         def step(part: Part, column: Value) -> tuple[Part, None]:
             those = all_.tokens_at(column, columns)
@@ -174,7 +177,7 @@ def attend(
                     lambda: (
                         part
                         + attend_block(
-                            some,
+                            queries,
                             all_.at(column, key),
                             all_.at(column, value),
                             these,
@@ -188,9 +191,13 @@ def attend(
                 None,
             )
 
-        return None, jax.lax.scan(step, nothing(some, value.shape[-1]), jnp.arange(all_.count))[0]
+        return None, jax.lax.scan(step, nothing(queries, value.shape[-1]), jnp.arange(all_.count))[
+            0
+        ]
 
-    return jax.tree.map(own.joined, jax.lax.scan(block, None, jnp.arange(own.count))[1])
+    return jax.tree.map(
+        query_blocks.joined, jax.lax.scan(block, None, jnp.arange(query_blocks.count))[1]
+    )
 
 
 def attend_back(
@@ -211,41 +218,44 @@ def attend_back(
         incoming: what comes back to the queries.
     """
     query, rows, columns = _beside(query, rows, columns)
-    own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
-    if own.count == all_.count == 1:
+    query_blocks, all_ = (
+        Blocks.of(query.shape[1], scores.block),
+        Blocks.of(key.shape[1], scores.block),
+    )
+    if query_blocks.count == all_.count == 1:
         return attend_back_block(query, key, value, rows, columns, sight, scores, incoming)
     lengths = query.shape[1], key.shape[1]
-    incoming = _full(own, incoming)
+    incoming = _full(query_blocks, incoming)
     query, key, value, rows, columns = (
-        own.full(query),
+        query_blocks.full(query),
         all_.full(key),
         all_.full(value),
-        own.full_tokens(rows),
+        query_blocks.full_tokens(rows),
         all_.full_tokens(columns),
     )
 
     arrays = () if sight.offsets is None else (sight.offsets.array,)
 
     def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
-        ours, these = own.at(row, query), own.tokens_at(row, rows)
-        back = incoming.map(lambda array: own.at(row, array))
+        ours, these = query_blocks.at(row, query), query_blocks.tokens_at(row, rows)
+        back = incoming.map(lambda array: query_blocks.at(row, array))
 
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
-            those, one, other = (
+            those, keys, values = (
                 all_.tokens_at(column, columns),
                 all_.at(column, key),
                 all_.at(column, value),
             )
             more = _where_seen(
                 sight.some(these, those),
-                lambda: attend_back_block(ours, one, other, these, those, sight, scores, back),
-                _zeros(ours, one, other, *arrays),
+                lambda: attend_back_block(ours, keys, values, these, those, sight, scores, back),
+                _zeros(ours, keys, values, *arrays),
             )
             return (
                 carry[0] + more[0],
                 all_.added(column, carry[1], more[1]),
                 all_.added(column, carry[2], more[2]),
-                *(before + one for before, one in zip(carry[3:], more[3:], strict=True)),
+                *(before + addend for before, addend in zip(carry[3:], more[3:], strict=True)),
             ), None
 
         to_query, *gradients_ = jax.lax.scan(
@@ -254,21 +264,21 @@ def attend_back(
         return tuple(gradients_), to_query
 
     (to_key, to_value, *to_arrays), to_query = jax.lax.scan(
-        block, _zeros(key, value, *arrays), jnp.arange(own.count)
+        block, _zeros(key, value, *arrays), jnp.arange(query_blocks.count)
     )
     last = lengths[1]
-    return own.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
+    return query_blocks.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
 
 
-def _full(own: Blocks, incoming: Incoming) -> Incoming:
+def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
     """The same for queries whose last block is filled up: what fills it has a cotangent of zeros,
     and adds nothing to gradients of keys.
     """
     cotangent, inner = (
-        jnp.pad(array, [(0, 0), (0, own.missing), *[(0, 0)] * (array.ndim - 2)])
+        jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
         for array in (incoming.cotangent, incoming.inner)
     )
-    return Incoming(total=own.full(incoming.total), cotangent=cotangent, inner=inner)
+    return Incoming(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
 def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Value, Tokens, Tokens]:
@@ -282,6 +292,6 @@ def _zeros(*arrays: Value) -> Any:
     return tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
 
 
-def _where_seen(some: Value | None, work: Callable[[], T], unseen: T) -> T:
+def _where_seen(seen: Value | None, work: Callable[[], T], unseen: T) -> T:
     """The work, or what is there without it where no query sees any key."""
-    return work() if some is None else jax.lax.cond(some, work, lambda: unseen)
+    return work() if seen is None else jax.lax.cond(seen, work, lambda: unseen)

@@ -51,34 +51,34 @@ def around_devices(
     groups = site.avals[2 * form.parts].shape[2]
     batch, cut = placements[site.key(0)][0], cutting_heads(placements[site.key(0)], plan)
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
-    rows, at = (
+    rows, context_axis = (
         machine.parts(batch) or None,
         (None if not context else tuple(context) if len(context) > 1 else context[0]),
     )
     along = (
         None
-        if at is None
+        if context_axis is None
         else Cut(
-            axis=at,
+            axis=context_axis,
             ways=machine.ways(("context",)),
             zigzag=form.causal
             and plan.context == "ring"
             and aval.shape[1] % (2 * machine.ways(("context",))) == 0,
         )
     )
-    whole = PartitionSpec(rows, at, heads.axes or None, None)
-    groups_spec = whole if heads.together else PartitionSpec(rows, at, None, None)
+    spec = PartitionSpec(rows, context_axis, heads.axes or None, None)
+    groups_spec = spec if heads.together else PartitionSpec(rows, context_axis, None, None)
 
     def keys(aval: Aval) -> PartitionSpec:
-        return groups_spec if aval.ndim == 4 else PartitionSpec(rows, at, None)
+        return groups_spec if aval.ndim == 4 else PartitionSpec(rows, context_axis, None)
 
     extra = [
         *([PartitionSpec()] if form.chosen else []),
-        *([PartitionSpec(rows, at)] if form.packed else []),
+        *([PartitionSpec(rows, context_axis)] if form.packed else []),
         *([] if form.bias is None else [_offset_spec(site.avals[-1], heads)]),
     ]
     specs = (
-        *[whole] * form.parts,
+        *[spec] * form.parts,
         *map(keys, site.avals[form.parts : 2 * form.parts]),
         groups_spec,
         *extra,
@@ -93,7 +93,7 @@ def around_devices(
             kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")
         ),
     )
-    region = alike(machine, local, specs, whole)
+    region = alike(machine, local, specs, spec)
     pins = _exchanged(site, placements, heads, machine)
 
     def run(*arrays: Value) -> Sequence[Value]:
@@ -124,13 +124,13 @@ def _exchanged(
     parts, taken = site.call.form.parts, set(heads.axes)
     by_heads = {*range(2 * parts + 1 if heads.together else parts)}
 
-    def pin(at: int) -> NamedSharding | None:
-        layout = placements.get(site.key(at))
-        if at not in by_heads or layout is None or len(layout) < 4:
+    def pin(index: int) -> NamedSharding | None:
+        layout = placements.get(site.key(index))
+        if index not in by_heads or layout is None or len(layout) < 4:
             return None
         return named_sharding(machine.mesh, layout) if taken & {*layout[1]} else None
 
-    return [pin(at) for at in range(len(site.avals))]
+    return [pin(index) for index in range(len(site.avals))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,27 +155,29 @@ class Local:
 
     def __call__(self, *arrays: Value) -> Value:
         """Attention of the arrays of a marked call, as a device has them."""
-        given = Operands.of(self.form, arrays)
-        value = self.heads.own(given.value, self.count)
-        key = _joined([self._key(key, value.shape[2]) for key in given.keys])
+        operands_of_call = Operands.of(self.form, arrays)
+        value = self.heads.own(operands_of_call.value, self.count)
+        key = _joined([self._key(key, value.shape[2]) for key in operands_of_call.keys])
         operands = [
-            _joined(given.queries),
+            _joined(operands_of_call.queries),
             key,
             value,
-            *([] if given.segments is None else [given.segments]),
+            *([] if operands_of_call.segments is None else [operands_of_call.segments]),
         ]
         offsets = (
             None
-            if self.form.bias is None or given.bias is None
-            else Offsets(form=self.form.bias, array=given.bias)
+            if self.form.bias is None or operands_of_call.bias is None
+            else Offsets(form=self.form.bias, array=operands_of_call.bias)
         )
-        if given.global_layer is None:
+        if operands_of_call.global_layer is None:
             return self._attend(operands, self.form.window or None, offsets)
         if self.ring or self.kernels.kind == "blocks":
-            window = jnp.where(given.global_layer, FAR, self.form.window).astype(jnp.int32)
+            window = jnp.where(operands_of_call.global_layer, FAR, self.form.window).astype(
+                jnp.int32
+            )
             return self._attend(operands, window, offsets)
         return jax.lax.cond(
-            given.global_layer,
+            operands_of_call.global_layer,
             lambda: self._attend(operands, None, offsets),
             lambda: self._attend(operands, self.form.window, offsets),
         )  # a kernel for each

@@ -42,19 +42,19 @@ class Heads:
     together: bool
 
     @staticmethod
-    def of(axes: tuple[str, ...], ways: int, heads: int, groups: int) -> Heads:
+    def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> Heads:
         """Heads sharded over axes where that is possible, and whole otherwise.
 
         Args:
             axes: names of mesh axes.
-            ways: devices along them.
+            size: devices along them.
             heads: of queries.
             groups: heads of keys.
         """
-        which = shared(heads=heads, groups=groups, ways=ways)
+        which = shared(heads=heads, groups=groups, ways=size)
         if which == "none":
             return Heads(axes=(), ways=1, together=True)
-        return Heads(axes=axes, ways=ways, together=which == "all")
+        return Heads(axes=axes, ways=size, together=which == "all")
 
     def own(self, array: Value, heads: int) -> Value:
         """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
@@ -76,9 +76,9 @@ def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout
     """Whether a call of attention is computed by a program for many devices; else its equations
     are left to automatic partitioning.
     """
-    apart = plan.context in ("ring", "ulysses")
+    exchanged = plan.context in ("ring", "ulysses")
     return (
-        (apart or plan.attention != "traced")
+        (exchanged or plan.attention != "traced")
         and plan.context != "all-gather"
         and site.key(0) in placements
         and site.avals[0].ndim == 4
@@ -115,26 +115,26 @@ def with_heads(
         sites: the custom calls.
         plan: the decisions.
     """
-    found = dict(placements)
+    layouts = dict(placements)
     makers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}
     for site in sites:
         if not isinstance(site.call.form, Attention) or not computed(site, plan, placements):
             continue
         queries, parts = placements[site.key(0)], site.call.form.parts
         axes, count = cutting_heads(queries, plan), site.avals[0].shape[2]
-        groups, ways = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
-        which = shared(heads=count, groups=groups, ways=ways)
+        groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
+        which = shared(heads=count, groups=groups, ways=size)
         if queries[2] or which == "none":
             continue
-        for at, source in enumerate(site.sources[: 2 * parts + 1]):
+        for index, source in enumerate(site.sources[: 2 * parts + 1]):
             for key in _projections(graph, makers, source) if source in makers else ():
-                if key not in found or set(found[key][-1]) != set(axes):
+                if key not in layouts or set(layouts[key][-1]) != set(axes):
                     continue
-                if at >= parts and which == "queries":
-                    found[key] = Layout(*found[key][:-1], ())
-                elif len(found[key]) == len(queries):
-                    found[returned(key[0])] = Layout(*found[key][:2], axes, ())
-    return found
+                if index >= parts and which == "queries":
+                    layouts[key] = Layout(*layouts[key][:-1], ())
+                elif len(layouts[key]) == len(queries):
+                    layouts[returned(key[0])] = Layout(*layouts[key][:2], axes, ())
+    return layouts
 
 
 def _projections(
@@ -142,7 +142,7 @@ def _projections(
 ) -> list[tuple[str, int]]:
     """The results of contractions that a value is made of without another contraction."""
     by_value = {makers[key].results[key[1]]: key for key in makers}
-    found, seen = list[tuple[str, int]](), set[tuple[str, int]]()
+    results, seen = list[tuple[str, int]](), set[tuple[str, int]]()
     pending = [source]
     while pending:
         key = pending.pop()
@@ -151,7 +151,7 @@ def _projections(
         seen.add(key)
         op = makers[key]
         if op.category == "matmul":
-            found.append(key)
+            results.append(key)
         elif op.category in ("elementwise", "movement"):
             pending.extend(by_value[value] for value in op.operands if value in by_value)
-    return found
+    return results

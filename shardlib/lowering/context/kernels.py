@@ -144,14 +144,14 @@ def _cudnn(
 ) -> Value:
     wide = max(query.shape[3], value.shape[3])
     try:
-        found = jax.nn.dot_product_attention(
+        result = jax.nn.dot_product_attention(
             *(_widened(array, wide) for array in (query, key, value)),
             scale=scale,
             is_causal=causal,
             local_window_size=(window - 1, 0) if window else None,
             implementation="cudnn",
         )
-        return found[..., : value.shape[3]]
+        return result[..., : value.shape[3]]
     except NotImplementedError as error:
         raise LayoutError(
             f"attention cannot be computed by cuDNN on this GPU: {error}\nTry: pin"
@@ -218,5 +218,5 @@ def _splash(
     )  # the kernel does not scale
     arrays = [jnp.swapaxes(array, 1, 2) for array in (scaled, key, value)]
     segments = None if documents is None else splash.SegmentIds(*documents)
-    found: Any = jax.vmap(kernel)(*arrays, segments)
-    return jnp.swapaxes(found, 1, 2).astype(value.dtype)
+    result: Any = jax.vmap(kernel)(*arrays, segments)
+    return jnp.swapaxes(result, 1, 2).astype(value.dtype)

@@ -142,14 +142,14 @@ class Sight:
             key: those of the keys.
         """
         far = query.position[:, None] - key.position[None, :]
-        found = [far >= 0] if self.causal else []
+        conditions = [far >= 0] if self.causal else []
         if self.reach is not None:
-            found.append((far if self.causal else jnp.abs(far)) < self.reach)
+            conditions.append((far if self.causal else jnp.abs(far)) < self.reach)
         if key.real is not None:
-            found.append(key.real[None, :])
+            conditions.append(key.real[None, :])
         if query.document is not None:
-            found.append(query.document[:, :, None] == key.document[:, None, :])
-        return reduce(operator.and_, found) if found else None
+            conditions.append(query.document[:, :, None] == key.document[:, None, :])
+        return reduce(operator.and_, conditions) if conditions else None
 
     def some(self, query: Tokens, key: Tokens) -> Value | None:
         """A scalar that is false only where none of the queries sees any of the keys; None where
@@ -163,17 +163,17 @@ class Sight:
             query.position.min() - key.position.max(),
             query.position.max() - key.position.min(),
         )
-        found = [last >= 0] if self.causal else []
+        conditions = [last >= 0] if self.causal else []
         if self.reach is not None:
-            found += [first < self.reach, last > -self.reach]
+            conditions += [first < self.reach, last > -self.reach]
         if query.document is not None:
-            found.append(
+            conditions.append(
                 (
                     (query.document.min(1) <= key.document.max(1))
                     & (key.document.min(1) <= query.document.max(1))
                 ).any()
             )
-        return reduce(operator.and_, found) if found else None
+        return reduce(operator.and_, conditions) if conditions else None
 
     @property
     def split(self) -> tuple[int, Given]:

@@ -37,10 +37,10 @@ class Local:
         value: Value,
         rows: Tokens,
         columns: Tokens,
-        given: Given,
+        inputs: Given,
     ) -> Part:
         """Attention as a part, before it is cast."""
-        return attend(query, key, value, rows, columns, self._sight(given), self.scores)
+        return attend(query, key, value, rows, columns, self._sight(inputs), self.scores)
 
     def backward(
         self,
@@ -49,16 +49,16 @@ class Local:
         value: Value,
         rows: Tokens,
         columns: Tokens,
-        given: Given,
+        inputs: Given,
         incoming: Incoming,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of what distances add, in float32."""
         return attend_back(
-            query, key, value, rows, columns, self._sight(given), self.scores, incoming
+            query, key, value, rows, columns, self._sight(inputs), self.scores, incoming
         )
 
-    def _sight(self, given: Given) -> Sight:
-        return given.sight(self.window, causal=self.causal)
+    def _sight(self, inputs: Given) -> Sight:
+        return inputs.sight(self.window, causal=self.causal)
 
 
 def attention(
@@ -81,7 +81,7 @@ def attention(
     Returns:
         [B, Q, H, V], of the dtype of the values.
     """
-    window, given = sight.split
+    window, inputs = sight.split
     return _attention(
         Local(scores=scores, causal=sight.causal, window=window),
         query,
@@ -89,7 +89,7 @@ def attention(
         value,
         rows,
         columns,
-        given,
+        inputs,
     )
 
 
@@ -101,9 +101,9 @@ def _attention(
     value: Value,
     rows: Tokens,
     columns: Tokens,
-    given: Given,
+    inputs: Given,
 ) -> Value:
-    return local.forward(query, key, value, rows, columns, given).result.astype(value.dtype)
+    return local.forward(query, key, value, rows, columns, inputs).result.astype(value.dtype)
 
 
 def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
@@ -115,14 +115,17 @@ def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(local: Local, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
-    query, key, value, rows, columns, given, result, total = saved
+    query, key, value, rows, columns, inputs, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
-    found = local.backward(query, key, value, rows, columns, given, incoming)
+    gradients = local.backward(query, key, value, rows, columns, inputs, incoming)
     return (
-        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found[:3], saved, strict=False)),
+        *(
+            gradient.astype(leaf.dtype)
+            for gradient, leaf in zip(gradients[:3], saved, strict=False)
+        ),
         None,
         None,
-        given.cotangent(*found[3:]),
+        inputs.cotangent(*gradients[3:]),
     )
 
 

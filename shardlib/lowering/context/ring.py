@@ -80,19 +80,19 @@ class Ring:
             [B, S / N, H, V], of the dtype of the values.
         """
         sight = Sight(window=self.window if window is None else window, offsets=offsets)
-        known, given = sight.split
-        return _attention(replace(self, window=known), query, key, value, segments, given)
+        static_window, inputs = sight.split
+        return _attention(replace(self, window=static_window), query, key, value, segments, inputs)
 
     def forward(
-        self, query: Value, key: Value, value: Value, segments: Value | None, given: Given
+        self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
     ) -> Part:
         """The same as a part, before it is cast."""
         return replace(self, cut=self.cut.beside(query))._forward(
-            query, key, value, segments, given
+            query, key, value, segments, inputs
         )
 
     def _forward(
-        self, query: Value, key: Value, value: Value, segments: Value | None, given: Given
+        self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
     ) -> Part:
         local = query.shape[1]
 
@@ -100,7 +100,7 @@ class Ring:
             ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *goes[2:])
 
             def work(rows: slice, columns: slice, sight: Sight) -> Part:
-                found = attend(
+                attended = attend(
                     query[:, rows],
                     goes[0][:, columns],
                     goes[1][:, columns],
@@ -110,12 +110,12 @@ class Ring:
                     self.scores,
                 )
                 return jax.tree.map(
-                    lambda all_, some: all_.at[:, rows].set(some),
+                    lambda all_, rows_part: all_.at[:, rows].set(rows_part),
                     part,
-                    jax.tree.map(lambda all_: all_[:, rows], part) + found,
+                    jax.tree.map(lambda all_: all_[:, rows], part) + attended,
                 )
 
-            return self._turn(number, local, given, work, part), goes
+            return self._turn(number, local, inputs, work, part), goes
 
         return self._around(
             turn, nothing(query, value.shape[-1]), _goes(key, value, segments), local
@@ -127,12 +127,12 @@ class Ring:
         key: Value,
         value: Value,
         segments: Value | None,
-        given: Given,
+        inputs: Given,
         incoming: Incoming,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of what distances add, in float32."""
         return replace(self, cut=self.cut.beside(query))._backward(
-            query, key, value, segments, given, incoming
+            query, key, value, segments, inputs, incoming
         )
 
     def _backward(
@@ -141,11 +141,11 @@ class Ring:
         key: Value,
         value: Value,
         segments: Value | None,
-        given: Given,
+        inputs: Given,
         incoming: Incoming,
     ) -> tuple[Value, ...]:
         local = query.shape[1]
-        arrays = () if given.offsets is None else (given.offsets.array,)
+        arrays = () if inputs.offsets is None else (inputs.offsets.array,)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (key, value, query, *arrays))
 
         def turn(number: Index, stays: Any, goes: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -156,7 +156,7 @@ class Ring:
             )
 
             def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
-                found = attend_back(
+                gradients = attend_back(
                     query[:, rows],
                     key[:, columns],
                     value[:, columns],
@@ -166,14 +166,17 @@ class Ring:
                     self.scores,
                     incoming.map(lambda array: array[:, rows]),
                 )
-                placed = zip(before, found, (rows, columns, columns), strict=False)
+                placed = zip(before, gradients, (rows, columns, columns), strict=False)
                 return (
-                    *(all_.at[:, where].add(some) for all_, some, where in placed),
-                    *(one + more for one, more in zip(before[3:], found[3:], strict=True)),
+                    *(all_.at[:, positions].add(gradient) for all_, gradient, positions in placed),
+                    *(
+                        previous + more
+                        for previous, more in zip(before[3:], gradients[3:], strict=True)
+                    ),
                 )
 
             before = stays[0], *goes[:2], *stays[1:]
-            to_query, to_key, to_value, *more = self._turn(number, local, given, work, before)
+            to_query, to_key, to_value, *more = self._turn(number, local, inputs, work, before)
             return (to_query, *more), (to_key, to_value, *goes[2:])
 
         stays, goes = self._around(
@@ -198,14 +201,15 @@ class Ring:
     def _met(self, device: int, owner: int, local: int) -> bool:
         """Whether any query of a device sees any key of another, by the runs that they have."""
         length = local // self.cut.runs
-        apart = [
-            one - other
-            for one in self.cut.numbers(device)
-            for other in self.cut.numbers(owner)
-            if one >= other or not self.causal
+        distances = [
+            query_run - key_run
+            for query_run in self.cut.numbers(device)
+            for key_run in self.cut.numbers(owner)
+            if query_run >= key_run or not self.causal
         ]
         return any(
-            not self.window or not far or (abs(far) - 1) * length + 1 < self.window for far in apart
+            not self.window or not far or (abs(far) - 1) * length + 1 < self.window
+            for far in distances
         )
 
     def _around(
@@ -242,11 +246,11 @@ class Ring:
             document=segments,
         )
 
-    def _turn(self, number: Index, local: int, given: Given, work: Work, before: Any) -> Any:
+    def _turn(self, number: Index, local: int, inputs: Given, work: Work, before: Any) -> Any:
         """The work on what has come `number` devices far, itself a number where the program knows
         it; `before` where no query sees any of it.
         """
-        within = given.sight(self.window, causal=False)
+        within = inputs.sight(self.window, causal=False)
         if not self.causal:
             return work(EVERY, EVERY, within)
         if isinstance(number, int) and not number:
@@ -271,9 +275,9 @@ def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, given: Given
+    ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
 ) -> Value:
-    return ring.forward(query, key, value, segments, given).result.astype(value.dtype)
+    return ring.forward(query, key, value, segments, inputs).result.astype(value.dtype)
 
 
 def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
@@ -285,13 +289,16 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
-    query, key, value, segments, given, result, total = saved
+    query, key, value, segments, inputs, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
-    found = ring.backward(query, key, value, segments, given, incoming)
+    gradients = ring.backward(query, key, value, segments, inputs, incoming)
     return (
-        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found[:3], saved, strict=False)),
+        *(
+            gradient.astype(leaf.dtype)
+            for gradient, leaf in zip(gradients[:3], saved, strict=False)
+        ),
         None,
-        given.cotangent(*found[3:]),
+        inputs.cotangent(*gradients[3:]),
     )
 
 

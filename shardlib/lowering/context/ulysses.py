@@ -108,8 +108,8 @@ class Collected:
             return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, sight))
         documents = None if documents is None else (exchange.ordered(documents),) * 2
         query, key, value = map(exchange.ordered, arrays)
-        found = self._by_kernel(query, key, value, documents, sight)
-        return exchange.for_tokens(exchange.unordered(found))
+        result = self._by_kernel(query, key, value, documents, sight)
+        return exchange.for_tokens(exchange.unordered(result))
 
     def _by_kernel(
         self,
@@ -146,18 +146,18 @@ class Exchange:
         Raises:
             LayoutError: the neighbours do not divide the heads.
         """
-        heads, groups, ways = query.shape[2], key.shape[2], self.group
-        if heads % ways:
-            where = (
-                f"{self.cut.axis}={ways}"
-                if ways == self.cut.ways
-                else f"{ways} neighbours of {self.cut.axis}={self.cut.ways}"
+        heads, groups, size = query.shape[2], key.shape[2], self.group
+        if heads % size:
+            axes = (
+                f"{self.cut.axis}={size}"
+                if size == self.cut.ways
+                else f"{size} neighbours of {self.cut.axis}={self.cut.ways}"
             )
             raise LayoutError(
                 f"{heads} heads with {groups} groups of keys and values cannot be exchanged over"
-                f" {where}\nTry: a {self.cut.axis} axis that divides the heads, or a ring"
+                f" {axes}\nTry: a {self.cut.axis} axis that divides the heads, or a ring"
             )
-        times = math.lcm(groups, ways) // groups
+        times = math.lcm(groups, size) // groups
         if times > 1:  # as many groups as heads at most, since both numbers divide the heads
             key, value = (jnp.repeat(array, times, axis=2) for array in (key, value))
         return (
@@ -170,8 +170,8 @@ class Exchange:
         """What distances add to the scores of this device's share of the heads."""
         each = offsets.array.shape[-1] // self.group
         first = jax.lax.axis_index(self.cut.axis) % self.group * each
-        own = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
-        return replace(offsets, array=own)
+        local = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
+        return replace(offsets, array=local)
 
     def for_tokens(self, array: Value) -> Value:
         """The reverse: own positions for all heads."""

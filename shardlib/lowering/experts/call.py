@@ -49,7 +49,7 @@ class Matrices:
         parameter: ParameterLayout | None,
         dims: Sequence[int | None],
         shape: Sequence[int],
-        wanted: Cuts,
+        compute: Cuts,
         machine: Machine,
     ) -> Matrices:
         """An operand that is a parameter, or a layer of it, comes as that rests; another one as it
@@ -59,10 +59,10 @@ class Matrices:
             parameter: layouts of it; None for an operand that is none.
             dims: dim of the parameter that each dim of the operand is; None where it is none.
             shape: elements per dim of the operand.
-            wanted: how it is to be sharded in use.
+            compute: how it is to be sharded in use.
             machine: the mesh and its collectives.
         """
-        rest: Cuts = (
+        stored: Cuts = (
             {}
             if parameter is None
             else {
@@ -70,19 +70,19 @@ class Matrices:
             }
         )
         fits = parameter is not None and all(
-            rest.get(dim, ())[: len(wanted.get(dim, ()))] == wanted.get(dim, ())
-            and shape[dim] % machine.ways(rest.get(dim, ())) == 0
+            stored.get(dim, ())[: len(compute.get(dim, ()))] == compute.get(dim, ())
+            and shape[dim] % machine.ways(stored.get(dim, ())) == 0
             for dim in range(3)
         )
         if not fits or (
             parameter is not None
-            and {axis for axes in rest.values() for axis in axes}
+            and {axis for axes in stored.values() for axis in axes}
             != set(parameter.rest.axes) - {"stage"}
         ):
-            rest = wanted
+            stored = compute
         return Matrices(
-            rest=rest,
-            gathered={dim: axes[len(wanted.get(dim, ())) :] for dim, axes in rest.items()},
+            rest=stored,
+            gathered={dim: axes[len(compute.get(dim, ())) :] for dim, axes in stored.items()},
         )
 
     def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
@@ -155,8 +155,8 @@ class Placed:
             x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             used = [
-                checkpoint_name(one.whole(array, machine), GATHERED)
-                for one, array in zip(self.matrices, parameters, strict=True)
+                checkpoint_name(matrices.whole(array, machine), GATHERED)
+                for matrices, array in zip(self.matrices, parameters, strict=True)
             ]
             # Gathered here, and not on the way in, tokens are gathered in their own dtype, the
             # backward pass keeps shards of them, and their gradient is scattered.
@@ -219,7 +219,7 @@ def on_their_devices(
         PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
         for along in (sequence, (*sequence, *placed.over) if placed.scattered else sequence)
     )
-    specs = (after, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
+    specs = (after, rows, rows, *(machine.spec(matrices.rest, 3) for matrices in placed.matrices))
     run = machine.manual(
         lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec())
     )
@@ -248,7 +248,7 @@ def _placed(
         else tuple(axis for axis in tokens[1] if axis not in hidden and axis != "tensor")
     )  # capacities count tokens in the order of the whole sequence
     batch, sequence = machine.parts(tokens[0]), machine.parts(along)
-    where = Where(
+    expert_axes = Where(
         expert=machine.parts(shared),
         ways=machine.ways(shared),
         every=(*batch, *sequence),
@@ -256,7 +256,7 @@ def _placed(
     )
     return Placed(
         form=form,
-        where=where,
+        where=expert_axes,
         tokens=(batch, sequence),
         over=machine.parts(hidden),
         scattered=bool(hidden) and len(tokens) > 2 and tokens[1] == (*along, *hidden),
@@ -281,9 +281,13 @@ def _axes_of_matrices(
     if up is None or view is None:
         return (), ()
     experts, _, width = (() if source is None else up.compute[source] for source in view.dims)
-    ways, tensor = machine.ways(("expert",)), machine.ways(("tensor",))
+    experts_size, tensor = machine.ways(("expert",)), machine.ways(("tensor",))
     return (
-        tuple(axis for axis in experts if axis == "expert" and ways > 1 and shape[0] % ways == 0),
+        tuple(
+            axis
+            for axis in experts
+            if axis == "expert" and experts_size > 1 and shape[0] % experts_size == 0
+        ),
         tuple(axis for axis in width if axis == "tensor" and shape[2] % tensor == 0),
     )
 

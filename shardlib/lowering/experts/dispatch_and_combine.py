@@ -41,17 +41,17 @@ class Round:
     ordered: bool = False
 
 
-def round_of(where: Where, queue: Queue, number: Index) -> Round:
+def round_of(axes: Where, queue: Queue, number: Index) -> Round:
     """The round of a number, from 0.
 
     Args:
-        where: experts over devices, and how rows are exchanged.
+        axes: experts over devices, and how rows are exchanged.
         queue: assignments in the order in which they are sent.
         number: of the round, int32 scalar.
     """
-    if where.ways == 1:
+    if axes.ways == 1:
         return _without_exchange(queue)
-    return (_dense if where.exchange == "dense" else _ragged)(where, queue, number)
+    return (_dense if axes.exchange == "dense" else _ragged)(axes, queue, number)
 
 
 def _without_exchange(queue: Queue) -> Round:
@@ -67,36 +67,46 @@ def _without_exchange(queue: Queue) -> Round:
     )
 
 
-def _dense(where: Where, queue: Queue, number: Index) -> Round:
-    count, assignments, ways = queue.counts.shape[1], queue.order.shape[0], where.ways
-    local, room = where.local(count), where.room(assignments)
-    passed = number * room
+def _dense(axes: Where, queue: Queue, number: Index) -> Round:
+    count, assignments, size = queue.counts.shape[1], queue.order.shape[0], axes.ways
+    local, rows_per_message = axes.local(count), axes.room(assignments)
+    passed = number * rows_per_message
     first = queue.starts[:-1:local]
-    place = first[:, None] + passed + jnp.arange(room)
+    place = first[:, None] + passed + jnp.arange(rows_per_message)
     there = jnp.where(
         place < queue.starts[local::local, None], jnp.take(queue.order, place, mode="clip"), -1
     ).reshape(-1)
     device = queue.expert // local  # as many as there are devices, for what is dropped
     slot = queue.rank - jnp.take(first, device, mode="clip") - passed
-    back = jnp.where((slot >= 0) & (slot < room) & (device < ways), device * room + slot, -1)
-    ends = jnp.cumsum(_for_me(where, queue), axis=1)
+    back = jnp.where(
+        (slot >= 0) & (slot < rows_per_message) & (device < size),
+        device * rows_per_message + slot,
+        -1,
+    )
+    ends = jnp.cumsum(_for_me(axes, queue), axis=1)
     expert = jnp.sum(
-        (passed + jnp.arange(room))[None, :, None] >= ends[:, None, :], -1, dtype=jnp.int32
+        (passed + jnp.arange(rows_per_message))[None, :, None] >= ends[:, None, :],
+        -1,
+        dtype=jnp.int32,
     ).reshape(-1)
 
     def exchanged(rows: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(
-            rows.reshape(ways, room, -1), where.expert, split_axis=0, concat_axis=0, tiled=True
-        ).reshape(ways * room, -1)
+            rows.reshape(size, rows_per_message, -1),
+            axes.expert,
+            split_axis=0,
+            concat_axis=0,
+            tiled=True,
+        ).reshape(size * rows_per_message, -1)
 
     return Round(there=there, back=back, expert=expert, dispatch=exchanged, combine=exchanged)
 
 
-def _for_me(where: Where, queue: Queue) -> jax.Array:
+def _for_me(axes: Where, queue: Queue) -> jax.Array:
     """Assignments of every device for every expert of this one, [X, L]."""
-    local = where.local(queue.counts.shape[1])
+    local = axes.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
-        queue.counts, jax.lax.axis_index(where.expert) * local, local, axis=1
+        queue.counts, jax.lax.axis_index(axes.expert) * local, local, axis=1
     )
 
 
@@ -139,10 +149,10 @@ jax.tree_util.register_dataclass(
 )
 
 
-def _ragged(where: Where, queue: Queue, number: Index) -> Round:
-    assignments, local = queue.order.shape[0], where.local(queue.counts.shape[1])
-    window = where.window(assignments)
-    from_to = queue.counts.reshape(where.ways, where.ways, local).sum(2)
+def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
+    assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
+    window = axes.window(assignments)
+    from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
     waiting = (
         jnp.cumsum(from_to, axis=1) - from_to
     )  # what a device sends to the first devices waits first
@@ -150,7 +160,7 @@ def _ragged(where: Where, queue: Queue, number: Index) -> Round:
     start = jnp.clip(number * window - arrivals, 0, from_to)
     size = jnp.clip((number + 1) * window - arrivals, 0, from_to) - start
     first, landing = waiting + start, arrivals + start - number * window
-    me = jax.lax.axis_index(where.expert)
+    me = jax.lax.axis_index(axes.expert)
     pieces = _Pieces(
         first=first[me],
         sent=size[me],
@@ -159,40 +169,40 @@ def _ragged(where: Where, queue: Queue, number: Index) -> Round:
         taken=size[:, me],
         origin=first[:, me],
     )
-    ends = jnp.cumsum(_for_me(where, queue).reshape(-1))
+    ends = jnp.cumsum(_for_me(axes, queue).reshape(-1))
     row = number * window + jnp.arange(window)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
-    base, room = _without_exchange(queue), _Room(there=window, here=assignments)
+    base, sizes = _without_exchange(queue), _Room(there=window, here=assignments)
     return Round(
         there=base.there,
         back=base.back,
         expert=jnp.where(piece < ends.shape[0], piece % local, local),
-        dispatch=lambda rows: _dispatched(where.expert, room, pieces, rows),
-        combine=lambda rows: _combined(where.expert, room, pieces, rows),
+        dispatch=lambda rows: _dispatched(axes.expert, sizes, pieces, rows),
+        combine=lambda rows: _combined(axes.expert, sizes, pieces, rows),
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dispatched(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
+def _dispatched(axes: tuple[str, ...], sizes: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
     """Rows to the devices of their experts; zeros in places that no row goes to."""
-    out = jnp.zeros((room.there, rows.shape[1]), rows.dtype)
+    out = jnp.zeros((sizes.there, rows.shape[1]), rows.dtype)
     offsets = (pieces.first, pieces.sent, pieces.landing, pieces.taken)
     return jax.lax.ragged_all_to_all(rows, out, *offsets, axis_name=axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combined(axes: tuple[str, ...], room: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
+def _combined(axes: tuple[str, ...], sizes: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
     """Rows back to where they were dispatched from; zeros in places that no row goes to."""
-    out = jnp.zeros((room.here, rows.shape[1]), rows.dtype)
+    out = jnp.zeros((sizes.here, rows.shape[1]), rows.dtype)
     offsets = (pieces.arrival, pieces.taken, pieces.origin, pieces.sent)
     return jax.lax.ragged_all_to_all(rows, out, *offsets, axis_name=axes)
 
 
 _dispatched.defvjp(
-    lambda axes, room, pieces, rows: (_dispatched(axes, room, pieces, rows), pieces),
-    lambda axes, room, pieces, cotangent: (None, _combined(axes, room, pieces, cotangent)),
+    lambda axes, sizes, pieces, rows: (_dispatched(axes, sizes, pieces, rows), pieces),
+    lambda axes, sizes, pieces, cotangent: (None, _combined(axes, sizes, pieces, cotangent)),
 )
 _combined.defvjp(
-    lambda axes, room, pieces, rows: (_combined(axes, room, pieces, rows), pieces),
-    lambda axes, room, pieces, cotangent: (None, _dispatched(axes, room, pieces, cotangent)),
+    lambda axes, sizes, pieces, rows: (_combined(axes, sizes, pieces, rows), pieces),
+    lambda axes, sizes, pieces, cotangent: (None, _dispatched(axes, sizes, pieces, cotangent)),
 )

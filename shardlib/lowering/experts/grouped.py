@@ -60,10 +60,10 @@ class Grouped:
         real = (jnp.arange(rows.shape[0]) < sizes.sum())[
             :, None
         ]  # what a kernel leaves beyond the last group is not defined
-        kept = jnp.where(real, rows, 0)
+        grouped_rows = jnp.where(real, rows, 0)
         if weights.shape[0] == 1:  # libtpu 0.0.42 makes no program of a kernel for one group
-            return kept @ weights[0]
-        return jnp.where(real, jax.lax.ragged_dot(kept, weights, sizes), 0)
+            return grouped_rows @ weights[0]
+        return jnp.where(real, jax.lax.ragged_dot(grouped_rows, weights, sizes), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +98,12 @@ class _Steps:
         """(group, first row that is read, which of the rows read are of the block [block, 1])."""
         group = jnp.sum(self.last <= step)
         before = jnp.where(group > 0, self.last[group - 1], 0)
-        wanted = self.starts[group] + (step - before) * self.block
+        begin = self.starts[group] + (step - before) * self.block
         first = jnp.minimum(
-            wanted, self.rows - self.block
+            begin, self.rows - self.block
         )  # the last blocks would end beyond the rows
         row = first + jnp.arange(self.block)
-        return group, first, ((row >= wanted) & (row < self.ends[group]))[:, None]
+        return group, first, ((row >= begin) & (row < self.ends[group]))[:, None]
 
     def run(
         self, work: Callable[[_Carry, jax.Array, jax.Array, jax.Array], _Carry], start: _Carry
@@ -124,16 +124,21 @@ def _product(
     """Products [M, F] of rows [M, D] with weights [G, D, F]; or, turned, [M, D] of rows [M, F]."""
     steps = _Steps.of(sizes, rows.shape[0], block)
 
-    def work(result: jax.Array, group: jax.Array, first: jax.Array, mine: jax.Array) -> jax.Array:
+    def work(
+        result: jax.Array, group: jax.Array, first: jax.Array, in_block: jax.Array
+    ) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        made = jax.lax.dot_general(
+        product = jax.lax.dot_general(
             steps.read(rows, first),
             matrix,
             (((1,), (int(turned),)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         return jax.lax.dynamic_update_slice_in_dim(
-            result, jnp.where(mine, made.astype(result.dtype), steps.read(result, first)), first, 0
+            result,
+            jnp.where(in_block, product.astype(result.dtype), steps.read(result, first)),
+            first,
+            0,
         )
 
     return steps.run(
@@ -151,16 +156,18 @@ def _outer(
     """
     steps = _Steps.of(sizes, rows.shape[0], block)
 
-    def work(carry: _Sums, group: jax.Array, first: jax.Array, mine: jax.Array) -> _Sums:
+    def work(carry: _Sums, group: jax.Array, first: jax.Array, in_block: jax.Array) -> _Sums:
         result, sums, last = carry
         a, b = (
-            jnp.where(mine, steps.read(rows, first), 0),
-            jnp.where(mine, steps.read(cotangent, first), 0),
+            jnp.where(in_block, steps.read(rows, first), 0),
+            jnp.where(in_block, steps.read(cotangent, first), 0),
         )
-        made = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
-        sums = jnp.where(last == group, sums, 0) + made
-        kept = jax.lax.dynamic_update_index_in_dim(result, sums.astype(result.dtype), group, 0)
-        return kept, sums, group
+        product = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
+        sums = jnp.where(last == group, sums, 0) + product
+        weights_so_far = jax.lax.dynamic_update_index_in_dim(
+            result, sums.astype(result.dtype), group, 0
+        )
+        return weights_so_far, sums, group
 
     start = (
         jnp.zeros(weights.shape, weights.dtype),

@@ -186,10 +186,10 @@ def _further_backward(
         return number + 1, jax.tree.map(jnp.add, so_far, list(pull(further)))
 
     with jax.named_scope(OVERFLOW):
-        found = jax.lax.while_loop(
+        summed = jax.lax.while_loop(
             lambda state: state[0] < queue.rounds, turn, (jnp.ones((), jnp.int32), gradients)
         )[1]
-    return None, *found
+    return None, *summed
 
 
 _further.defvjp(_further_forward, _further_backward)

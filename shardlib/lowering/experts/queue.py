@@ -43,24 +43,28 @@ jax.tree_util.register_dataclass(
 
 
 def queue_of(
-    form: ExpertForm, where: Where, chosen: jax.Array, count: int
+    form: ExpertForm, axes: Where, chosen: jax.Array, count: int
 ) -> tuple[Queue, jax.Array]:
     """The queue of a device, and the number of assignments that all devices drop.
 
     Args:
         form: what experts compute.
-        where: on which axes.
+        axes: on which axes.
         chosen: experts of the tokens of the device, int [N, K].
         count: experts in all.
     """
     expert, dropped = chosen.reshape(-1).astype(jnp.int32), jnp.zeros((), jnp.int32)
     if form.capacity is not None:
-        kept = _kept(form, where, chosen.astype(jnp.int32), count).reshape(-1)
-        expert, dropped = jnp.where(kept, expert, count), jnp.sum(~kept, dtype=jnp.int32)
-        dropped = jax.lax.psum(dropped, where.every) if where.every else dropped
+        accepted = _kept(form, axes, chosen.astype(jnp.int32), count).reshape(-1)
+        expert, dropped = jnp.where(accepted, expert, count), jnp.sum(~accepted, dtype=jnp.int32)
+        dropped = jax.lax.psum(dropped, axes.every) if axes.every else dropped
     order, rank, starts = _sorted(expert, count)
-    own = jnp.diff(starts)[None]
-    counts = jax.lax.all_gather(own, where.expert, axis=0, tiled=True) if where.expert else own
+    local_counts = jnp.diff(starts)[None]
+    counts = (
+        jax.lax.all_gather(local_counts, axes.expert, axis=0, tiled=True)
+        if axes.expert
+        else local_counts
+    )
     return (
         Queue(
             expert=expert,
@@ -68,7 +72,7 @@ def queue_of(
             rank=rank,
             starts=starts,
             counts=counts,
-            rounds=_rounds(where, counts, expert.shape[0]),
+            rounds=_rounds(axes, counts, expert.shape[0]),
         ),
         dropped,
     )
@@ -83,29 +87,33 @@ def _sorted(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return order, jnp.argsort(order).astype(jnp.int32), starts.astype(jnp.int32)
 
 
-def _rounds(where: Where, counts: jax.Array, assignments: int) -> jax.Array:
+def _rounds(axes: Where, counts: jax.Array, assignments: int) -> jax.Array:
     """Rounds until the longest message between two devices, or all that arrives at one, has
     passed.
     """
-    room = where.room(assignments)
-    if where.ways == 1 or (where.exchange == "dense" and room >= assignments):
+    rows_per_message = axes.room(assignments)
+    if axes.ways == 1 or (axes.exchange == "dense" and rows_per_message >= assignments):
         return jnp.ones((), jnp.int32)
-    between = counts.reshape(where.ways, where.ways, -1).sum(2)  # from, to
-    most = between.max() if where.exchange == "dense" else between.sum(0).max()
-    held = room if where.exchange == "dense" else where.window(assignments)
-    return jax.lax.pmax(jnp.maximum(-(-most // held), 1).astype(jnp.int32), where.axes)
+    between = counts.reshape(axes.ways, axes.ways, -1).sum(2)  # from, to
+    longest = between.max() if axes.exchange == "dense" else between.sum(0).max()
+    capacity = rows_per_message if axes.exchange == "dense" else axes.window(assignments)
+    return jax.lax.pmax(jnp.maximum(-(-longest // capacity), 1).astype(jnp.int32), axes.axes)
 
 
-def _kept(form: ExpertForm, where: Where, chosen: jax.Array, count: int) -> jax.Array:
+def _kept(form: ExpertForm, axes: Where, chosen: jax.Array, count: int) -> jax.Array:
     """Which assignments [N, K] an expert takes: the first of all devices' tokens, which are in the
     order of the devices; all first choices are before all second ones.
     """
     tokens, per_token = chosen.shape
     keys = (chosen + count * jnp.arange(per_token, dtype=jnp.int32)).T.reshape(-1)
     _, rank, starts = _sorted(keys, count * per_token)
-    own = jnp.diff(starts)[None]
-    all_ = jax.lax.all_gather(own, where.every, axis=0, tiled=True) if where.every else own
-    device = jax.lax.axis_index(where.every) if where.every else 0
+    local_counts = jnp.diff(starts)[None]
+    all_ = (
+        jax.lax.all_gather(local_counts, axes.every, axis=0, tiled=True)
+        if axes.every
+        else local_counts
+    )
+    device = jax.lax.axis_index(axes.every) if axes.every else 0
     totals = all_.sum(0).reshape(per_token, count)
     choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
     devices = jnp.where((jnp.arange(all_.shape[0]) < device)[:, None], all_, 0).sum(0)

@@ -12,7 +12,7 @@ from shardlib.lowering.experts.queue import queue_of
 
 def routed(
     form: ExpertForm,
-    where: Where,
+    axes: Where,
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
@@ -21,7 +21,7 @@ def routed(
     gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What `shardlib.functions.experts.visit` computes, inside of a region that is manual over the
-    axes of `where`.
+    axes of `axes`.
 
     Rows of features travel to their experts and home, weights of experts and tokens do not. It is
     differentiated from outside of the region, as `jax.shard_map` does it: gradients of what devices
@@ -29,7 +29,7 @@ def routed(
 
     Args:
         form: what experts compute.
-        where: on which axes.
+        axes: on which axes.
         x, weights, chosen: as those of `visit`, for the tokens of the device; `chosen` are numbers
             among all experts. For a capacity, the order of all tokens is that of the devices along
             `where.every`, the major axis first, as where a batch is sharded over them.
@@ -40,12 +40,12 @@ def routed(
         As of `visit`: results are whole on every device, and all devices' drops are counted.
     """
     per_token = chosen.shape[-1]
-    queue, dropped = queue_of(form, where, chosen.reshape(-1, per_token), up.shape[0] * where.ways)
+    queue, dropped = queue_of(form, axes, chosen.reshape(-1, per_token), up.shape[0] * axes.ways)
     queue = jax.tree.map(kept, queue)
     parameters = (up, down) if gate is None else (up, down, gate)
     result = (
-        Work(form=form, where=where)
+        Work(form=form, where=axes)
         .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
-    return (jax.lax.psum(result, where.tensor) if where.tensor else result), dropped
+    return (jax.lax.psum(result, axes.tensor) if axes.tensor else result), dropped

@@ -15,18 +15,20 @@ from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.planning.plan import Plan
 
 
-def laid_out(value: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding) -> jax.Array:
+def laid_out(
+    value: jax.Array, gathered: bool, use: NamedSharding, back: NamedSharding
+) -> jax.Array:
     """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
     is needed whole.
 
     Args:
         value: the parameter as it is stored.
-        whole: whether it is needed gathered at once.
+        gathered: whether it is needed gathered at once.
         use: its sharding while it is used.
         back: the sharding of its gradient.
     """
     same = returning(back)(value)
-    return held(same, use) if whole else same
+    return held(same, use) if gathered else same
 
 
 def constrained(

@@ -65,7 +65,7 @@ def laid_out_for(
     loss: PureLoss,
     batch: Tree,
     batch_axes: Tree,
-    known: Mapping[str, LogicalAxes],
+    axes_by_path: Mapping[str, LogicalAxes],
 ) -> LaidOut:
     """Traces a loss and lays it out.
 
@@ -76,13 +76,13 @@ def laid_out_for(
         batch: abstract, without shardings.
         batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
             else by convention.
-        known: logical axes of the batch of a step, by path.
+        axes_by_path: logical axes of the batch of a step, by path.
 
     Raises:
         BatchError: names do not fit the batch, or it has no rows.
         TracingError: the loss does not trace for these shapes.
     """
-    described = _described(batch, batch_axes, known)
+    described = _described(batch, batch_axes, axes_by_path)
     if not described or any(
         shape[axes.index("batch") if "batch" in axes else 0] == 0
         for _, shape, _, axes in described
@@ -133,16 +133,19 @@ def laid_out_for(
     )
 
 
-def _described(batch: Tree, batch_axes: Tree, known: Mapping[str, LogicalAxes]) -> tuple[Any, ...]:
+def _described(
+    batch: Tree, batch_axes: Tree, axes_by_path: Mapping[str, LogicalAxes]
+) -> tuple[Any, ...]:
     if batch_axes is not None:
         return describe_batch(batch, batch_axes)
     leaves = named(batch, "batch")
     if all(
-        len(known.get(path, ())) == len(leaf.shape) and (path in known or not leaf.shape)
+        len(axes_by_path.get(path, ())) == len(leaf.shape)
+        and (path in axes_by_path or not leaf.shape)
         for path, leaf in leaves
     ):
         return tuple(
-            (path, tuple(leaf.shape), leaf.dtype.name, tuple(known.get(path, ())))
+            (path, tuple(leaf.shape), leaf.dtype.name, tuple(axes_by_path.get(path, ())))
             for path, leaf in leaves
         )
     return describe_batch(batch)
@@ -152,14 +155,16 @@ def _coloured(plan: Plan) -> tuple[Parameter, ...]:
     """The parameters under the names that the plan's rules have for their dims."""
     return tuple(
         Parameter(
-            path=one.path,
-            shape=one.shape,
-            dtype=one.dtype,
-            axes=one.colours if len(one.colours) == len(one.shape) else (None,) * len(one.shape),
+            path=parameter.path,
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            axes=parameter.colours
+            if len(parameter.colours) == len(parameter.shape)
+            else (None,) * len(parameter.shape),
             state_bytes_per_element=0.0,
             state_arrays=0,
         )
-        for one in plan.parameters
+        for parameter in plan.parameters
     )
 
 
@@ -174,25 +179,25 @@ def _divided(
         *(
             shape[dim]
             for path, shape, _, _ in described
-            for dim, own in enumerate(colouring.batch[path])
-            if name is not None and own == name
+            for dim, colour in enumerate(colouring.batch[path])
+            if name is not None and colour == name
         )
     )
     rows = rows or 1  # a single row has no colour
-    wanted = {name, "batch"} if name is not None else {"batch"}
+    batch_names = {name, "batch"} if name is not None else {"batch"}
     fewer: dict[tuple[str, ...], tuple[str, ...]] = {}
     entries: list[tuple[str, tuple[str, ...]]] = []
     for logical, axes in rules.entries:
-        if logical in wanted:
-            kept = _most(tuple(axis for axis in axes if axis in mesh), rows, mesh)
-            if mesh.ways(kept) < mesh.ways(tuple(axis for axis in axes if axis in mesh)):
-                fewer[axes] = kept
-            entries.append((logical, kept))
+        if logical in batch_names:
+            dividing = _most(tuple(axis for axis in axes if axis in mesh), rows, mesh)
+            if mesh.ways(dividing) < mesh.ways(tuple(axis for axis in axes if axis in mesh)):
+                fewer[axes] = dividing
+            entries.append((logical, dividing))
         else:
             entries.append((logical, axes))
     if not fewer:
         return rules, ()
-    axes, kept = max(fewer.items(), key=lambda item: len(item[0]))
+    axes, kept_axes = max(fewer.items(), key=lambda item: len(item[0]))
     finding = Finding(
         code="evaluation-replicated",
         severity="info",
@@ -200,8 +205,8 @@ def _divided(
         message=(
             f"{rows} rows do not divide over {'·'.join(axes)}"
             f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
-            f" {'sharded over ' + '·'.join(kept) + ' alone' if kept else 'replicated'}, and the"
-            " devices along the rest compute the same."
+            f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'}, and"
+            " the devices along the rest compute the same."
         ),
         hint="rows that divide",
     )
@@ -231,15 +236,17 @@ def _experts_as_written() -> Finding:
     )
 
 
-def abstract_batch(batch: Tree, found: LaidOut, shard: Callable[[Layout], NamedSharding]) -> Tree:
+def abstract_batch(
+    batch: Tree, laid_out: LaidOut, shard: Callable[[Layout], NamedSharding]
+) -> Tree:
     """A batch with the shardings that `shard` makes of its layouts.
 
     Args:
         batch: tree of abstract arrays.
-        found: their layouts.
+        laid_out: their layouts.
         shard: layout -> sharding.
     """
-    layouts = [layout for _, layout in found.batch]
+    layouts = [layout for _, layout in laid_out.batch]
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(
         [

@@ -31,12 +31,14 @@ def followed(
     """
     program = traced.program
     ranks = [len(program.avals[number].shape) for number in program.inputs]
-    known = [plan.parameters[i].compute for i in order]
-    known += [Layout.replicated(rank) for rank in ranks[len(known) : len(known) + states]]
-    known += [*(layout for _, layout in plan.batch_layouts), *handed]
+    input_layouts = [plan.parameters[i].compute for i in order]
+    input_layouts += [
+        Layout.replicated(rank) for rank in ranks[len(input_layouts) : len(input_layouts) + states]
+    ]
+    input_layouts += [*(layout for _, layout in plan.batch_layouts), *handed]
     inputs = [
         layout if len(layout) == rank else Layout.replicated(rank)
-        for layout, rank in zip(known, ranks, strict=True)
+        for layout, rank in zip(input_layouts, ranks, strict=True)
     ]
     return followed_layouts(
         graph_from_program(program, [("", "internal")] * len(ranks)), inputs, plan.mesh

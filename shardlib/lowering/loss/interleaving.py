@@ -47,30 +47,32 @@ def interleaving(
         program: the loss; its first inputs are the parameters.
         parameters: how many.
     """
-    ways = plan.mesh["tensor"]
+    shards = plan.mesh["tensor"]
     cut = {
         (value, dim): (name, sizes)
         for (value, dim), sizes in pieces.items()
         if (name := names[value][dim]) is not None and "tensor" in plan.rules.axes_of(name)
     }
     groups = {
-        group for group in cut.values() if ways > 1 and not any(size % ways for size in group[1])
+        group
+        for group in cut.values()
+        if shards > 1 and not any(size % shards for size in group[1])
     }
     if plan.mesh["stage"] > 1:
         return Interleaving(findings=tuple(map(_finding, sorted(groups))))
     left: set[Group] = set()
-    where, stacked = EquationPaths.of(program), stacked_parameters(program, parameters)
+    paths, stacked = EquationPaths.of(program), stacked_parameters(program, parameters)
     while groups:
         reading = _Reading(
             graph=graph,
             dims={place: group for place, group in cut.items() if group in groups},
-            where=where,
+            where=paths,
             stacked=stacked,
             parameters=parameters,
         )
-        found = reading.read()
+        result = reading.read()
         if not reading.refused:
-            return replace(found, ways=ways, findings=tuple(map(_finding, sorted(left))))
+            return replace(result, ways=shards, findings=tuple(map(_finding, sorted(left))))
         groups -= reading.refused
         left |= reading.refused
     return Interleaving(findings=tuple(map(_finding, sorted(left))))
@@ -135,28 +137,28 @@ class _Reading:
                 slices[op.path] = self._orders(op.results[0])
                 continue
             fresh = {
-                at: dict(orders)
-                for at, value in enumerate(op.operands)
+                position: dict(orders)
+                for position, value in enumerate(op.operands)
                 if value in stored and (orders := self._orders(value))
             }
             if op.category == "boundary":
                 self._refuse(op, fresh)
                 continue
-            found, uneven = self._special(op), self._uneven(op)
+            replacement, uneven = self._special(op), self._uneven(op)
             if self.where.is_closed(op.path) or (
-                (found or uneven or fresh) and op.path not in self.where.run
+                (replacement or uneven or fresh) and op.path not in self.where.run
             ):
                 self._refuse(op, range(len(op.operands)), True)
                 continue
-            if found is not None:
-                special[op.path] = found
-                uneven = {place for place in uneven if not self._handled(op, found, place)}
+            if replacement is not None:
+                special[op.path] = replacement
+                uneven = {place for place in uneven if not self._handled(op, replacement, place)}
             turned: dict[int, dict[int, tuple[Sizes, bool]]] = defaultdict(dict)
-            for at, orders in fresh.items():
-                turned[at] = {
+            for operand_position, orders in fresh.items():
+                turned[operand_position] = {
                     dim: (sizes, True)
                     for dim, sizes in orders.items()
-                    if (False, at, dim) not in uneven
+                    if (False, operand_position, dim) not in uneven
                 }
             for result, position, dim in uneven:
                 sizes = self._orders(op.value(result, position))[dim]
@@ -189,12 +191,15 @@ class _Reading:
         }
 
     def _refuse(self, op: Op, operands: Iterable[int], results: bool = False) -> None:
-        for value in (*(op.operands[at] for at in operands), *(op.results if results else ())):
+        for value in (
+            *(op.operands[position] for position in operands),
+            *(op.results if results else ()),
+        ):
             self.refused |= {self.dims[value, dim] for dim in self._orders(value)}
 
     def _formed(self, op: Op) -> Mapping[Place, Sizes]:
         places = ((place, (op.value(place[0], place[1]), place[2])) for place, _ in op.rule.dims())
-        return {place: self.dims[at][1] for place, at in places if at in self.dims}
+        return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
 
     def _special(self, op: Op) -> Taken | Reshaped | None:
         formed = self._formed(op)
@@ -222,11 +227,11 @@ class _Reading:
         return None
 
     @staticmethod
-    def _handled(op: Op, found: Taken | Reshaped, place: Place) -> bool:
+    def _handled(op: Op, replacement: Taken | Reshaped, place: Place) -> bool:
         return (
             place == op.rule.windows[0].long
-            if isinstance(found, Taken)
-            else place == (not found.apart, 0, found.dim)
+            if isinstance(replacement, Taken)
+            else place == (not replacement.apart, 0, replacement.dim)
         )
 
     def _uneven(self, op: Op) -> set[Place]:
@@ -242,12 +247,14 @@ class _Reading:
 
         def even(place: Place) -> bool:
             factor, sizes = dims[place][0], scaled[place]
-            shared = [(other, dim) for other, dim in dims.items() if factor in dim]
+            shared = [(neighbour, dim) for neighbour, dim in dims.items() if factor in dim]
             return (
                 bool(sizes)
                 and factor not in rule.whole
-                and all(dim[0] == factor and scaled.get(other) == sizes for other, dim in shared)
-                and _alike(op, [other for other, _ in shared], factor)
+                and all(
+                    dim[0] == factor and scaled.get(neighbour) == sizes for neighbour, dim in shared
+                )
+                and _alike(op, [neighbour for neighbour, _ in shared], factor)
             )
 
         return {place for place in formed if not even(place)}
@@ -262,9 +269,12 @@ def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
     """Whether an op treats all positions of a factor alike: what looks positions up, and what makes
     them from their number, does not.
     """
-    read, made = sum(not result for result, _, _ in shared), sum(result for result, _, _ in shared)
+    read, written = (
+        sum(not result for result, _, _ in shared),
+        sum(result for result, _, _ in shared),
+    )
     if op.category in ("gather", "scatter"):
-        return made > 0 and read > (op.category == "scatter")
-    if not made:
+        return written > 0 and read > (op.category == "scatter")
+    if not written:
         return factor in op.rule.summed and op.category in ("matmul", "convolution", "reduction")
     return read > 0 or op.kind == "broadcast_in_dim"

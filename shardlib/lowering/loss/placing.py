@@ -83,9 +83,11 @@ class Placing(WeightPlacing):
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
         loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
         uses = _in_dtypes(loss.uses, Precision.of(plan))
-        every = matmuls(loss) if plan.collective_matmul == "loop" else ()
+        matmuls_of_weights = matmuls(loss) if plan.collective_matmul == "loop" else ()
         machine = machine_of(plan, mesh, exchange or exchange_of(plan))
-        looped = _looped(every, [plan.parameters[i] for i in order], placements, machine)
+        looped = _looped(
+            matmuls_of_weights, [plan.parameters[i] for i in order], placements, machine
+        )
         return Placing(
             plan=plan,
             mesh=mesh,
@@ -103,7 +105,7 @@ class Placing(WeightPlacing):
                 machine,
                 {path for group in looped.values() for path in group.paths},
             ),
-            matmuls=every,
+            matmuls=matmuls_of_weights,
             interleaving=interleaving or AS_WRITTEN,
         )
 
@@ -166,7 +168,7 @@ class Placing(WeightPlacing):
         """The slice of a stacked parameter that one layer uses, laid out."""
         i = self.loss.slices[path]
         compute, gradient = (
-            within(mesh, one_layer(one[i])) for one in (self.compute, self.gradient)
+            within(mesh, one_layer(shardings[i])) for shardings in (self.compute, self.gradient)
         )
         used = self._used(i, value, kernel, compute, gradient)
         return self._taken(i, used, self.interleaving.slices.get(path, {}), kernel, mesh)
@@ -176,7 +178,8 @@ class Placing(WeightPlacing):
     ) -> list[jax.Array]:
         """Operands of a custom call, laid out where the plan says how."""
         layouts = [
-            self.placements.get((f"{equation.path}/operand", at)) for at in range(len(operands))
+            self.placements.get((f"{equation.path}/operand", index))
+            for index in range(len(operands))
         ]
         return [
             value if layout is None else constrained(value, layout, self.plan, mesh, equation.path)
@@ -195,7 +198,7 @@ class Placing(WeightPlacing):
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
         """What runs in place of custom calls, by path, with results laid out as planned."""
         machine = self.machine(mesh)
-        found = {
+        substitutes = {
             path: substitute(
                 site,
                 self.plan,
@@ -210,14 +213,14 @@ class Placing(WeightPlacing):
         }
         return {
             path: self._placed(function, self.loss.calls[path], mesh)
-            for path, function in found.items()
+            for path, function in substitutes.items()
             if function is not None
         }
 
     def _placed(
         self, function: Callable[..., Sequence[Any]], site: Site, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
-        layouts = [None if one is None else self.placements.get(one) for one in site.makers]
+        layouts = [None if maker is None else self.placements.get(maker) for maker in site.makers]
 
         def run(*arrays: Any) -> list[Any]:
             return [
@@ -231,13 +234,15 @@ class Placing(WeightPlacing):
 
 
 def _looped(
-    every: Sequence[Matmul],
+    candidates: Sequence[Matmul],
     parameters: Sequence[ParameterLayout],
     placements: Placements,
     machine: Machine,
 ) -> dict[str, Together]:
     """The matmuls that run in loops over the tensor axis, by path."""
-    return loops(every, lambda one: parameters[one.use.view.parameter], placements, machine)
+    return loops(
+        candidates, lambda matmul: parameters[matmul.use.view.parameter], placements, machine
+    )
 
 
 def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:

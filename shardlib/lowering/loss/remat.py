@@ -50,15 +50,15 @@ def apart(
     """
     if not plan.remat_layers and not plan.remat_classes:
         return {}
-    found = layers(program, loss)
+    groups = layers(program, loss)
     if not plan.remat_classes:
-        here = [fullest_stage(plan, one.count) for one in found]
+        here = [fullest_stage(plan, group.count) for group in groups]
         share = plan.remat_layers / sum(here)
         return {
-            one.path: (plan.remat, math.ceil(share * count - 1e-9))
-            for one, count in zip(found, here, strict=True)
+            group.path: (plan.remat, math.ceil(share * count - 1e-9))
+            for group, count in zip(groups, here, strict=True)
         }
-    names = names_of_classes([[paths[i] for i in sorted(one.parameters)] for one in found])
+    names = names_of_classes([[paths[i] for i in sorted(group.parameters)] for group in groups])
     classes = {name: (policy, count) for name, policy, count in plan.remat_classes}
     lost = sorted(classes.keys() ^ set(names))
     if lost:
@@ -67,7 +67,7 @@ def apart(
             f" {plan.model} has the classes {', '.join(names) or 'none'}\nTry: another plan for"
             " this model, or one policy for all layers: remat"
         )
-    return {one.path: classes[name] for one, name in zip(found, names, strict=True)}
+    return {group.path: classes[name] for group, name in zip(groups, names, strict=True)}
 
 
 def fullest_stage(plan: Plan, count: int) -> int:
@@ -88,7 +88,7 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
         program: the loss, with its frozen parameters known.
         loss: it as it was read.
     """
-    found: list[Layers] = []
+    groups: list[Layers] = []
     reads: dict[str, set[int]] = {}
     for step in loss.steps:
         if step.program is loss.program:
@@ -106,16 +106,16 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
             run = runs[equation.path]
             used = frozenset(
                 i
-                for one in program.equations[run.start : run.stop]
-                for i in reads.get(one.path, ())
+                for inner in program.equations[run.start : run.stop]
+                for i in reads.get(inner.path, ())
             )
-            found.append(Layers(path=equation.path, count=run.count, parameters=used))
+            groups.append(Layers(path=equation.path, count=run.count, parameters=used))
         elif equation.name == "scan" and equation.path not in inside and has_matmul(equation.eqn):
-            found.append(
+            groups.append(
                 Layers(
                     path=equation.path,
                     count=equation.params["length"],
                     parameters=frozenset(reads.get(equation.path, ())),
                 )
             )
-    return [one for one in found if one.parameters]
+    return [group for group in groups if group.parameters]

@@ -89,10 +89,12 @@ class WeightPlacing:
         kernels, tables = self._whole(self._at_rest)
         # Rows looked up in a table that is sharded along both dims make XLA replicate the result:
         # the table is gathered first.
-        whole = parameter in tables or leaf.shape in kernels
-        used = self._used(parameter, leaf, whole, self.compute[parameter], self.gradient[parameter])
+        gathered = parameter in tables or leaf.shape in kernels
+        used = self._used(
+            parameter, leaf, gathered, self.compute[parameter], self.gradient[parameter]
+        )
         return self._taken(
-            parameter, used, self.interleaving.parameters.get(parameter, {}), whole, self.mesh
+            parameter, used, self.interleaving.parameters.get(parameter, {}), gathered, self.mesh
         )
 
     def _taken(
@@ -100,7 +102,7 @@ class WeightPlacing:
         parameter: int,
         value: jax.Array,
         orders: Orders,
-        whole: bool,
+        gathered: bool,
         mesh: Mesh | AbstractMesh,
     ) -> jax.Array:
         """A parameter, or a layer of it, with its fused dims interleaved; moved in the dtype in
@@ -121,12 +123,17 @@ class WeightPlacing:
             as_dtype(value, narrow),
             orders,
             self.interleaving.ways,
-            shardings(layouts.compute if whole else layouts.rest),
+            shardings(layouts.compute if gathered else layouts.rest),
             shardings(layouts.gradient),
         ).astype(value.dtype)
 
     def _used(
-        self, parameter: int, leaf: jax.Array, whole: bool, use: NamedSharding, back: NamedSharding
+        self,
+        parameter: int,
+        leaf: jax.Array,
+        gathered: bool,
+        use: NamedSharding,
+        back: NamedSharding,
     ) -> jax.Array:
         """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
         one as stored, or in that in which it is read, where no matmul, lookup or slice moves it.
@@ -134,7 +141,7 @@ class WeightPlacing:
         dtype, added = self.loss.dtypes[parameter], parameter in self._added and leaf.ndim > 1
         read = self.loss.narrowed.get(parameter, dtype) if added else dtype
         moved = as_dtype(leaf, read) if read.itemsize < leaf.dtype.itemsize else leaf
-        return as_dtype(laid_out(moved, whole or added, use, back), dtype)
+        return as_dtype(laid_out(moved, gathered or added, use, back), dtype)
 
     @cached_property
     def _added(self) -> frozenset[int]:
@@ -144,7 +151,7 @@ class WeightPlacing:
         adding = [use for path, use in self.loss.added.items() if path in self._at_rest]
         uses = *self.uses.values(), *self.loss.sliced.values(), *adding
         moved = {use.view.parameter for use in uses}
-        trained = {i for i, at in enumerate(self.order) if self.plan.parameters[at].trained}
+        trained = {i for i, number in enumerate(self.order) if self.plan.parameters[number].trained}
         return frozenset(trained - moved if self.reductions.explicit else ())
 
     @cached_property
@@ -195,8 +202,8 @@ class WeightPlacing:
         """What is gathered at once: shapes of kernels, and tables, without those that some function
         gathers.
         """
-        known = {**self.uses, **self.loss.sliced, **self.loss.added}
-        uses = [known[path] for path in functions]
+        uses_by_path = {**self.uses, **self.loss.sliced, **self.loss.added}
+        uses = [uses_by_path[path] for path in functions]
         return (
             self.loss.kernels - {use.shape for use in uses},
             self.loss.tables - {use.view.parameter for use in uses},
@@ -210,7 +217,7 @@ class WeightPlacing:
         if not self.reductions.explicit:
             return {}
         machine = self.machine(mesh)
-        found = {
+        reductions = {
             path: reduced(
                 self.with_pins(use, mesh),
                 self.placements[path, 0],
@@ -220,8 +227,10 @@ class WeightPlacing:
             for path, use in self.uses.items()
             if (path, 0) in self.placements
         }
-        known = {path: function for path, function in found.items() if function is not None}
-        return known | self._slices(mesh, machine) | self._sums(mesh, machine)
+        replacements = {
+            path: function for path, function in reductions.items() if function is not None
+        }
+        return replacements | self._slices(mesh, machine) | self._sums(mesh, machine)
 
     def _sums(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
         """What runs instead of additions of matrices that nothing else uses, where the batch alone
@@ -236,23 +245,23 @@ class WeightPlacing:
         uses = self.loss.added
         moved = [use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())]
         times = Counter([*moved, *(use.view.parameter for use in uses.values())])
-        found = {
+        reductions = {
             path: reduced_sum(use, rows, self.parameter(use, mesh), machine)
             for path, use in uses.items()
             if times[use.view.parameter] == 1
         }
-        return {path: function for path, function in found.items() if function is not None}
+        return {path: function for path, function in reductions.items() if function is not None}
 
     def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
         """What runs instead of slices of parameters, of which all slices can be taken so."""
         uses = self.loss.sliced
-        found = {
+        gathers = {
             path: gathered_slice(use, self.parameter(use, mesh), machine)
             for path, use in uses.items()
         }
-        left = {uses[path].view.parameter for path, function in found.items() if function is None}
+        left = {uses[path].view.parameter for path, function in gathers.items() if function is None}
         return {
             path: function
-            for path, function in found.items()
+            for path, function in gathers.items()
             if function is not None and uses[path].view.parameter not in left
         }

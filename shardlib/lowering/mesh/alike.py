@@ -43,24 +43,27 @@ def alike(
         return machine.manual(function, tuple(arguments), result)
 
     def made(*arrays: Value) -> Value:
-        own = [_differentiable(array) for array in arrays]
+        differentiable = [_differentiable(array) for array in arrays]
 
         def local(*shards: Value) -> Value:
             return function(
-                *(shard[0] if row else shard for shard, row in zip(shards, own, strict=True))
+                *(
+                    shard[0] if row else shard
+                    for shard, row in zip(shards, differentiable, strict=True)
+                )
             )[None]
 
         region = machine.manual(
             local,
             tuple(
                 PartitionSpec(axes, *spec) if row else spec
-                for spec, row in zip(arguments, own, strict=True)
+                for spec, row in zip(arguments, differentiable, strict=True)
             ),
             PartitionSpec(axes, *result),
         )
         rows = [
             _rows(machine, axes, spec)(array) if row else array
-            for array, spec, row in zip(arrays, arguments, own, strict=True)
+            for array, spec, row in zip(arrays, arguments, differentiable, strict=True)
         ]
         return _row(machine, axes, result)(region(*rows))
 

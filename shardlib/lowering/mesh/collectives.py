@@ -42,10 +42,10 @@ class Machine:
 
     def ways(self, axes: Sequence[str]) -> int:
         """Number of pieces of a dim that is sharded over axes."""
-        ways = 1
+        size = 1
         for part in self.parts(axes):
-            ways *= self.mesh.shape[part]
-        return ways
+            size *= self.mesh.shape[part]
+        return size
 
     def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
         """How each dim is sharded, as JAX says it.
@@ -128,7 +128,7 @@ class Machine:
         return array
 
     def gather(
-        self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts
+        self, shape: Sequence[int], pieces: Cuts | None, cuts: Cuts
     ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
@@ -137,26 +137,26 @@ class Machine:
 
         Args:
             shape: elements per dim.
-            pieces: how the array comes; None, or cuts that do not refine `whole`, leave the way to
+            pieces: how the array comes; None, or cuts that do not refine `cuts`, leave the way to
                 the compiler.
-            whole: how it is wanted.
+            cuts: how it is wanted.
         """
         rank = len(shape)
         if pieces is None or any(
-            pieces.get(dim, ())[: len(whole.get(dim, ()))] != whole.get(dim, ())
+            pieces.get(dim, ())[: len(cuts.get(dim, ()))] != cuts.get(dim, ())
             or shape[dim] % self.ways(pieces.get(dim, ()))
             for dim in range(rank)
         ):
-            sharding = NamedSharding(self.mesh, self.spec(whole, rank))
+            sharding = NamedSharding(self.mesh, self.spec(cuts, rank))
             return lambda array: jax.lax.with_sharding_constraint(array, sharding)
-        missing = {dim: axes[len(whole.get(dim, ())) :] for dim, axes in pieces.items()}
+        missing = {dim: axes[len(cuts.get(dim, ())) :] for dim, axes in pieces.items()}
 
         def local(array: jax.Array) -> jax.Array:
             for dim, axes in missing.items():
                 array = self.gathered(array, dim, axes)
             return array
 
-        return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))
+        return self.manual(local, (self.spec(pieces, rank),), self.spec(cuts, rank))
 
 
 def row_major(array: jax.Array) -> jax.Array:

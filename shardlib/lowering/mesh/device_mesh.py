@@ -60,11 +60,11 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
     pairs = [
         (f"{axis}_{i}", size) for axis in INNER_AXES for i, size in enumerate(parts.get(axis, ()))
     ]
-    whole = {axis: ((axis, shape[axis]),) for axis in INNER_AXES if axis not in parts}
+    undivided = {axis: ((axis, shape[axis]),) for axis in INNER_AXES if axis not in parts}
     ordered = [
         pair
         for axis in INNER_AXES
-        for pair in whole.get(axis, tuple(p for p in pairs if p[0].rpartition("_")[0] == axis))
+        for pair in undivided.get(axis, tuple(p for p in pairs if p[0].rpartition("_")[0] == axis))
     ]
     return tuple(name for name, _ in ordered), tuple(size for _, size in ordered)
 
@@ -115,25 +115,25 @@ def device_mesh(
         TopologyError: too few devices, or a number given explicitly that is not the mesh's.
     """
     let_collectives_wait()
-    found = list(jax.devices() if devices is None else devices)
-    if devices is not None and len(found) != shape.devices:
+    available = list(jax.devices() if devices is None else devices)
+    if devices is not None and len(available) != shape.devices:
         raise TopologyError(
-            f"the mesh {shape} has {shape.devices} devices, argument `devices` gives {len(found)}\n"
-            "Try: pass exactly the devices that the mesh uses"
+            f"the mesh {shape} has {shape.devices} devices, argument `devices` gives"
+            f" {len(available)}\nTry: pass exactly the devices that the mesh uses"
         )
-    if len(found) < shape.devices:
+    if len(available) < shape.devices:
         raise TopologyError(
-            f"the mesh {shape} needs {shape.devices} devices, JAX sees {len(found)}"
-            f" ({found[0].platform})\n"
+            f"the mesh {shape} needs {shape.devices} devices, JAX sees {len(available)}"
+            f" ({available[0].platform})\n"
             f"Try: simulate them on the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={shape.devices}"
             " in the environment, or "
             f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used'
         )
     names, sizes = axis_names(shape, parts or {})
-    ordered = _ordered(shape, found, topology, order)
+    ordered = _ordered(shape, available, topology, order)
     findings = (
-        *idle_devices(shape, len(found), idle_processes(ordered.flat)),
-        *other_machine(topology, found[0].platform),
+        *idle_devices(shape, len(available), idle_processes(ordered.flat)),
+        *other_machine(topology, available[0].platform),
     )
     return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings
 
@@ -151,9 +151,9 @@ def _ordered(
         numbers = _numbers(shape, topology, order)
         if numbers is None:
             return first
-        every = np.array(devices, dtype=object)
+        all_devices = np.array(devices, dtype=object)
         return (
-            every[numbers]
+            all_devices[numbers]
             if numbers.max() < len(devices)
             else first[np.argsort(np.argsort(numbers))]  # the devices of these places were given
         )
@@ -169,10 +169,10 @@ def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> 
     here.
     """
     try:
-        known = None if topology is None else parse_topology(topology)
+        parsed = None if topology is None else parse_topology(topology)
     except ShardlibError:
         return None
-    numbers = None if known is None else device_order(shape, known, order)
+    numbers = None if parsed is None else device_order(shape, parsed, order)
     return None if numbers is None else numbers.reshape(-1)
 
 
@@ -196,18 +196,20 @@ def tpu_places(
         (slice, coordinates of the chip, core on the chip), one per device.
     """
     try:
-        known = parse_topology(topology)
+        parsed = parse_topology(topology)
     except ShardlibError:
         return []
-    numbers = device_order(shape, known, order)
-    torus = [i for i, tier in enumerate(known.tiers) if tier.kind == "torus"]
+    numbers = device_order(shape, parsed, order)
+    torus = [i for i, tier in enumerate(parsed.tiers) if tier.kind == "torus"]
     if numbers is None or len(torus) != 1:
         return []
-    dims = known.tiers[torus[0]].shape
-    slices = math.prod(tier.devices for tier in known.tiers[: torus[0]])
-    cores = math.prod(tier.devices for tier in known.tiers[torus[0] + 1 :])
-    found = np.unravel_index(numbers.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores))
-    return [tuple(int(i) for i in place) for place in zip(*found, strict=True)]
+    dims = parsed.tiers[torus[0]].shape
+    slices = math.prod(tier.devices for tier in parsed.tiers[: torus[0]])
+    cores = math.prod(tier.devices for tier in parsed.tiers[torus[0] + 1 :])
+    coordinates = np.unravel_index(
+        numbers.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores)
+    )
+    return [tuple(int(i) for i in place) for place in zip(*coordinates, strict=True)]
 
 
 def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:

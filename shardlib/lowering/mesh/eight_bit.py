@@ -78,8 +78,8 @@ def product(
 def gradient(
     numbers: Numbers,
     ranks: tuple[int, int],
-    wanted: int,
-    other: jax.Array,
+    side_of_result: int,
+    operand: jax.Array,
     cotangent: jax.Array,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
@@ -89,8 +89,8 @@ def gradient(
     Args:
         numbers: contracted and batch dims, as `dot_general` has them.
         ranks: of the two operands.
-        wanted: 0 or 1, the operand whose gradient it is.
-        other: the other operand.
+        side_of_result: 0 or 1, the operand whose gradient it is.
+        operand: the other operand.
         cotangent: of the result.
         dtype: of 8 bits, that the product is made in.
     """
@@ -99,20 +99,23 @@ def gradient(
         [dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])]
         for side in (0, 1)
     ]
-    rest, along = 1 - wanted, len(batch[0])
-    first = along + (len(free[0]) if rest else 0)
+    opposite, along = 1 - side_of_result, len(batch[0])
+    first = along + (len(free[0]) if opposite else 0)
     back: Numbers = (
-        (tuple(range(first, first + len(free[rest]))), tuple(free[rest])),
-        (tuple(range(along)), tuple(batch[rest])),
+        (tuple(range(first, first + len(free[opposite]))), tuple(free[opposite])),
+        (tuple(range(along)), tuple(batch[opposite])),
     )
     # Dims of the result: those that go along, those of the operand alone, and the contracted ones
     # in the order of the other operand.
     order = [
-        *batch[wanted],
-        *free[wanted],
-        *(mine for _, mine in sorted(zip(contracted[rest], contracted[wanted], strict=True))),
+        *batch[side_of_result],
+        *free[side_of_result],
+        *(
+            dim
+            for _, dim in sorted(zip(contracted[opposite], contracted[side_of_result], strict=True))
+        ),
     ]
-    return _dot(cotangent, other, back, BACK, dtype).transpose(np.argsort(order))
+    return _dot(cotangent, operand, back, BACK, dtype).transpose(np.argsort(order))
 
 
 def _dot(

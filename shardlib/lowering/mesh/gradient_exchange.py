@@ -73,10 +73,10 @@ class InDtype:
 
     def __call__(self, partial: jax.Array, collectives: Collectives) -> tuple[jax.Array, None]:
         """See `GradientExchange`."""
-        own = partial.dtype
+        dtype = partial.dtype
         sent = (
             partial.astype(self.dtype)
-            if self.dtype is not None and jnp.issubdtype(own, jnp.floating)
+            if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating)
             else partial
         )
-        return collectives(sent).astype(own), None
+        return collectives(sent).astype(dtype), None

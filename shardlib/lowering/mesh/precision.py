@@ -117,17 +117,17 @@ def is_real(leaf: Tree) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def like(tree: Tree, wanted: Tree) -> Tree:
+def like(tree: Tree, target: Tree) -> Tree:
     """A tree with the dtypes of another; leaves that have them already are passed on.
 
     Args:
         tree: arrays.
-        wanted: arrays or abstract arrays, a tree like it.
+        target: arrays or abstract arrays, a tree like it.
     """
     return jax.tree.map(
-        lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.astype(other.dtype),
+        lambda leaf, model: leaf if leaf.dtype == model.dtype else leaf.astype(model.dtype),
         tree,
-        wanted,
+        target,
     )
 
 

@@ -75,15 +75,17 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
     planned = {
         parameter.path: parameter for parameter in plan.parameters if parameter.role != "updated"
     }
-    found = {path_text(path): leaf.shape for path, leaf in leaves}
-    trained = dict(zip(found, model.partition.flags, strict=True))
-    failures = [f"{path} is in the plan, not in the model" for path in planned if path not in found]
+    shapes = {path_text(path): leaf.shape for path, leaf in leaves}
+    trained = dict(zip(shapes, model.partition.flags, strict=True))
+    failures = [
+        f"{path} is in the plan, not in the model" for path in planned if path not in shapes
+    ]
     failures += [
-        f"{path} is in the model, not in the plan" for path in found if path not in planned
+        f"{path} is in the model, not in the plan" for path in shapes if path not in planned
     ]
     failures += [
         f"{path} has shape {shape}, the plan says {planned[path].shape}"
-        for path, shape in found.items()
+        for path, shape in shapes.items()
         if path in planned and planned[path].shape != tuple(shape)
     ]
     failures += [
@@ -113,7 +115,7 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
 
     def tree(which: str) -> Tree:
         return structure.unflatten(
-            [named_sharding(mesh, getattr(planned[path], which)) for path in found]
+            [named_sharding(mesh, getattr(planned[path], which)) for path in shapes]
         )
 
     return ParameterShardings(
@@ -137,9 +139,12 @@ def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     )
 
     def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
-        found = planned.get(f"{STATE}.{path_text(path)}")
+        parameter = planned.get(f"{STATE}.{path_text(path)}")
         return named_sharding(
-            mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest
+            mesh,
+            Layout()
+            if parameter is None or parameter.shape != tuple(leaf.shape)
+            else parameter.rest,
         )
 
     return jax.tree_util.tree_map_with_path(cut, state)
@@ -175,14 +180,14 @@ def optimizer_shardings(
     """
     shapes = shapes_of(params)
     cuts = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
-    whole = named_sharding(mesh, Layout())
+    replicated = named_sharding(mesh, Layout())
     unowned: list[str] = []
 
     def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
         owner = owned(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
-        return whole if owner is None else cuts[owner]
+        return replicated if owner is None else cuts[owner]
 
     tree = jax.tree_util.tree_map_with_path(cut, opt_state)
     finding = Finding(

@@ -85,14 +85,20 @@ _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of the plan, over the first devices that JAX sees or those that are given."""
     kind = AxisType.Explicit if MODE == "explicit" else AxisType.Auto
-    every = list(jax.devices() if devices is None else devices)
-    if hasattr(every[0], "coords"):
-        every.sort(key=lambda one: (getattr(one, "slice_index", 0), *one.coords, one.core_on_chip))
+    available = list(jax.devices() if devices is None else devices)
+    if hasattr(available[0], "coords"):
+        available.sort(
+            key=lambda device: (
+                getattr(device, "slice_index", 0),
+                *device.coords,
+                device.core_on_chip,
+            )
+        )
     count = int(np.prod(list(MESH.values())))
-    if len(every) < count:
-        raise ValueError(f"the mesh {dict(MESH)} needs {count} devices, here are {len(every)}")
+    if len(available) < count:
+        raise ValueError(f"the mesh {dict(MESH)} needs {count} devices, here are {len(available)}")
     order = range(count) if DEVICE_ORDER is None else DEVICE_ORDER
-    grid = np.array([every[number] for number in order], dtype=object)
+    grid = np.array([available[number] for number in order], dtype=object)
     return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH), axis_types=(kind,) * len(MESH))
 
 
@@ -115,7 +121,10 @@ def optimizer_shardings(opt_state: Any, mesh: Mesh) -> Any:
     def sharding(path: str, leaf: Any) -> NamedSharding:
         keys = path.split(".")
         owners = (".".join(keys[start:]) for start in range(len(keys)))
-        owner = next((one for one in owners if planned.get(one, [None])[0] == leaf.shape), None)
+        owner = next(
+            (path_end for path_end in owners if planned.get(path_end, [None])[0] == leaf.shape),
+            None,
+        )
         return NamedSharding(mesh, P() if owner is None else planned[owner][3])
 
     return _by_path(opt_state, sharding)
@@ -202,9 +211,9 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
         mesh: from `make_mesh`.
     """
     stored = state_shardings(state, mesh)
-    whole, out = _traced_step(step, state, batch)
-    part = whole
-    if any(one.microbatches > 1 for one in LOSSES.values()):
+    program, out = _traced_step(step, state, batch)
+    part = program
+    if any(loss.microbatches > 1 for loss in LOSSES.values()):
         part, _ = _traced_step(step, state, _microbatch(batch, STEP))
     marked = {name: equation for name, equation in named(part) if _is_marked(equation.eqn)}
     if marked.keys() != LOSSES.keys():
@@ -212,19 +221,22 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
             f"the step marks {', '.join(marked) or 'no loss'} by value_and_grad of this file; the"
             f" one that was planned marks {', '.join(LOSSES) or 'none'}"
         )
-    kept, inner = jax.tree.leaves(stored), _inside(mesh)
-    rest = None if inner is mesh else NamedSharding(mesh, P())
-    results = out.unflatten([*kept, *[rest] * (out.num_leaves - len(kept))])
+    shardings, inner = jax.tree.leaves(stored), _inside(mesh)
+    replicated = None if inner is mesh else NamedSharding(mesh, P())
+    results = out.unflatten([*shardings, *[replicated] * (out.num_leaves - len(shardings))])
     losses = {
         name: _in_place(_MARKED[equation.eqn.params["name"]], LOSSES[name], inner)
         for name, equation in marked.items()
     }
-    walk = _Walk(inner, names(whole), STEP, "none", inside=False, losses=losses)
-    walk.check(whole)
+    walk = _Walk(inner, names(program), STEP, "none", inside=False, losses=losses)
+    walk.check(program)
 
     def placed(state: Any, batch: Any) -> Any:
-        values = list(map(_array, walk.run(whole, jax.tree.leaves((state, batch)))))
-        new = [_constrain(one, at.spec, inner) for one, at in zip(values, kept, strict=False)]
+        values = list(map(_array, walk.run(program, jax.tree.leaves((state, batch)))))
+        new = [
+            _constrain(value, sharding.spec, inner)
+            for value, sharding in zip(values, shardings, strict=False)
+        ]
         return out.unflatten([*new, *values[len(new) :]])
 
     return jax.jit(
@@ -250,8 +262,8 @@ def value_and_grad(
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
         chosen = {
-            getattr(one, "argnum", one) % len(args): getattr(one, "filter", None)
-            for one in (argnums if several else (argnums,))
+            getattr(argument, "argnum", argument) % len(args): getattr(argument, "filter", None)
+            for argument in (argnums if several else (argnums,))
         }
         nnx = sys.modules.get("flax.nnx")
         call = _of_trees if nnx is None or not _has_modules((args, kwargs), nnx) else _of_modules
@@ -262,8 +274,10 @@ def value_and_grad(
         aux, trees = finish(
             aux,
             {
-                at: [slope for own, slope in zip(owned, slopes, strict=True) if own == at]
-                for at in chosen
+                position: [
+                    slope for owner, slope in zip(owned, slopes, strict=True) if owner == position
+                ]
+                for position in chosen
             },
         )
         return (value, aux) if has_aux else value, tuple(trees) if several else trees[0]
@@ -272,8 +286,8 @@ def value_and_grad(
 
 
 def _has_modules(tree: Any, nnx: Any) -> bool:
-    def is_module(one: Any) -> bool:
-        return isinstance(one, nnx.Pytree)
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
 
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
@@ -282,39 +296,52 @@ def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_
     """A loss of trees over its arrays: (arrays -> (value, auxiliary results), arrays, for each the
     argument whose gradient it belongs to, what puts results and gradients together).
     """
-    every, structure = jax.tree.flatten((args, kwargs))
-    counts = [len(jax.tree.leaves(one)) for one in args]
-    owners = [at if at in chosen else None for at, count in enumerate(counts) for _ in range(count)]
-    owners += [None] * (len(every) - len(owners))
+    all_leaves, structure = jax.tree.flatten((args, kwargs))
+    counts = [len(jax.tree.leaves(argument)) for argument in args]
+    owners = [
+        index if index in chosen else None
+        for index, count in enumerate(counts)
+        for _ in range(count)
+    ]
+    owners += [None] * (len(all_leaves) - len(owners))
     arrays = (jax.Array, np.ndarray, np.generic)
     taken = [
-        at for at, leaf in enumerate(every) if owners[at] is not None or isinstance(leaf, arrays)
+        index
+        for index, leaf in enumerate(all_leaves)
+        if owners[index] is not None or isinstance(leaf, arrays)
     ]
 
     def flat(*leaves: Any) -> Any:
-        whole = dict(enumerate(every)) | dict(zip(taken, leaves, strict=True))
-        args, kwargs = structure.unflatten(whole.values())
+        values = dict(enumerate(all_leaves)) | dict(zip(taken, leaves, strict=True))
+        args, kwargs = structure.unflatten(values.values())
         results = loss(*args, **kwargs)
         return results if has_aux else (results, None)
 
     def finish(aux: Any, slopes: Mapping[int, Any]) -> Any:
-        return aux, [jax.tree.unflatten(jax.tree.structure(args[at]), slopes[at]) for at in chosen]
+        return aux, [
+            jax.tree.unflatten(jax.tree.structure(args[position]), slopes[position])
+            for position in chosen
+        ]
 
-    return flat, [every[at] for at in taken], [owners[at] for at in taken], finish
+    return flat, [all_leaves[index] for index in taken], [owners[index] for index in taken], finish
 
 
 def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
     """The same of a loss of NNX modules; what it changes in them stays changed."""
     nnx = sys.modules["flax.nnx"]
     objects = list(args), dict(kwargs)
-    kinds = {at: nnx.Param if kind is None else kind for at, kind in chosen.items()}
+    kinds = {position: nnx.Param if kind is None else kind for position, kind in chosen.items()}
     graph, state = nnx.split(objects)
     leaves, structure = jax.tree.flatten(state)
 
     def owner(path: Any, variable: Any) -> int | None:
-        place, at, *rest = path
-        wanted = place == 0 and at in kinds
-        return at if wanted and nnx.filterlib.to_predicate(kinds[at])(rest, variable) else None
+        place, position, *inner_path = path
+        is_chosen = place == 0 and position in kinds
+        return (
+            position
+            if is_chosen and nnx.filterlib.to_predicate(kinds[position])(inner_path, variable)
+            else None
+        )
 
     owners = [
         owner(path, variable)
@@ -328,14 +355,17 @@ def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], ha
         value, aux = results if has_aux else (results, None)
         after = jax.tree.leaves(nnx.split((positional, named))[1])
         pairs = enumerate(zip(leaves, after, strict=True))
-        return value, (aux, {at: new for at, (old, new) in pairs if new is not old})
+        return value, (aux, {index: new for index, (old, new) in pairs if new is not old})
 
     def finish(results: Any, slopes: Mapping[int, Any]) -> Any:
         aux, changed = results
         if changed:
             nnx.update(objects, structure.unflatten((dict(enumerate(leaves)) | changed).values()))
-        states = {at: nnx.state(args[at], kind) for at, kind in kinds.items()}
-        return aux, [jax.tree.unflatten(jax.tree.structure(states[at]), slopes[at]) for at in kinds]
+        states = {position: nnx.state(args[position], kind) for position, kind in kinds.items()}
+        return aux, [
+            jax.tree.unflatten(jax.tree.structure(states[position]), slopes[position])
+            for position in kinds
+        ]
 
     return flat, leaves, owners, finish
 
@@ -358,12 +388,14 @@ _MARKS = ("sharded_loss_", "shardlib_markedloss_")
 def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[Any, Any, Any]:
     """(value, auxiliary results, gradients) by a call that stays one operation of the step."""
     closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*map(_as_is, leaves))
-    captured = [one for one in closed.consts if isinstance(one, Tracer)]
+    captured = [constant for constant in closed.consts if isinstance(constant, Tracer)]
 
     def whole(*values: Any) -> Any:
         fresh = iter(values[len(leaves) :])
-        given = [next(fresh) if isinstance(one, Tracer) else one for one in closed.consts]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, given))(*values[: len(leaves)])
+        constants = [
+            next(fresh) if isinstance(constant, Tracer) else constant for constant in closed.consts
+        ]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*values[: len(leaves)])
 
     form = _Marked(
         jax.make_jaxpr(whole)(*map(_as_is, (*leaves, *captured))),
@@ -371,22 +403,24 @@ def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[
     )
 
     def call(*values: Any) -> Any:
-        chosen = [at for at, flag in enumerate(form.trained) if flag]
+        chosen = [index for index, flag in enumerate(form.trained) if flag]
 
         def loss(trained: Any) -> Any:
-            given = dict(enumerate(values)) | dict(zip(chosen, trained, strict=True))
-            value, *aux = jaxpr_as_fun(form.closed)(*given.values())
+            arguments = dict(enumerate(values)) | dict(zip(chosen, trained, strict=True))
+            value, *aux = jaxpr_as_fun(form.closed)(*arguments.values())
             return value, aux
 
-        (value, aux), slopes = jax.value_and_grad(loss, has_aux=True)([values[at] for at in chosen])
+        (value, aux), slopes = jax.value_and_grad(loss, has_aux=True)(
+            [values[index] for index in chosen]
+        )
         return [value, *aux, *slopes]
 
     call.__name__ = call.__qualname__ = f"{_MARKS[0]}{len(_MARKED)}"
     _MARKED[call.__name__] = form
-    value, *rest = jax.jit(call)(*leaves, *captured)
+    value, *outputs = jax.jit(call)(*leaves, *captured)
     structure = jax.tree.structure(aux)
     count = structure.num_leaves
-    return value, structure.unflatten(rest[:count]), rest[count:]
+    return value, structure.unflatten(outputs[:count]), outputs[count:]
 
 
 def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
@@ -427,7 +461,7 @@ def _in_place(marked: _Marked, layouts: Layouts, mesh: Any) -> Callable[..., lis
         (value, aux), slopes = gradients(*arguments(values))
         results = zip((value, *aux.values()), marked.closed.out_avals, strict=True)
         return [
-            *(one.astype(aval.dtype) for one, aval in results),
+            *(result.astype(aval.dtype) for result, aval in results),
             *(slopes[path] for kind, path in layouts.leaves if kind == "params"),
         ]
 
@@ -441,8 +475,8 @@ def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh
     differentiate = jax.value_and_grad(_placed_loss(loss, abstract, layouts, mesh), has_aux=True)
     constrain = partial(_constrained, layouts=layouts, mesh=mesh)
 
-    def zeros(one: Any) -> Any:
-        return jnp.zeros(one.shape, jnp.promote_types(one.dtype, jnp.float32))
+    def zeros(leaf: Any) -> Any:
+        return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
     def gradients(params: Any, frozen: Any, batch: Any) -> Any:
         if layouts.microbatches == 1:
@@ -458,7 +492,7 @@ def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh
         sums, results = jax.lax.scan(body, start, _parts(batch, layouts, mesh))
         mean = jax.tree.map(lambda values: values.mean(0), results)
         slopes = jax.tree.map(
-            lambda total, one: (total / layouts.microbatches).astype(one.dtype), sums, params
+            lambda total, leaf: (total / layouts.microbatches).astype(leaf.dtype), sums, params
         )
         return mean, constrain(slopes, 2)
 
@@ -496,16 +530,16 @@ def _abstract(tree: Any) -> Any:
     """Abstract arrays, without shardings."""
 
     def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-        one = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
-        typed_key = jnp.issubdtype(one.dtype, jax.dtypes.extended)
-        dtype = one.dtype if typed_key else jax.dtypes.canonicalize_dtype(one.dtype)
-        return jax.ShapeDtypeStruct(one.shape, dtype)
+        array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        typed_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        dtype = array.dtype if typed_key else jax.dtypes.canonicalize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct(array.shape, dtype)
 
     return jax.tree.map(abstract, tree)
 
 
-def _array(one: Any) -> Any:
-    return one if isinstance(one, jax.Array) else jnp.asarray(one)
+def _array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _constrained(tree: Any, which: int, layouts: Layouts, mesh: Any) -> Any:
@@ -520,8 +554,8 @@ def _placed_loss(
 ) -> Callable[[Any, Any, Any], Any]:
     """(params, frozen params, batch) -> (scalar, metrics), with the layouts of the plan."""
 
-    def value(*given: Any) -> Any:
-        results = loss(*given)
+    def value(*arguments: Any) -> Any:
+        results = loss(*arguments)
         return results if isinstance(results, tuple) else (results, {})
 
     value = value if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(value)
@@ -569,9 +603,9 @@ def flatten(jaxpr: Any, prefix: str = "") -> Program:
     number = itertools.count()
 
     def constant(value: Any) -> int:
-        at = next(number)
-        constants[at] = value
-        return at
+        index = next(number)
+        constants[index] = value
+        return index
 
     def walk(jaxpr: Any, arguments: Sequence[int], prefix: str) -> list[int]:
         inner, values = (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
@@ -648,12 +682,12 @@ class _Walk:
 
     def check(self, program: Program) -> None:
         """Raises where the loss is not the one that was planned."""
-        known, layouts = set(self.names.values()), self.layouts
-        asked = [
+        traced, layouts = set(self.names.values()), self.layouts
+        planned = [
             name.partition(" ")[0]
             for name in (*layouts.activations, *layouts.contractions, *layouts.layers)
         ]
-        missing = dict.fromkeys(name for name in asked if name not in known)
+        missing = dict.fromkeys(name for name in planned if name not in traced)
         if missing:
             raise ValueError(
                 f"the loss has no {', '.join(missing)}: it is not the one that was planned, or JAX"
@@ -665,24 +699,28 @@ class _Walk:
     ) -> list[Any]:
         env = dict(program.constants)
         env.update(zip(program.inputs, values, strict=True))
-        at = 0
-        places = {self.names[one.path]: i for i, one in enumerate(program.equations)}
+        start = 0
+        places = {self.names[equation.path]: i for i, equation in enumerate(program.equations)}
         for first, length, count in blocks if self.remat != "none" else ():
-            self._equations(program.equations[at : places[first]], env)
-            at = places[first]
+            self._equations(program.equations[start : places[first]], env)
+            start = places[first]
             for _ in range(count):
-                self._layer(program, at, length, env)
-                at += length
-        self._equations(program.equations[at:], env)
+                self._layer(program, start, length, env)
+                start += length
+        self._equations(program.equations[start:], env)
         return [env[number] for number in program.outputs]
 
     def _layer(self, program: Program, first: int, length: int, env: dict[int, Any]) -> None:
         """One layer that is written out, under the remat policy."""
         equations = program.equations[first : first + length]
-        made = {number for one in equations for number in one.outputs}
-        read = sorted({n for one in equations for n in one.inputs} - made - set(program.constants))
-        after = {n for one in program.equations[first + length :] for n in one.inputs}
-        left = sorted(made & (after | set(program.outputs)))
+        produced = {number for equation in equations for number in equation.outputs}
+        read = sorted(
+            {n for equation in equations for n in equation.inputs}
+            - produced
+            - set(program.constants)
+        )
+        after = {n for equation in program.equations[first + length :] for n in equation.inputs}
+        left = sorted(produced & (after | set(program.outputs)))
         inner = self._inner(inside=True)
 
         def layer(*values: Any) -> list[Any]:
@@ -690,13 +728,13 @@ class _Walk:
             inner._equations(equations, local)
             return [local[number] for number in left]
 
-        found = jax.checkpoint(layer, policy=_POLICIES[self.remat])(*(env[n] for n in read))
-        env.update(zip(left, found, strict=True))
+        results = jax.checkpoint(layer, policy=_POLICIES[self.remat])(*(env[n] for n in read))
+        env.update(zip(left, results, strict=True))
 
     def _equations(self, equations: Sequence[Equation], env: dict[int, Any]) -> None:
         for equation in equations:
-            found = self._equation(equation, [env[number] for number in equation.inputs])
-            env.update(zip(equation.outputs, found, strict=True))
+            results = self._equation(equation, [env[number] for number in equation.inputs])
+            env.update(zip(equation.outputs, results, strict=True))
 
     def _equation(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         eqn, path = equation.eqn, equation.path
@@ -715,12 +753,12 @@ class _Walk:
         name = self.names.get(path, "")
         if name in self.losses:
             return self.losses[name](*values)
-        found = (
+        results = (
             [self._contraction(eqn, name, values)]
             if name in self.layouts.contractions
             else _bind(eqn, values)
         )
-        return [self._put(f"{name} {k}" if k else name, one) for k, one in enumerate(found)]
+        return [self._put(f"{name} {k}" if k else name, result) for k, result in enumerate(results)]
 
     def _put(self, name: str, value: Any) -> Any:
         if name not in self.layouts.activations:
@@ -737,45 +775,47 @@ class _Walk:
 
     def parameter(self, path: str, leaf: Any, dim: int) -> Any:
         """A parameter, or one layer of it, whose gradient comes back as the optimizer reads it."""
-        gradient, whole = self.layouts.parameters[path][2], self.layouts.gathered.get(path)
+        gradient, gathered = self.layouts.parameters[path][2], self.layouts.gathered.get(path)
         same = _returning(NamedSharding(self.mesh, P(*gradient[dim:])))(leaf)
-        return same if whole is None else _constrain(same, P(*whole[dim:]), self.mesh)
+        return same if gathered is None else _constrain(same, P(*gathered[dim:]), self.mesh)
 
     def _contraction(self, eqn: Any, name: str, values: list[Any]) -> Any:
         """A contraction in the layouts of the plan, forward and backward: what the backward pass
         finds saved are the operands as they come, so that it gathers a weight again.
         """
         operands, result, settles, arriving = self.layouts.contractions[name]
-        like = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in values]
+        like = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
 
-        def read(at: int, value: Any) -> Any:
-            return _constrain(value, operands[at], self.mesh)
+        def read(position: int, value: Any) -> Any:
+            return _constrain(value, operands[position], self.mesh)
 
         def made(*values: Any) -> Any:
-            found = _bind(eqn, [read(at, value) for at, value in enumerate(values)])[0]
-            return _constrain(found, result, self.mesh) if settles else found
+            product = _bind(eqn, [read(i, value) for i, value in enumerate(values)])[0]
+            return _constrain(product, result, self.mesh) if settles else product
 
-        if not all(jnp.issubdtype(one.dtype, jnp.inexact) for one in like):
+        if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in like):
             return made(*values)
 
-        def gradient(wanted: int, values: Sequence[Any], cotangent: Any) -> Any:
-            one, before = like[wanted], arriving[wanted] if wanted < len(arriving) else None
-            wide = before is not None and cotangent.dtype.itemsize > one.dtype.itemsize
-            into = jax.ShapeDtypeStruct(one.shape, cotangent.dtype if wide else one.dtype)
+        def gradient(position: int, values: Sequence[Any], cotangent: Any) -> Any:
+            aval, before = like[position], arriving[position] if position < len(arriving) else None
+            wide = before is not None and cotangent.dtype.itemsize > aval.dtype.itemsize
+            into = jax.ShapeDtypeStruct(aval.shape, cotangent.dtype if wide else aval.dtype)
 
             def linear(value: Any) -> Any:
-                given = [value if at == wanted else other for at, other in enumerate(values)]
-                return _bind(eqn, given)[0]
+                operands = [
+                    value if index == position else operand for index, operand in enumerate(values)
+                ]
+                return _bind(eqn, operands)[0]
 
-            found = read(wanted, jax.linear_transpose(linear, into)(cotangent)[0])
+            slope = read(position, jax.linear_transpose(linear, into)(cotangent)[0])
             if wide and before is not None:
-                found = _constrain(found, before, self.mesh)
-            return found.astype(one.dtype)
+                slope = _constrain(slope, before, self.mesh)
+            return slope.astype(aval.dtype)
 
         def backward(saved: Sequence[Any], cotangent: Any) -> Any:
-            reads = [read(at, value) for at, value in enumerate(saved)]
+            reads = [read(position, value) for position, value in enumerate(saved)]
             cotangent = _constrain(cotangent, result, self.mesh)
-            return tuple(gradient(wanted, reads, cotangent) for wanted in range(len(reads)))
+            return tuple(gradient(position, reads, cotangent) for position in range(len(reads)))
 
         run = jax.custom_vjp(made)
         run.defvjp(lambda *values: (made(*values), values), backward)
@@ -790,17 +830,17 @@ class _Walk:
         inner = self._inner(inside=remat != "none")
 
         def body(carry: Any, sliced: Any) -> Any:
-            held = [self._put(f"{name} carry {k}", one) for k, one in enumerate(carry)]
-            layer = [self._entered(f"{name} enter {k}", one) for k, one in enumerate(sliced)]
-            found = inner.run(program, [*values[:constants], *held, *layer])
-            return tuple(found[:carried]), tuple(found[carried:])
+            placed = [self._put(f"{name} carry {k}", leaf) for k, leaf in enumerate(carry)]
+            layer = [self._entered(f"{name} enter {k}", leaf) for k, leaf in enumerate(sliced)]
+            results = inner.run(program, [*values[:constants], *placed, *layer])
+            return tuple(results[:carried]), tuple(results[carried:])
 
         if remat != "none":
             body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
         avals = [var.aval for var in getattr(params["jaxpr"], "jaxpr", params["jaxpr"]).invars]
         first = tuple(
-            one if isinstance(one, jax.Array) else jnp.asarray(one, aval.dtype)
-            for one, aval in zip(
+            leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype)
+            for leaf, aval in zip(
                 values[constants : constants + carried], avals[constants:], strict=False
             )
         )
@@ -813,8 +853,8 @@ class _Walk:
             unroll=params["unroll"],
         )
         return [
-            *(self._put(f"{name} final {k}", one) for k, one in enumerate(final)),
-            *(self._put(f"{name} exit {k}", one) for k, one in enumerate(stacked)),
+            *(self._put(f"{name} final {k}", leaf) for k, leaf in enumerate(final)),
+            *(self._put(f"{name} exit {k}", leaf) for k, leaf in enumerate(stacked)),
         ]
 
     def _entered(self, name: str, value: Any) -> Any:
@@ -844,8 +884,8 @@ def _constrain(value: Any, spec: P, mesh: Mesh) -> Any:
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _callee(eqn: Any) -> Any:
@@ -865,19 +905,19 @@ def _has_matmul(eqn: Any) -> bool:
     if eqn.primitive.name in _MATMULS:
         return True
     inner = [
-        getattr(one, "jaxpr", one)
+        getattr(param, "jaxpr", param)
         for value in eqn.params.values()
-        for one in (value if isinstance(value, tuple | list) else [value])
-        if hasattr(one, "eqns") or hasattr(one, "jaxpr")
+        for param in (value if isinstance(value, tuple | list) else [value])
+        if hasattr(param, "eqns") or hasattr(param, "jaxpr")
     ]
-    return any(_has_matmul(one) for jaxpr in inner for one in getattr(jaxpr, "eqns", ()))
+    return any(_has_matmul(equation) for jaxpr in inner for equation in getattr(jaxpr, "eqns", ()))
 
 
 def paths(tree: Any) -> list[tuple[str, Any]]:
     """Dotted path and array of every leaf; the variables of NNX are their arrays."""
 
-    def key(one: Any) -> str:
-        return str(getattr(one, "key", getattr(one, "idx", getattr(one, "name", one))))
+    def key(entry: Any) -> str:
+        return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
     def inside(path: Sequence[Any]) -> bool:
         """Whether a path ends with the array of a variable of NNX."""
@@ -924,17 +964,19 @@ def _microbatch(batch: Any, layouts: Layouts) -> Any:
 
 def _parts(batch: Any, layouts: Layouts, mesh: Any) -> list[Any]:
     """The microbatches, stacked: every device takes each from its own rows."""
-    found: list[Any] = []
+    stacked: list[Any] = []
     for path, leaf in paths(batch):
         dim, count = layouts.rows[path], layouts.microbatches
         if dim is None:
             continue
         split = leaf.reshape(*leaf.shape[:dim], -1, count, *leaf.shape[dim + 1 :])
         spec = P(None, *layouts.batch[path])
-        found.append(_constrain(jnp.moveaxis(split, dim + 1, 0), spec, mesh))
-    return found
+        stacked.append(_constrain(jnp.moveaxis(split, dim + 1, 0), spec, mesh))
+    return stacked
 
 
 def _joined(batch: Any, rows: Sequence[Any], layouts: Layouts) -> Any:
-    rest = iter(rows)
-    return _by_path(batch, lambda path, leaf: leaf if layouts.rows[path] is None else next(rest))
+    remaining = iter(rows)
+    return _by_path(
+        batch, lambda path, leaf: leaf if layouts.rows[path] is None else next(remaining)
+    )

@@ -61,8 +61,8 @@ class Pins:
             return None
         layouts = [
             layout
-            for at in range(len(equation.inputs) + 1)
-            if (layout := placements.get(used(equation.path, at))) is not None
+            for position in range(len(equation.inputs) + 1)
+            if (layout := placements.get(used(equation.path, position))) is not None
         ]
         if len(layouts) <= len(equation.inputs):
             return None
@@ -73,22 +73,24 @@ class Pins:
             settles=not follows(placements.get((equation.path, 0)), operands, result),
             arriving=tuple(
                 None if layout is None else named_sharding(mesh, layout)
-                for layout in (placements.get(arriving(equation.path, at)) for at in (0, 1))
+                for layout in (
+                    placements.get(arriving(equation.path, position)) for position in (0, 1)
+                )
             ),
         )
 
-    def read(self, at: int, value: jax.Array) -> jax.Array:
+    def read(self, position: int, value: jax.Array) -> jax.Array:
         """An operand as the contraction reads it; also the gradient of that operand.
 
         Args:
-            at: 0 or 1, which operand it is.
+            position: 0 or 1, which operand it is.
             value: the operand, or its gradient.
         """
-        return held(value, self.operands[at])
+        return held(value, self.operands[position])
 
-    def scattered(self, at: int, gradient: jax.Array) -> jax.Array:
+    def scattered(self, position: int, gradient: jax.Array) -> jax.Array:
         """The gradient of an operand, sharded as that operand was before it was gathered."""
-        before = self.arriving[at]
+        before = self.arriving[position]
         return gradient if before is None else held(gradient, before)
 
     def made(self, value: jax.Array) -> jax.Array:
@@ -100,19 +102,19 @@ class Pins:
         return held(value, self.result)
 
 
-def follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
+def follows(planned: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
     """Whether the layout that is asked of a result is that of the operation, but for partial sums
     that are scattered.
 
     That the partitioner does right in every form there is; where other axes move as well, not in
     all of them.
     """
-    if asked is None:
+    if planned is None:
         return False
     partial = {axis for operand in operands for axis in operand.axes} - result.axes
     return all(
-        wanted[: len(made)] == made and partial.issuperset(wanted[len(made) :])
-        for wanted, made in zip(asked, result, strict=True)
+        planned_axes[: len(axes)] == axes and partial.issuperset(planned_axes[len(axes) :])
+        for planned_axes, axes in zip(planned, result, strict=True)
     )
 
 
@@ -127,14 +129,14 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
-    def sums_in(self, made: np.dtype, read: np.dtype, /) -> bool:
-        """Whether gradients of operands of dtype `read` are summed in the wider dtype `made` of the
+    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+        """Whether gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
         result, and rounded after that.
         """
         ...
 
     def summed(
-        self, wanted: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
+        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
     ) -> jax.Array:
         """The gradient of one operand as `slope` has it, of that shape, before it is rounded: in
         the dtype of the cotangent.
@@ -143,7 +145,7 @@ class Contraction(Protocol):
 
     def slope(
         self,
-        wanted: int,
+        position: int,
         operands: Operands,
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
@@ -153,7 +155,7 @@ class Contraction(Protocol):
         looked at.
 
         Args:
-            wanted: the operand whose gradient it is.
+            position: the operand whose gradient it is.
             operands: both operands.
             cotangent: of the result.
             like: shape and dtype of the gradient.
@@ -171,19 +173,21 @@ class AsWritten:
         """The operation."""
         return bind(self.equation, operands)[0]
 
-    def sums_in(self, made: np.dtype, read: np.dtype, /) -> bool:
+    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
         """See `Contraction`."""
-        return self.equation.name == "dot_general" and made.itemsize > read.itemsize
+        return self.equation.name == "dot_general" and wide.itemsize > read.itemsize
 
     def summed(
-        self, wanted: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
+        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
     ) -> jax.Array:
         """See `Contraction`."""
-        return self.slope(wanted, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype))
+        return self.slope(
+            position, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        )
 
     def slope(
         self,
-        wanted: int,
+        position: int,
         operands: Operands,
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
@@ -192,20 +196,20 @@ class AsWritten:
         """The gradient of one operand.
 
         Args:
-            wanted: the operand whose gradient it is.
+            position: the operand whose gradient it is.
             operands: both operands.
             cotangent: of the result.
             like: shape and dtype of the gradient.
         """
         left = operands[0]
-        if wanted == 1 and self.equation.name == "dot_general" and left is not None:
+        if position == 1 and self.equation.name == "dot_general" and left is not None:
             return _slope_of_right(self.equation, left, cotangent).astype(like.dtype)
 
-        def linear(one: jax.Array) -> jax.Array:
+        def linear(variable: jax.Array) -> jax.Array:
             return self.run(
                 [
-                    one if operand is None or at == wanted else operand
-                    for at, operand in enumerate(operands)
+                    variable if operand is None or index == position else operand
+                    for index, operand in enumerate(operands)
                 ]
             )
 
@@ -220,19 +224,19 @@ def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -
     of the step of a small GPT-2.
     """
     (of_left, of_right), (batch_left, batch_right) = equation.eqn.params["dimension_numbers"]
-    own = [dim for dim in range(left.ndim) if dim not in (*of_left, *batch_left)]
+    free_left = [dim for dim in range(left.ndim) if dim not in (*of_left, *batch_left)]
     batch = range(len(batch_left))
-    found = jax.lax.dot_general(
+    product = jax.lax.dot_general(
         left,
         cotangent,
-        ((own, range(len(batch), len(batch) + len(own))), (batch_left, batch)),
+        ((free_left, range(len(batch), len(batch) + len(free_left))), (batch_left, batch)),
         precision=equation.eqn.params["precision"],
         preferred_element_type=equation.eqn.params["preferred_element_type"],
     )
     summed = [right for _, right in sorted(zip(of_left, of_right, strict=True))]
-    free = [dim for dim in range(found.ndim) if dim not in (*batch_right, *summed)]
+    free = [dim for dim in range(product.ndim) if dim not in (*batch_right, *summed)]
     order = [*batch_right, *summed, *free]
-    return jax.lax.transpose(found, [order.index(dim) for dim in range(found.ndim)])
+    return jax.lax.transpose(product, [order.index(dim) for dim in range(product.ndim)])
 
 
 def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) -> jax.Array:
@@ -247,7 +251,9 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
 
     def made(*operands: jax.Array) -> jax.Array:
         return pins.made(
-            contraction.run([pins.read(at, operand) for at, operand in enumerate(operands)])
+            contraction.run(
+                [pins.read(position, operand) for position, operand in enumerate(operands)]
+            )
         )
 
     run = jax.custom_vjp(made)
@@ -263,26 +269,26 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
         )
 
     def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-        left, right, rest = saved
+        left, right, others = saved
         if isinstance(cotangent, SymbolicZero):
             return (None,) * len(like)
         reads = [
-            None if value is None else pins.read(at, value)
-            for at, value in enumerate((left, right, *rest))
+            None if value is None else pins.read(position, value)
+            for position, value in enumerate((left, right, *others))
         ]
         back = pins.cotangent(cotangent)
 
-        def gradient(wanted: int) -> Any:
-            if reads[1 - wanted] is None:
+        def gradient(position: int) -> Any:
+            if reads[1 - position] is None:
                 return None
-            one = like[wanted]
-            if pins.arriving[wanted] is None or not contraction.sums_in(back.dtype, one.dtype):
-                return pins.read(wanted, contraction.slope(wanted, reads, back, one))
+            aval = like[position]
+            if pins.arriving[position] is None or not contraction.sums_in(back.dtype, aval.dtype):
+                return pins.read(position, contraction.slope(position, reads, back, aval))
             # Rounded first, partial sums would be added up whole before they are scattered.
-            found = pins.read(wanted, contraction.summed(wanted, reads, back, one.shape))
-            return pins.scattered(wanted, found).astype(one.dtype)
+            summed = pins.read(position, contraction.summed(position, reads, back, aval.shape))
+            return pins.scattered(position, summed).astype(aval.dtype)
 
-        return gradient(0), gradient(1), *(None for _ in rest)
+        return gradient(0), gradient(1), *(None for _ in others)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(*operands)

@@ -50,20 +50,20 @@ class InGroups:
 
         def local(left: jax.Array, right: jax.Array) -> jax.Array:
             count = groups // self._ways(channels)
-            found = bind(self.equation, (left, right), batch_group_count=count, **self.changed)
-            return jax.lax.psum(found[0], rows)
+            results = bind(self.equation, (left, right), batch_group_count=count, **self.changed)
+            return jax.lax.psum(results[0], rows)
 
         left, right = operands
         sharded = (
             _spec(left.ndim, {numbers.lhs_spec[0]: channels, numbers.lhs_spec[1]: rows}),
             _spec(right.ndim, {numbers.rhs_spec[0]: channels, numbers.rhs_spec[1]: rows}),
         )
-        kept = _spec(left.ndim, {numbers.out_spec[1]: channels})
-        return self._machine.manual(local, sharded, kept)(left, right)
+        result_spec = _spec(left.ndim, {numbers.out_spec[1]: channels})
+        return self._machine.manual(local, sharded, result_spec)(left, right)
 
     def slope(
         self,
-        wanted: int,
+        position: int,
         operands: Operands,
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
@@ -72,38 +72,40 @@ class InGroups:
         """See `Contraction`."""
         numbers, groups = self._numbers, self.equation.params["feature_group_count"]
         rows, left = _axes(self.pins.operands[0], numbers.lhs_spec[0]), operands[0]
-        if wanted == 0 or left is None or groups == 1 or not rows:
-            return self.contraction.slope(wanted, operands, cotangent, like)
+        if position == 0 or left is None or groups == 1 or not rows:
+            return self.contraction.slope(position, operands, cotangent, like)
         channels = self._channels(groups)
-        ways, out = self._ways(channels), numbers.rhs_spec[0]
-        shape = tuple(size // ways if dim == out else size for dim, size in enumerate(like.shape))
+        shards, out = self._ways(channels), numbers.rhs_spec[0]
+        shape = tuple(size // shards if dim == out else size for dim, size in enumerate(like.shape))
 
         def local(left: jax.Array, cotangent: jax.Array) -> jax.Array:
             def linear(kernel: jax.Array) -> jax.Array:
-                count = groups // ways
+                count = groups // shards
                 return bind(
                     self.equation, (left, kernel), feature_group_count=count, **self.changed
                 )[0]
 
-            one = jax.ShapeDtypeStruct(shape, like.dtype)
-            return jax.lax.psum(jax.linear_transpose(linear, one)(cotangent)[0], rows)
+            aval = jax.ShapeDtypeStruct(shape, like.dtype)
+            return jax.lax.psum(jax.linear_transpose(linear, aval)(cotangent)[0], rows)
 
         sharded = (
             _spec(left.ndim, {numbers.lhs_spec[0]: rows, numbers.lhs_spec[1]: channels}),
             _spec(left.ndim, {numbers.out_spec[0]: rows, numbers.out_spec[1]: channels}),
         )
-        kept = _spec(left.ndim, {out: channels})
-        return self._machine.manual(local, sharded, kept)(left, cotangent)
+        result_spec = _spec(left.ndim, {out: channels})
+        return self._machine.manual(local, sharded, result_spec)(left, cotangent)
 
-    def sums_in(self, made: object, read: object, /) -> bool:
+    def sums_in(self, wide: object, read: object, /) -> bool:
         """See `Contraction`: gradients of convolutions are summed in their own dtype."""
         return False
 
     def summed(
-        self, wanted: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
+        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
     ) -> jax.Array:
         """See `Contraction`."""
-        return self.slope(wanted, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype))
+        return self.slope(
+            position, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        )
 
     @property
     def _numbers(self) -> jax.lax.ConvDimensionNumbers:
@@ -115,8 +117,8 @@ class InGroups:
 
     def _channels(self, groups: int) -> tuple[str, ...]:
         """Mesh axes over which devices have whole groups of their own."""
-        found = _axes(self.pins.result, self._numbers.out_spec[1])
-        return found if groups % self._ways(found) == 0 else ()
+        axes = _axes(self.pins.result, self._numbers.out_spec[1])
+        return axes if groups % self._ways(axes) == 0 else ()
 
     def _ways(self, axes: Sequence[str]) -> int:
         return math.prod(self.pins.result.mesh.shape[axis] for axis in axes)

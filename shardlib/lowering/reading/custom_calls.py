@@ -68,7 +68,7 @@ def sites(walked: Iterable[Step]) -> dict[str, Site]:
     return {step.site.call.path: step.site for step in walked if step.site is not None}
 
 
-def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
+def operands(sites: Mapping[str, Site]) -> dict[Source, Source]:
     """Where placements have the layouts of all operands, and of results of attention -> what makes
     them.
 
@@ -77,17 +77,17 @@ def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
     """
     read = {
         site.key(k): source
-        for site in found.values()
+        for site in sites.values()
         for k, source in enumerate(site.sources)
         if source is not None
     }
-    made = {
+    results = {
         maker: maker
-        for site in found.values()
+        for site in sites.values()
         for maker in site.makers
         if maker is not None and isinstance(site.call.form, Attention)
     }
-    return read | made
+    return read | results
 
 
 def custom_operands(walked: Iterable[Step]) -> dict[Source, Source]:
@@ -128,7 +128,9 @@ class Step:
     @property
     def operands(self) -> tuple[tuple[int, View], ...]:
         """The operands that are parameters, or layers of them: (position, which one)."""
-        return tuple((at, view) for at, view in enumerate(self.views) if view is not None)
+        return tuple(
+            (position, view) for position, view in enumerate(self.views) if view is not None
+        )
 
 
 def steps(program: Program, parameters: int) -> Iterator[Step]:
@@ -162,9 +164,9 @@ def _steps(
             site=_begun(program, equation, sources, views, begun),
         )
         for index, number in enumerate(equation.outputs):
-            made = result_path(equation, index)
-            if made is not None:
-                sources[number] = made
+            maker = result_path(equation, index)
+            if maker is not None:
+                sources[number] = maker
         view = seen_through(equation, [views.get(n) for n in equation.inputs], program)
         if view is not None:
             views[equation.outputs[0]] = view
@@ -203,13 +205,13 @@ def _begun(
 
 def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
     """What makes the results of a call."""
-    found = {
+    makers = {
         number: result_path(equation, index)
         for equation in program.equations
         if equation.call is not None and equation.call.path == call.path
         for index, number in enumerate(equation.outputs)
     }
-    return tuple(found.get(number) for number in call.outputs)
+    return tuple(makers.get(number) for number in call.outputs)
 
 
 def _scanned(
@@ -226,16 +228,22 @@ def _scanned(
         number: (f"{equation.path}/{kind}/{k}", 0)
         for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)
     }
-    known = _inside(body.inputs[:constants], equation.inputs[:constants], views)
+    inner_views = _inside(body.inputs[:constants], equation.inputs[:constants], views)
     first = constants + carried
-    known |= {
+    inner_views |= {
         number: replace(
             view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
         )
         for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()
     }
-    yield from _steps(body, inner, known)
+    yield from _steps(body, inner, inner_views)
 
 
-def _inside(inner: Sequence[int], outer: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:
-    return {to: known[number] for to, number in zip(inner, outer, strict=True) if number in known}
+def _inside(
+    inner: Sequence[int], outer: Sequence[int], by_number: Mapping[int, Any]
+) -> dict[int, Any]:
+    return {
+        to: by_number[number]
+        for to, number in zip(inner, outer, strict=True)
+        if number in by_number
+    }

@@ -40,18 +40,18 @@ Sizes = tuple[int, ...]
 Orders = Mapping[int, Sizes]
 
 
-def interleaved(value: jax.Array, dim: int, sizes: Sizes, ways: int) -> jax.Array:
+def interleaved(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> jax.Array:
     """A value with the positions of a dim in the interleaved order.
 
     >>> interleaved(jnp.arange(8), 0, (4, 4), 2).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
-    return joined(cut(value, dim, sizes), dim, ways)
+    return joined(cut(value, dim, sizes), dim, shards)
 
 
-def in_order(value: jax.Array, dim: int, sizes: Sizes, ways: int) -> jax.Array:
+def in_order(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> jax.Array:
     """The reverse of `interleaved`."""
-    return jnp.concatenate(pieces(value, dim, sizes, ways), axis=dim)
+    return jnp.concatenate(pieces(value, dim, sizes, shards), axis=dim)
 
 
 def cut(value: jax.Array, dim: int, sizes: Sizes) -> list[jax.Array]:
@@ -59,23 +59,23 @@ def cut(value: jax.Array, dim: int, sizes: Sizes) -> list[jax.Array]:
     return jnp.split(value, list(accumulate(sizes))[:-1], axis=dim)
 
 
-def pieces(value: jax.Array, dim: int, sizes: Sizes, ways: int) -> list[jax.Array]:
+def pieces(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> list[jax.Array]:
     """The pieces of an interleaved dim; where each device has its part of the dim, it has its part
     of every piece, and nothing moves.
     """
-    seen = _seen(value, dim, (ways, value.shape[dim] // ways))
-    parts = cut(seen, dim + 1, tuple(size // ways for size in sizes))
+    seen = _seen(value, dim, (shards, value.shape[dim] // shards))
+    parts = cut(seen, dim + 1, tuple(size // shards for size in sizes))
     return [
         part.reshape(*value.shape[:dim], size, *value.shape[dim + 1 :])
         for part, size in zip(parts, sizes, strict=True)
     ]
 
 
-def joined(values: Sequence[jax.Array], dim: int, ways: int) -> jax.Array:
+def joined(values: Sequence[jax.Array], dim: int, shards: int) -> jax.Array:
     """The reverse of `pieces`."""
-    parts = [_seen(value, dim, (ways, value.shape[dim] // ways)) for value in values]
-    whole = jnp.concatenate(parts, axis=dim + 1)
-    return whole.reshape(*whole.shape[:dim], ways * whole.shape[dim + 1], *whole.shape[dim + 2 :])
+    parts = [_seen(value, dim, (shards, value.shape[dim] // shards)) for value in values]
+    fused = jnp.concatenate(parts, axis=dim + 1)
+    return fused.reshape(*fused.shape[:dim], shards * fused.shape[dim + 1], *fused.shape[dim + 2 :])
 
 
 def _seen(value: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
@@ -96,10 +96,12 @@ class Taken:
     sizes: Sizes
     windows: tuple[Window, ...]
 
-    def run(self, equation: Equation, operands: Sequence[jax.Array], ways: int) -> list[jax.Array]:
+    def run(
+        self, equation: Equation, operands: Sequence[jax.Array], shards: int
+    ) -> list[jax.Array]:
         """The results of the op; the long dim is interleaved, the short ones are not."""
         if equation.name in ("split", "slice"):
-            parts = pieces(operands[0], self.dim, self.sizes, ways)
+            parts = pieces(operands[0], self.dim, self.sizes, shards)
             return [self._covered(parts, window) for window in self.windows]
         if equation.name == "concatenate":
             return [
@@ -110,7 +112,7 @@ class Taken:
                         for piece in self._cut(operand, window)
                     ],
                     self.dim,
-                    ways,
+                    shards,
                 )
             ]
         assert equation.name == "pad", equation.name
@@ -123,22 +125,24 @@ class Taken:
             )
             for size in (before, after)
         ]
-        whole = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
-        return [joined(cut(whole, self.dim, self.sizes), self.dim, ways)]
+        filled_dim = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
+        return [joined(cut(filled_dim, self.dim, self.sizes), self.dim, shards)]
 
     def _covered(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
-        found = [parts[at] for at in self._inside(window)] or [cut(parts[0], self.dim, (0, 0))[0]]
-        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=self.dim)
+        covered = [parts[index] for index in self._inside(window)] or [
+            cut(parts[0], self.dim, (0, 0))[0]
+        ]
+        return covered[0] if len(covered) == 1 else jnp.concatenate(covered, axis=self.dim)
 
     def _cut(self, operand: jax.Array, window: Window) -> list[jax.Array]:
-        return cut(operand, self.dim, tuple(self.sizes[at] for at in self._inside(window)))
+        return cut(operand, self.dim, tuple(self.sizes[index] for index in self._inside(window)))
 
     def _inside(self, window: Window) -> list[int]:
         starts = [0, *accumulate(self.sizes)]
         return [
-            at
-            for at in range(len(self.sizes))
-            if window.start <= starts[at] < window.start + window.size
+            index
+            for index in range(len(self.sizes))
+            if window.start <= starts[index] < window.start + window.size
         ]
 
 
@@ -157,16 +161,18 @@ class Reshaped:
     sizes: Sizes
     apart: bool
 
-    def run(self, equation: Equation, operands: Sequence[jax.Array], ways: int) -> list[jax.Array]:
+    def run(
+        self, equation: Equation, operands: Sequence[jax.Array], shards: int
+    ) -> list[jax.Array]:
         """The result of the reshape; the fused dim is interleaved."""
         (value,), shape = operands, tuple(equation.eqn.outvars[0].aval.shape)
         count, size = len(self.sizes), self.sizes[0]
         if self.apart:
-            seen = _seen(value, self.dim, (ways, count, size // ways))
+            seen = _seen(value, self.dim, (shards, count, size // shards))
             return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
         outside = shape[: self.dim]
         inside = shape[self.dim + 1 :]
-        seen = value.reshape(*outside, count, ways, size // ways, *inside)
+        seen = value.reshape(*outside, count, shards, size // shards, *inside)
         return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
 
 
@@ -205,32 +211,32 @@ class Interleaving:
 
     def _place(self, walk: Walk) -> Callable[[str, int, jax.Array], jax.Array]:
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
-            made = value
+            placed = value
             for dim, sizes in self.results.get((path, index), {}).items():
-                made = interleaved(made, dim, sizes, self.ways)
-            return walk.put(path, index, made)
+                placed = interleaved(placed, dim, sizes, self.ways)
+            return walk.put(path, index, placed)
 
         return place
 
-    def _run(self, other: Run | None) -> Run:
+    def _run(self, inner: Run | None) -> Run:
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
             changed = self.operands.get(equation.path)
             if changed is None and equation.path not in self.special:
-                return None if other is None else other(equation, operands)
+                return None if inner is None else inner(equation, operands)
             values = [
-                self._turned(value, (changed or {}).get(at, {}))
-                for at, value in enumerate(operands)
+                self._turned(value, (changed or {}).get(position, {}))
+                for position, value in enumerate(operands)
             ]
             if equation.path in self.special:
                 return self.special[equation.path].run(equation, values, self.ways)
-            found = None if other is None else other(equation, values)
-            return bind(equation, values) if found is None else found
+            results = None if inner is None else inner(equation, values)
+            return bind(equation, values) if results is None else results
 
         return run
 
     def _turned(self, value: jax.Array, dims: Mapping[int, tuple[Sizes, bool]]) -> jax.Array:
-        for dim, (sizes, wanted) in dims.items():
-            value = (interleaved if wanted else in_order)(value, dim, sizes, self.ways)
+        for dim, (sizes, to_interleaved) in dims.items():
+            value = (interleaved if to_interleaved else in_order)(value, dim, sizes, self.ways)
         return value
 
 
@@ -241,7 +247,7 @@ AS_WRITTEN = Interleaving()
 def taken(
     value: jax.Array,
     orders: Orders,
-    ways: int,
+    shards: int,
     forth: tuple[NamedSharding, NamedSharding],
     back: tuple[NamedSharding, NamedSharding],
 ) -> jax.Array:
@@ -250,7 +256,7 @@ def taken(
     Args:
         value: as the model has it.
         orders: dims to interleave.
-        ways: parts of every piece.
+        shards: parts of every piece.
         forth: sharding of the parameter, and that in which its order changes.
         back: the same of its gradient.
     """
@@ -263,7 +269,7 @@ def taken(
             jax.lax.with_sharding_constraint(value, stored), during
         )
         for dim, sizes in orders.items():
-            value = change(value, dim, sizes, ways)
+            value = change(value, dim, sizes, shards)
         return jax.lax.with_sharding_constraint(
             jax.lax.with_sharding_constraint(value, during), stored
         )

@@ -69,17 +69,17 @@ def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
     where the gradient of a kernel is sharded over tensor and fsdp while the batch is sharded over a
     third axis, XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
     """
-    found: set[tuple[int, ...]] = set()
+    shapes: set[tuple[int, ...]] = set()
     for eqn in equations:
         if eqn.primitive.name == "conv_general_dilated":
             kernel: Any = eqn.invars[1].aval
-            found.add(tuple(kernel.shape))
+            shapes.add(tuple(kernel.shape))
         for value in eqn.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    found |= convolved(inner.eqns)
-    return frozenset(found)
+                    shapes |= convolved(inner.eqns)
+    return frozenset(shapes)
 
 
 def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
@@ -93,27 +93,31 @@ def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
     Returns:
         By number of the parameter in tree order.
     """
-    found: dict[int, np.dtype] = {}
-    _find_casts(program, {number: i for i, number in enumerate(program.inputs[:parameters])}, found)
-    return found
+    dtypes: dict[int, np.dtype] = {}
+    _find_casts(
+        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, dtypes
+    )
+    return dtypes
 
 
-def _find_casts(program: Program, known: Mapping[int, int], found: dict[int, np.dtype]) -> None:
-    readers: dict[int, list[Equation]] = {number: [] for number in known}
+def _find_casts(
+    program: Program, parameters: Mapping[int, int], dtypes: dict[int, np.dtype]
+) -> None:
+    readers: dict[int, list[Equation]] = {number: [] for number in parameters}
     for equation in program.equations:
         for number in equation.inputs:
             if number in readers:
                 readers[number].append(equation)
-    for number, parameter in known.items():
+    for number, parameter in parameters.items():
         if len(readers[number]) != 1 or number in program.outputs:
             continue
         (reader,) = readers[number]
         if reader.name == "convert_element_type":
             wide, dtype = program.avals[number].dtype, reader.params["new_dtype"]
             if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize:
-                found[parameter] = dtype
+                dtypes[parameter] = dtype
         elif (body := _entered(reader)) is not None:
-            _find_casts(body, {body.inputs[reader.inputs.index(number)]: parameter}, found)
+            _find_casts(body, {body.inputs[reader.inputs.index(number)]: parameter}, dtypes)
 
 
 def _entered(equation: Equation) -> Program | None:
@@ -136,36 +140,41 @@ def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
         Path under which a slice reaches `place` -> index of the parameter; only for parameters that
         nothing else reads.
     """
-    found: dict[str, int] = {}
+    slices: dict[str, int] = {}
     reads: Counter[int] = Counter()
     _find_slices(
-        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, found, reads
+        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, slices, reads
     )
-    return {path: parameter for path, parameter in found.items() if reads[parameter] == 1}
+    return {path: parameter for path, parameter in slices.items() if reads[parameter] == 1}
 
 
 def _find_slices(
-    program: Program, known: Mapping[int, int], found: dict[str, int], reads: Counter[int]
+    program: Program, parameters: Mapping[int, int], slices: dict[str, int], reads: Counter[int]
 ) -> None:
     for equation in program.equations:
         inner: dict[int, int] = {}
         if equation.name in REMAT:
             inner = {
-                at: known[number] for at, number in enumerate(equation.inputs) if number in known
+                position: parameters[number]
+                for position, number in enumerate(equation.inputs)
+                if number in parameters
             }
             body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
             _find_slices(
-                body, {body.inputs[at]: parameter for at, parameter in inner.items()}, found, reads
+                body,
+                {body.inputs[position]: parameter for position, parameter in inner.items()},
+                slices,
+                reads,
             )
             continue
-        reads.update(known[number] for number in equation.inputs if number in known)
+        reads.update(parameters[number] for number in equation.inputs if number in parameters)
         if equation.name == "scan":
             first = sum(scan_counts(equation.params))
-            found.update(
+            slices.update(
                 {
-                    f"{equation.path}/enter/{k}": known[number]
+                    f"{equation.path}/enter/{k}": parameters[number]
                     for k, number in enumerate(equation.inputs[first:])
-                    if number in known
+                    if number in parameters
                 }
             )
-    reads.update(known[number] for number in program.outputs if number in known)
+    reads.update(parameters[number] for number in program.outputs if number in parameters)

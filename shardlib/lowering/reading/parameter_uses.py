@@ -37,22 +37,22 @@ def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
         Path of the equation -> how it uses a parameter; an equation with several parameters among
         its operands is left out.
     """
-    found: dict[str, Use] = {}
+    uses: dict[str, Use] = {}
     views = {
         number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape))))
         for i, number in enumerate(program.inputs[:parameters])
     }
-    _follow(program, views, found)
-    return found
+    _follow(program, views, uses)
+    return uses
 
 
-def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) -> None:
-    views, spread = dict(known), dict[int, View]()
+def _follow(program: Program, parameter_views: Mapping[int, View], uses: dict[str, Use]) -> None:
+    views, spread = dict(parameter_views), dict[int, View]()
     for equation in program.equations:
         operands = [views.get(number) for number in equation.inputs]
         beside = [spread.get(number) for number in equation.inputs]
         if any(beside) and not any(operands):
-            _follow_spread(equation, beside, spread, found)
+            _follow_spread(equation, beside, spread, uses)
             continue
         if not any(operands):
             continue
@@ -61,18 +61,18 @@ def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) 
             continue
         if equation.name in REMAT:
             _enter(
-                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, found
+                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, uses
             )
         elif equation.name == "scan":
             _enter(
                 flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope),
                 _scanned(equation, operands),
-                found,
+                uses,
             )
         elif equation.name in _LINEAR:
             using = [(i, view) for i, view in enumerate(operands) if view is not None]
             if len(using) == 1:
-                found[equation.path] = Use(
+                uses[equation.path] = Use(
                     equation=equation,
                     operand=using[0][0],
                     view=using[0][1],
@@ -90,24 +90,24 @@ def _with_more_dims(equation: Equation, operands: list[View | None]) -> View | N
         return None
     places = dict(zip(equation.params["broadcast_dimensions"], range(aval.ndim), strict=True))
     if any(
-        size != (aval.shape[places[at]] if at in places else 1) for at, size in enumerate(shape)
+        size != (aval.shape[places[dim]] if dim in places else 1) for dim, size in enumerate(shape)
     ):
         return None
     return replace(
         view,
-        dims=tuple(view.dims[places[at]] if at in places else None for at in range(len(shape))),
+        dims=tuple(view.dims[places[dim]] if dim in places else None for dim in range(len(shape))),
     )
 
 
 def _follow_spread(
-    equation: Equation, operands: list[View | None], spread: dict[int, View], found: dict[str, Use]
+    equation: Equation, operands: list[View | None], spread: dict[int, View], uses: dict[str, Use]
 ) -> None:
     """Follows a matrix that has got more dims through casts to the addition that it is for."""
     using = [(i, view) for i, view in enumerate(operands) if view is not None]
     if equation.name in _SAME:
         spread[equation.outputs[0]] = using[0][1]
     elif equation.name == ADDITION and len(using) == 1:
-        found[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
+        uses[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
 
 
 def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
@@ -145,7 +145,7 @@ def _cast(program: Program, equation: Equation) -> Any:
     )
 
 
-def _enter(body: Program, operands: list[View | None], found: dict[str, Use]) -> None:
+def _enter(body: Program, operands: list[View | None], uses: dict[str, Use]) -> None:
     _follow(
         body,
         {
@@ -153,7 +153,7 @@ def _enter(body: Program, operands: list[View | None], found: dict[str, Use]) ->
             for number, view in zip(body.inputs, operands, strict=True)
             if view is not None
         },
-        found,
+        uses,
     )
 
 
@@ -208,12 +208,14 @@ def _reshaped(
         if size > 1:
             starts[outside] = size, dim
         outside *= size
-    found: list[int | None] = []
+    dims_after: list[int | None] = []
     outside = 1
     for size in after:
-        other, dim = starts.get(outside, (0, None))
-        found.append(
-            dim if size > 1 and other and (other % size == 0 or size % other == 0) else None
+        before_size, dim = starts.get(outside, (0, None))
+        dims_after.append(
+            dim
+            if size > 1 and before_size and (before_size % size == 0 or size % before_size == 0)
+            else None
         )
         outside *= size
-    return tuple(found)
+    return tuple(dims_after)

@@ -98,13 +98,13 @@ def trace_loss(
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 
 
-def same_program(one: LossJaxpr, other: LossJaxpr) -> bool:
+def same_program(first: LossJaxpr, second: LossJaxpr) -> bool:
     """Whether two traces have the same equations in the same places, whatever their shapes.
 
     Args:
-        one: a traced loss.
-        other: the same for another number of rows.
+        first: a traced loss.
+        second: the same for another number of rows.
     """
-    return [(e.path, e.name) for e in one.program.equations] == [
-        (e.path, e.name) for e in other.program.equations
+    return [(e.path, e.name) for e in first.program.equations] == [
+        (e.path, e.name) for e in second.program.equations
     ]

@@ -42,10 +42,10 @@ class View:
         >>> View(parameter=0, dims=(0, 1)).order
         ()
         """
-        known = [dim for dim in self.dims if dim is not None]
-        if len(known) < len(self.dims) or known == sorted(known):
+        dims = [dim for dim in self.dims if dim is not None]
+        if len(dims) < len(self.dims) or dims == sorted(dims):
             return ()
-        return tuple(sorted(range(len(known)), key=lambda at: known[at]))
+        return tuple(sorted(range(len(dims)), key=lambda dim: dims[dim]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Use:
 
     def gradient(
         self,
-        wanted: int,
+        position: int,
         other: jax.Array,
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct | jax.Array,
@@ -122,22 +122,22 @@ class Use:
         result; in the dtype of `like`.
 
         Args:
-            wanted: 0 or 1, the operand whose gradient it is.
+            position: 0 or 1, the operand whose gradient it is.
             other: the other operand.
             cotangent: of the result.
             like: shape and dtype of the gradient.
         """
         if is_eight_bit(self.product):
-            return eightbit.gradient(*self._dims, wanted, other, cotangent, self.product).astype(
+            return eightbit.gradient(*self._dims, position, other, cotangent, self.product).astype(
                 like.dtype
             )
         return jax.linear_transpose(
-            lambda one: self.run((other, one) if wanted else (one, other)), like
+            lambda variable: self.run((other, variable) if position else (variable, other)), like
         )(cotangent)[0]
 
     def slope(
         self,
-        wanted: int,
+        position: int,
         operands: Sequence[jax.Array | None],
         cotangent: jax.Array,
         like: jax.ShapeDtypeStruct,
@@ -146,14 +146,14 @@ class Use:
         at.
 
         Args:
-            wanted: 0 or 1, the operand whose gradient it is.
+            position: 0 or 1, the operand whose gradient it is.
             operands: both operands.
             cotangent: of the result.
             like: shape and dtype of the gradient.
         """
-        other = operands[1 - wanted]
-        assert other is not None, "a gradient is made of the other operand"
-        return self.gradient(wanted, other, cotangent, like)
+        operand = operands[1 - position]
+        assert operand is not None, "a gradient is made of the other operand"
+        return self.gradient(position, operand, cotangent, like)
 
     def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation in its own layouts."""
@@ -162,7 +162,9 @@ class Use:
             self.run(operands)
             if pins is None
             else pins.made(
-                self.run([pins.read(at, operand) for at, operand in enumerate(operands)])
+                self.run(
+                    [pins.read(position, operand) for position, operand in enumerate(operands)]
+                )
             )
         )
 
@@ -176,32 +178,34 @@ class Use:
             weight: as it is used.
             cotangent: of the result.
         """
-        pins, at = self.pins, 1 - self.operand
+        pins, position = self.pins, 1 - self.operand
         if pins is None:
-            return self.gradient(at, weight, cotangent, activation)
+            return self.gradient(position, weight, cotangent, activation)
         weight, cotangent = pins.read(self.operand, weight), pins.cotangent(cotangent)
-        if pins.arriving[at] is None or not self.sums_in(cotangent.dtype, activation.dtype):
-            return pins.read(at, self.gradient(at, weight, cotangent, activation))
-        found = pins.read(at, self.summed(at, (weight, weight), cotangent, activation.shape))
-        return pins.scattered(at, found).astype(activation.dtype)
+        if pins.arriving[position] is None or not self.sums_in(cotangent.dtype, activation.dtype):
+            return pins.read(position, self.gradient(position, weight, cotangent, activation))
+        gradient = pins.read(
+            position, self.summed(position, (weight, weight), cotangent, activation.shape)
+        )
+        return pins.scattered(position, gradient).astype(activation.dtype)
 
-    def sums_in(self, made: np.dtype, read: np.dtype) -> bool:
-        """Whether gradients of operands of dtype `read` are summed in the wider dtype `made` of the
+    def sums_in(self, wide: np.dtype, read: np.dtype) -> bool:
+        """Whether gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
         result, and rounded after that.
 
         Args:
-            made: dtype of the result.
+            wide: dtype of the result.
             read: dtype of an operand.
         """
         return (
             self.product is None
             and self.equation.name == "dot_general"
-            and made.itemsize > read.itemsize
+            and wide.itemsize > read.itemsize
         )
 
     def summed(
         self,
-        wanted: int,
+        position: int,
         operands: Sequence[jax.Array | None],
         cotangent: jax.Array,
         shape: tuple[int, ...],
@@ -210,17 +214,20 @@ class Use:
         `operands`, that one is not looked at.
 
         Args:
-            wanted: 0 or 1, the operand whose gradient it is.
+            position: 0 or 1, the operand whose gradient it is.
             operands: both operands.
             cotangent: of the result.
             shape: of the gradient.
         """
-        other = operands[1 - wanted]
-        assert other is not None, "a gradient is made of the other operand"
-        other = as_dtype(other, self.equation.eqn.invars[1 - wanted].aval.dtype)
+        operand = operands[1 - position]
+        assert operand is not None, "a gradient is made of the other operand"
+        operand = as_dtype(operand, self.equation.eqn.invars[1 - position].aval.dtype)
         like = jax.ShapeDtypeStruct(shape, cotangent.dtype)
         return jax.linear_transpose(
-            lambda one: bind(self.equation, (other, one) if wanted else (one, other))[0], like
+            lambda variable: bind(
+                self.equation, (operand, variable) if position else (variable, operand)
+            )[0],
+            like,
         )(cotangent)[0]
 
     def kept(self, activation: jax.Array) -> jax.Array:
@@ -246,21 +253,21 @@ class Use:
         """The operand in the narrowest dtype that it can be gathered in with no change of the
         result.
         """
-        found = weight
+        narrow = weight
         for dtype in (self.rows, self.product, self.rests):
             if (
                 dtype is not None
                 and not is_eight_bit(dtype)
-                and dtype.itemsize < found.dtype.itemsize
+                and dtype.itemsize < narrow.dtype.itemsize
             ):
-                found = found.astype(dtype)
-        return found
+                narrow = narrow.astype(dtype)
+        return narrow
 
     def narrowed(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands in the dtypes that they are moved in."""
         return [
-            self.moved(value) if at == self.operand else self.kept(value)
-            for at, value in enumerate(operands)
+            self.moved(value) if position == self.operand else self.kept(value)
+            for position, value in enumerate(operands)
         ]
 
 

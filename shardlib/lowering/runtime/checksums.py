@@ -56,8 +56,8 @@ def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
             lax.axis_index(dim) * local.shape[number] if dim else 0
             for number, dim in enumerate(cuts)
         )
-        found = _sums(local, array.shape, offsets)
-        return lax.psum(found, names) if names else found
+        sums = _sums(local, array.shape, offsets)
+        return lax.psum(sums, names) if names else sums
 
     return jax.shard_map(
         piece,
@@ -79,7 +79,7 @@ def _sums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> j
         lax.reduce(
             (bits * (2 * index + 1), bits * (_scrambled(index) | 1)),
             (zero, zero),
-            lambda one, other: (one[0] + other[0], one[1] + other[1]),
+            lambda left, right: (left[0] + right[0], left[1] + right[1]),
             tuple(range(bits.ndim)),
         )
     )
@@ -123,13 +123,13 @@ def _scrambled(index: jax.Array) -> jax.Array:
     return mixed ^ (mixed >> 16)
 
 
-def by_path(arrays: Mapping[str, jax.Array], found: np.ndarray) -> dict[str, tuple[int, int]]:
+def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tuple[int, int]]:
     """The result of `sums` on the host by path.
 
     Args:
         arrays: those that were summed, by path.
-        found: uint32 [arrays, 2], in the order of the sorted paths.
+        rows: uint32 [arrays, 2], in the order of the sorted paths.
     """
     return {
-        path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), found, strict=True)
+        path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), rows, strict=True)
     }

@@ -18,12 +18,12 @@ _IS_DELETED = methodcaller("is_deleted")
 NAMED = 3
 
 
-def require_present(asked: str, state: Tree) -> None:
+def require_present(caller: str, state: Tree) -> None:
     """Refuses a state whose arrays were donated or deleted; a compiled program would read what is
     no longer there, which kills the process on simulated devices.
 
     Args:
-        asked: what the state is given to.
+        caller: what the state is given to.
         state: arrays, on devices or on disk; others are not looked at.
 
     Raises:
@@ -45,8 +45,8 @@ def require_present(asked: str, state: Tree) -> None:
     more = [f"and {len(paths) - NAMED} more"] if len(paths) > NAMED else []
     raise_all(
         StateError,
-        f"the state given to {asked} is no longer there: a step takes over the buffers of the state"
-        " that it is given",
+        f"the state given to {caller} is no longer there: a step takes over the buffers of the"
+        " state that it is given",
         [*(f"{path} was deleted" for path in paths[:NAMED]), *more],
         hint="use the state that step returned: state, metrics = program.step(state, batch)",
     )

@@ -65,8 +65,8 @@ class Draft:
             program: its inputs and outputs are those of the function.
             inputs: abstract arrays, with shardings.
         """
-        given = {number: k for k, number in enumerate(program.inputs)}
-        fresh = list(dict.fromkeys(number for number in program.outputs if number not in given))
+        positions = {number: k for k, number in enumerate(program.inputs)}
+        fresh = list(dict.fromkeys(number for number in program.outputs if number not in positions))
         places = {number: place for place, number in enumerate(fresh)}
         equations, reads = needed(program.equations, fresh)
         return Draft(
@@ -76,7 +76,7 @@ class Draft:
             reads=tuple(k for k, number in enumerate(program.inputs) if number in reads),
             made=tuple(program.outputs.index(number) for number in fresh),
             sources=tuple(
-                (False, given[number]) if number in given else (True, places[number])
+                (False, positions[number]) if number in positions else (True, places[number])
                 for number in program.outputs
             ),
         )
@@ -96,7 +96,7 @@ class Draft:
     def without(self, dropped: Collection[int]) -> Draft:
         """The same function without inputs that it does not read."""
         left = [k for k in range(len(self.inputs)) if k not in dropped]
-        place = {k: at for at, k in enumerate(left)}
+        place = {k: position for position, k in enumerate(left)}
         return replace(
             self,
             program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
@@ -121,7 +121,7 @@ class Draft:
             shardings: of the results that have to have one; None leaves one to the compiler.
             donated: positions of inputs whose buffers it takes over.
         """
-        asked = [*shardings, *[None] * (len(self.sources) - len(shardings))]
+        requested = [*shardings, *[None] * (len(self.sources) - len(shardings))]
 
         def run(*read: Any) -> Arrays:
             env = {
@@ -139,9 +139,11 @@ class Draft:
             return [env[self.program.outputs[k]] for k in self.made]
 
         run.__name__ = run.__qualname__ = name
-        taken = tuple(at for at, k in enumerate(self.reads) if k in set(donated))
+        taken = tuple(position for position, k in enumerate(self.reads) if k in set(donated))
         with in_mesh(mesh):
-            jitted = jax.jit(run, donate_argnums=taken, out_shardings=[asked[k] for k in self.made])
+            jitted = jax.jit(
+                run, donate_argnums=taken, out_shardings=[requested[k] for k in self.made]
+            )
             arguments = tuple(self.inputs[k] for k in self.reads)
             compiled = jitted.lower(*arguments).compile()
         return Executable(
@@ -171,15 +173,16 @@ class Executable:
 
     def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
         """Results, for all inputs; those that are not read may be anything."""
-        made = self.run(*[inputs[k] for k in self.reads])
-        return [made[k] if fresh else inputs[k] for fresh, k in self.sources]
+        results = self.run(*[inputs[k] for k in self.reads])
+        return [results[k] if fresh else inputs[k] for fresh, k in self.sources]
 
     @property
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract results, with their shardings."""
-        made = jax.tree.leaves(self.call.output_shardings)
+        output_shardings = jax.tree.leaves(self.call.output_shardings)
         shardings = [
-            made[k] if fresh else self.draft.inputs[k].sharding for fresh, k in self.sources
+            output_shardings[k] if fresh else self.draft.inputs[k].sharding
+            for fresh, k in self.sources
         ]
         return [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -148,7 +148,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
         BatchError: the integers of a key are taken for rows.
     """
     paths = [batch_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-    whole = {
+    paths_by_number = {
         number: path
         for number, path in zip(
             program.inputs[len(program.inputs) - len(paths) :], paths, strict=True
@@ -157,7 +157,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     }
     typed = {
         path: Fold()
-        for number, path in whole.items()
+        for number, path in paths_by_number.items()
         if jax.dtypes.issubdtype(program.avals[number].dtype, jax.dtypes.prng_key)
     }
     raw: dict[str, Any] = {}
@@ -208,30 +208,36 @@ def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
         jaxpr: of the loss; the batch is its last inputs.
     """
     first = len(jaxpr.in_avals) - len(dims)
-    return frozenset(first + at for at, dim in enumerate(dims.values()) if not isinstance(dim, int))
+    return frozenset(
+        first + index for index, dim in enumerate(dims.values()) if not isinstance(dim, int)
+    )
 
 
-def _wrapped(program: Program, known: dict[int, str], found: dict[str, Any]) -> None:
-    """Adds the arrays among `known` values that become keys, with the dtype of these."""
-    known = dict(known)
+def _wrapped(program: Program, paths: dict[int, str], dtypes: dict[str, Any]) -> None:
+    """Adds the arrays among `paths` values that become keys, with the dtype of these."""
+    paths = dict(paths)
     for equation in program.equations:
-        inside = {at: known[number] for at, number in enumerate(equation.inputs) if number in known}
+        inside = {
+            position: paths[number]
+            for position, number in enumerate(equation.inputs)
+            if number in paths
+        }
         if not inside:
             continue
         if equation.name == "random_wrap":
-            found[inside[0]] = program.avals[equation.outputs[0]].dtype
+            dtypes[inside[0]] = program.avals[equation.outputs[0]].dtype
         elif equation.name in _MOVED and 0 in inside:
-            known.update(dict.fromkeys(equation.outputs, inside[0]))
+            paths.update(dict.fromkeys(equation.outputs, inside[0]))
         else:
             for body, offset in _bodies(equation):
                 _wrapped(
                     body,
                     {
-                        body.inputs[at - offset]: path
-                        for at, path in inside.items()
-                        if 0 <= at - offset < len(body.inputs)
+                        body.inputs[position - offset]: path
+                        for position, path in inside.items()
+                        if 0 <= position - offset < len(body.inputs)
                     },
-                    found,
+                    dtypes,
                 )
 
 
@@ -254,11 +260,11 @@ def implementation(dtype: Any) -> Any:
     Args:
         dtype: of typed keys.
     """
-    found: list[Any] = []
+    implementations: list[Any] = []
 
     def look(keys: Any) -> Any:
-        found.append(jax.random.key_impl(keys))
+        implementations.append(jax.random.key_impl(keys))
         return keys
 
     jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    return implementations[0]

@@ -28,10 +28,10 @@ def sharding_tree(parts: Mapping[str, Tree]) -> str:
     Args:
         parts: pytrees of arrays by their names.
     """
-    found = [leaf for leaf in jax.tree.leaves(dict(parts)) if isinstance(leaf, jax.Array)]
-    if not 0 < len(found) <= _ARRAYS or any(leaf.is_deleted() for leaf in found):
+    arrays = [leaf for leaf in jax.tree.leaves(dict(parts)) if isinstance(leaf, jax.Array)]
+    if not 0 < len(arrays) <= _ARRAYS or any(leaf.is_deleted() for leaf in arrays):
         return ""
-    if max(len(leaf.sharding.device_set) for leaf in found) > _DEVICES:
+    if max(len(leaf.sharding.device_set) for leaf in arrays) > _DEVICES:
         return ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # treescope asks NumPy for old names

@@ -57,12 +57,12 @@ class TrainState:
             ("model state", self.model_state),
             ("optimizer state", self.opt_state),
         )
-        said = [
-            f"{len(found)} arrays of {name}"
+        counts = [
+            f"{len(leaves)} arrays of {name}"
             for name, tree in parts
-            if (found := jax.tree.leaves(tree))
+            if (leaves := jax.tree.leaves(tree))
         ]
-        return f"<TrainState {', '.join(said)}>"
+        return f"<TrainState {', '.join(counts)}>"
 
     def _repr_html_(self) -> str:
         parts = {

@@ -29,16 +29,16 @@ def state_card(title: str, parts: Mapping[str, Tree]) -> str:
     rows: list[tuple[int, tuple[str, ...]]] = []
     lines: list[str] = []
     for name, tree in parts.items():
-        found = [
+        sized_rows = [
             _row(f"{name}{jax.tree_util.keystr(path)}", leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
             if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         ]
-        if found:
-            local = bytes_text(sum(size for size, _ in found))
-            lines.append(f"{name}: {len(found)} arrays, {local} a device")
-        rows += found
-    rows.sort(key=lambda one: -one[0])
+        if sized_rows:
+            local = bytes_text(sum(size for size, _ in sized_rows))
+            lines.append(f"{name}: {len(sized_rows)} arrays, {local} a device")
+        rows += sized_rows
+    rows.sort(key=lambda row: -row[0])
     if len(rows) > _MOST:
         lines.append(f"the {_MOST} largest of {len(rows)} arrays:")
     tree = "which device has which part, as a tree", sharding_tree(parts)

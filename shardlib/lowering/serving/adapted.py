@@ -51,12 +51,12 @@ def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) ->
     leaves = jax.tree.leaves((params.params, state), is_leaf=is_held)
     if adapter is None:
         return leaves
-    for at, stack in params.stacks.items():
-        mine, own = jnp.take(stack, jnp.maximum(adapter - 1, 0), axis=0), leaves[at]
-        if isinstance(own, Layered):
-            both = zip(mine, own.rows, strict=True)
-            rows = [jnp.where(adapter > 0, one, plain(row)) for one, row in both]
-            leaves[at] = Layered(rows=tuple(rows))
+    for index, stack in params.stacks.items():
+        adapted, base = jnp.take(stack, jnp.maximum(adapter - 1, 0), axis=0), leaves[index]
+        if isinstance(base, Layered):
+            both = zip(adapted, base.rows, strict=True)
+            rows = [jnp.where(adapter > 0, adapted_row, plain(row)) for adapted_row, row in both]
+            leaves[index] = Layered(rows=tuple(rows))
         else:
-            leaves[at] = jnp.where(adapter > 0, mine, plain(own))
+            leaves[index] = jnp.where(adapter > 0, adapted, plain(base))
     return leaves

@@ -56,59 +56,72 @@ Partial = tuple[Value, Value, Value]
 
 def over_pages(
     form: Attention,
-    given: Sets,
+    sets_of_tokens: Sets,
     read: Callable[[Value], tuple[Value, ...]],
     *,
     size: int,
-    held: int,
+    tokens_per_page: int,
     first: Index,
 ) -> Partial:
     """What tokens make of the pages that a device has.
 
     Args:
         form: of the call.
-        given: tokens.
+        sets_of_tokens: tokens.
         read: pages [A, B] -> keys of each part [A, B, held, K, H] or [A, B, held, H], and values.
         size: tokens of a page.
-        held: those of them that the device has.
+        tokens_per_page: those of them that the device has.
         first: the first one that it has.
     """
-    (sets, most), (_, chunk) = given.table.shape, given.position.shape
-    start, end = _range(form, given, size)
+    (sets, pages_per_request), (_, chunk) = (
+        sets_of_tokens.table.shape,
+        sets_of_tokens.position.shape,
+    )
+    start, end = _range(form, sets_of_tokens, size)
     needed = jnp.max(end - start, initial=0)
 
     def some(turn: Index, partial: Partial, few: int, together: bool = False) -> Partial:
         number = start[:, None] + turn * few + jnp.arange(few, dtype=jnp.int32)
-        pages = jnp.take_along_axis(given.table, number % given.columns, axis=1)
-        *keys, values = (one.reshape(sets, few * held, *one.shape[3:]) for one in read(pages))
-        within = first + jnp.arange(held, dtype=jnp.int32)
-        column = (number[..., None] * size + within).reshape(sets, 1, few * held)
-        seen, added = _seen(form, given, column), _added(form, given, column)
+        pages = jnp.take_along_axis(sets_of_tokens.table, number % sets_of_tokens.columns, axis=1)
+        *keys, values = (
+            array.reshape(sets, few * tokens_per_page, *array.shape[3:]) for array in read(pages)
+        )
+        within = first + jnp.arange(tokens_per_page, dtype=jnp.int32)
+        column = (number[..., None] * size + within).reshape(sets, 1, few * tokens_per_page)
+        seen, added = _seen(form, sets_of_tokens, column), _added(form, sets_of_tokens, column)
         if together:
-            return _together(form, given.queries, keys, values, seen, added)
-        return _more(form, given.queries, keys, values, seen[:, :, None, None], partial, added)
+            return _together(form, sets_of_tokens.queries, keys, values, seen, added)
+        return _more(
+            form, sets_of_tokens.queries, keys, values, seen[:, :, None, None], partial, added
+        )
 
-    shape = jax.eval_shape(read, jax.ShapeDtypeStruct((sets, 1), given.table.dtype))[-1].shape
+    shape = jax.eval_shape(read, jax.ShapeDtypeStruct((sets, 1), sets_of_tokens.table.dtype))[
+        -1
+    ].shape
     groups, width = shape[3], shape[4]
-    heads = given.queries[0].shape[2]
-    one = (sets, chunk, groups, heads // groups)
+    heads = sets_of_tokens.queries[0].shape[2]
+    shape_of_totals = (sets, chunk, groups, heads // groups)
     nothing = (
-        jnp.zeros((*one, width), jnp.float32),
-        jnp.zeros(one, jnp.float32),
-        jnp.full(one, _LOW, jnp.float32),
+        jnp.zeros((*shape_of_totals, width), jnp.float32),
+        jnp.zeros(shape_of_totals, jnp.float32),
+        jnp.full(shape_of_totals, _LOW, jnp.float32),
     )
 
     def in_turns() -> Partial:
-        few = max(1, min(most, min(max(most * size // 8, FEWEST), MOST) // size))
+        few = max(
+            1, min(pages_per_request, min(max(pages_per_request * size // 8, FEWEST), MOST) // size)
+        )
         turns = -(-needed // few)
         return jax.lax.fori_loop(0, turns, lambda turn, so_far: some(turn, so_far, few), nothing)
 
     def at_once() -> Partial:
-        counts = _at_once(most, size)
+        counts = _at_once(pages_per_request, size)
         which = sum((needed > count).astype(jnp.int32) for count in counts)
         together = chunk == 1 and 1 < groups <= TOGETHER
-        ways = [lambda count=count: some(0, nothing, count, together) for count in counts]
-        return jax.lax.switch(which, ways if counts[-1] >= most else [*ways, in_turns])
+        branches = [lambda count=count: some(0, nothing, count, together) for count in counts]
+        return jax.lax.switch(
+            which, branches if counts[-1] >= pages_per_request else [*branches, in_turns]
+        )
 
     mixed, total, highest = jax.lax.platform_dependent(cpu=at_once, default=in_turns)
     return (
@@ -118,12 +131,12 @@ def over_pages(
     )
 
 
-def _at_once(most: int, size: int) -> list[int]:
+def _at_once(limit: int, size: int) -> list[int]:
     """How many pages may be read at once: doubled, up to all of a request or `MOST` tokens."""
     counts = [max(1, FEWEST // size)]
-    while counts[-1] < most and 2 * counts[-1] * size <= MOST:
+    while counts[-1] < limit and 2 * counts[-1] * size <= MOST:
         counts.append(2 * counts[-1])
-    return [min(count, most) for count in counts]
+    return [min(count, limit) for count in counts]
 
 
 def joined(parts: Partial) -> Value:
@@ -137,38 +150,38 @@ def joined(parts: Partial) -> Value:
     """
     mixed, total, highest = parts
     factor = jnp.exp(highest - jnp.max(highest, axis=0))
-    whole = jnp.sum(total * factor, axis=0)
-    return jnp.sum(mixed * factor[..., None], axis=0) / jnp.maximum(whole, 1e-30)[..., None]
+    total_weight = jnp.sum(total * factor, axis=0)
+    return jnp.sum(mixed * factor[..., None], axis=0) / jnp.maximum(total_weight, 1e-30)[..., None]
 
 
-def _range(form: Attention, given: Sets, size: int) -> tuple[Value, Value]:
+def _range(form: Attention, sets: Sets, size: int) -> tuple[Value, Value]:
     """The first page that a set needs, and the one after its last, [A] each."""
-    end = jnp.max(given.position, axis=1) // size + 1
+    end = jnp.max(sets.position, axis=1) // size + 1
     if not form.window:
         return jnp.zeros_like(end), end
-    real = jnp.where(given.position < 0, jnp.iinfo(jnp.int32).max, given.position)
+    real = jnp.where(sets.position < 0, jnp.iinfo(jnp.int32).max, sets.position)
     start = jnp.maximum(jnp.min(real, axis=1) - form.window + 1, 0) // size
-    if given.everywhere is not None:
-        start = jnp.where(given.everywhere, 0, start)
+    if sets.everywhere is not None:
+        start = jnp.where(sets.everywhere, 0, start)
     return jnp.minimum(start, end), end
 
 
-def _seen(form: Attention, given: Sets, column: Value) -> Value:
+def _seen(form: Attention, sets: Sets, column: Value) -> Value:
     """Which keys each token sees, [A, C, U]."""
-    row = given.position[..., None]
+    row = sets.position[..., None]
     seen = column <= row
     if form.window:
         near = seen & (row - column < form.window)
-        seen = near if given.everywhere is None else jnp.where(given.everywhere, seen, near)
+        seen = near if sets.everywhere is None else jnp.where(sets.everywhere, seen, near)
     return seen
 
 
-def _added(form: Attention, given: Sets, column: Value) -> Value | None:
+def _added(form: Attention, sets: Sets, column: Value) -> Value | None:
     """What distances add to scores, [A, C, N, U]; None for nothing."""
-    if form.bias is None or given.offsets is None:
+    if form.bias is None or sets.offsets is None:
         return None
-    distance = column - given.position[..., None]
-    return jax.vmap(jax.vmap(form.bias.of))(given.offsets, distance)
+    distance = column - sets.position[..., None]
+    return jax.vmap(jax.vmap(form.bias.of))(sets.offsets, distance)
 
 
 def _more(
@@ -228,13 +241,13 @@ def _together(
     """
     rows, count, heads, _ = values.shape
     group = queries[0].shape[2] // heads
-    own = jnp.eye(heads, dtype=queries[0].dtype)[:, None, :, None]
+    same_head = jnp.eye(heads, dtype=queries[0].dtype)[:, None, :, None]
 
     def products(query: Value, key: Value) -> Value:
         query = query[:, 0]
         if key.ndim == 4:
             grouped = query.reshape(rows, heads, group, -1).swapaxes(2, 3)
-            spread = (grouped[..., None, :] * own).reshape(rows, -1, heads * group)
+            spread = (grouped[..., None, :] * same_head).reshape(rows, -1, heads * group)
         else:
             spread = query.swapaxes(1, 2)
         key = key.astype(query.dtype).reshape(rows, count, -1)
@@ -254,9 +267,9 @@ def _together(
         values.astype(dtype).reshape(rows, count, -1),
         preferred_element_type=jnp.float32,
     ).reshape(rows, heads, group, heads, -1)
-    mixed = jnp.sum(sums * own.astype(sums.dtype), axis=3)
-    one = (rows, 1, heads, group)
-    return mixed[:, None], jnp.sum(weights, axis=1).reshape(one), top.reshape(one)
+    mixed = jnp.sum(sums * same_head.astype(sums.dtype), axis=3)
+    shape = (rows, 1, heads, group)
+    return mixed[:, None], jnp.sum(weights, axis=1).reshape(shape), top.reshape(shape)
 
 
 def _scaled(form: Attention, scores: Value) -> Value:

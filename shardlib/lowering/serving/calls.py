@@ -44,7 +44,7 @@ class CachedCall:
     @property
     def key_heads(self) -> int:
         """Heads of what is kept."""
-        return max(one.shape[0] for one in self.kept if len(one.shape) > 1)
+        return max(array.shape[0] for array in self.kept if len(array.shape) > 1)
 
     @property
     def layers(self) -> int:
@@ -63,8 +63,8 @@ class CachedCall:
         """
         layers, count = Layers.of(self.windows, groups).leading
         return tuple(
-            jax.ShapeDtypeStruct((layers, devices * count, size, *one.shape), one.dtype)
-            for one in self.kept
+            jax.ShapeDtypeStruct((layers, devices * count, size, *array.shape), array.dtype)
+            for array in self.kept
         )
 
 
@@ -80,19 +80,19 @@ def cached_calls(program: Program, there: int = 0) -> tuple[CachedCall, ...]:
             rows have several documents.
     """
     beside = beside_calls(program)
-    found = [
+    calls = [
         call for call in _calls(program, [Constants(program=program)]) if call.path not in beside
     ]
     failures = [
         f"the call of shardlib.attention at equation {call.path} {why}"
-        for call in found
+        for call in calls
         for why, wrong in (
             ("is not causal: its keys are not those of tokens before", not call.form.causal),
             ("has segments: a request is one document", call.form.packed),
         )
         if wrong
     ]
-    if not found and not there:
+    if not calls and not there:
         failures = ["the forward pass calls shardlib.attention nowhere, or inside of jax.vmap"]
     if failures:
         raise_all(
@@ -101,7 +101,7 @@ def cached_calls(program: Program, there: int = 0) -> tuple[CachedCall, ...]:
             failures,
             hint="shardlib.attention(query, key, value) in place of the model's own attention",
         )
-    return tuple(found)
+    return tuple(calls)
 
 
 def beside_calls(program: Program) -> frozenset[str]:
@@ -116,15 +116,15 @@ def beside_calls(program: Program) -> frozenset[str]:
 
 def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
     """Paths of calls whose keys and values do not depend on some values, and all values that do."""
-    found, moving = set[str](), set(moving)
+    paths_unmoved, moving = set[str](), set(moving)
     for equation in program.equations:
         call = equation.call
         if call is not None and isinstance(call.form, Attention) and not call.form.causal:
-            given = Operands.of(call.form, list(call.inputs))
+            operands = Operands.of(call.form, list(call.inputs))
             biased = call.form.bias is not None  # of a query that has no position here
-            looked = [*given.keys, given.value, *(given.queries if biased else ())]
+            looked = [*operands.keys, operands.value, *(operands.queries if biased else ())]
             if not any(number in moving for number in looked):
-                found.add(call.path)
+                paths_unmoved.add(call.path)
         inner = next(bodies(equation), None) if call is None else None
         if inner is None:
             if moving & {*equation.inputs}:
@@ -132,8 +132,8 @@ def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
             continue
         body = inner[0]
         enters = {
-            mine
-            for mine, outer in zip(body.inputs, equation.inputs, strict=True)
+            inner_input
+            for inner_input, outer in zip(body.inputs, equation.inputs, strict=True)
             if outer in moving
         }
         while True:
@@ -142,14 +142,14 @@ def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
             if equation.name == "scan":
                 constants, carried = scan_counts(equation.params)
                 again = zip(body.inputs[constants:], body.outputs[:carried], strict=False)
-                enters |= {mine for mine, out in again if out in after}
+                enters |= {inner_input for inner_input, out in again if out in after}
             if len(enters) == before:
                 break
-        found |= paths
+        paths_unmoved |= paths
         moving.update(
             outer for outer, out in zip(equation.outputs, body.outputs, strict=True) if out in after
         )
-    return found, moving
+    return paths_unmoved, moving
 
 
 def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
@@ -198,23 +198,24 @@ def _cached(program: Program, call: Call, layers: Sequence[Constants]) -> Cached
         else kept_windows(call.form.window, [layer.of(cast(int, chosen)) for layer in layers])
     )
     operands = Operands.of(call.form, [program.avals[number] for number in call.inputs])
-    found = latent(program, call)
-    kept = [
-        jax.ShapeDtypeStruct(one.shape[2:], one.dtype) for one in (*operands.keys, operands.value)
+    latent_parts = latent(program, call)
+    arrays = [
+        jax.ShapeDtypeStruct(operand.shape[2:], operand.dtype)
+        for operand in (*operands.keys, operands.value)
     ]
-    width = sum(one.shape[-1] for one in (*operands.queries, operands.value))
-    if found is not None:
-        made = program.avals[found.source]
-        across = made.shape[-1] - operands.queries[found.part].shape[-1]
-        width += across + made.shape[-1] - operands.value.shape[-1]
-        kept = kept[:-1]
-        kept[found.part] = jax.ShapeDtypeStruct((1, made.shape[-1]), made.dtype)
+    width = sum(operand.shape[-1] for operand in (*operands.queries, operands.value))
+    if latent_parts is not None:
+        source = program.avals[latent_parts.source]
+        across = source.shape[-1] - operands.queries[latent_parts.part].shape[-1]
+        width += across + source.shape[-1] - operands.value.shape[-1]
+        arrays = arrays[:-1]
+        arrays[latent_parts.part] = jax.ShapeDtypeStruct((1, source.shape[-1]), source.dtype)
     return CachedCall(
         path=call.path,
         form=call.form,
         windows=windows,
-        kept=tuple(kept),
+        kept=tuple(arrays),
         heads=operands.queries[0].shape[2],
         width=width,
-        latent=found,
+        latent=latent_parts,
     )

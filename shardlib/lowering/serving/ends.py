@@ -34,24 +34,24 @@ def ends(program: Program, calls: Collection[str], varies: Callable[[Equation], 
         calls: paths of calls of attention.
         varies: whether an equation depends on where the token stands.
     """
-    kept = _before(program, calls)
+    before = _before(program, calls)
     moving = {program.inputs[-1]}
     for equation in program.equations:
         if varies(equation) or moving & {*equation.inputs}:
             moving.update(equation.outputs)
-    made = {number for equation in kept for number in equation.outputs}
-    paths = {equation.path for equation in kept}
+    produced = {number for equation in before for number in equation.outputs}
+    paths = {equation.path for equation in before}
     after = [equation for equation in program.equations if equation.path not in paths]
     # what depends on weights alone is rematerialised: it has no row for each token
     needed = {*program.outputs, *(n for equation in after for n in equation.inputs)}
-    for equation in reversed(kept):
+    for equation in reversed(before):
         if needed & {*equation.outputs} and not moving & {*equation.outputs}:
             after.append(equation)
             needed.update(equation.inputs)
-    live = tuple(sorted(needed & made & moving))
-    order = {equation.path: at for at, equation in enumerate(program.equations)}
+    live = tuple(sorted(needed & produced & moving))
+    order = {equation.path: index for index, equation in enumerate(program.equations)}
     return Ends(
-        every=replace(program, equations=tuple(kept), outputs=live),
+        every=replace(program, equations=tuple(before), outputs=live),
         last=replace(
             program,
             inputs=(*program.inputs, *live),
@@ -62,7 +62,7 @@ def ends(program: Program, calls: Collection[str], varies: Callable[[Equation], 
 
 def _before(program: Program, calls: Collection[str]) -> list[Equation]:
     """The equations that calls of attention need, and these themselves, in order."""
-    needed, kept = set[int](), list[Equation]()
+    needed, equations = set[int](), list[Equation]()
     for group in reversed(list(_groups(program))):
         call = group[0].call
         results = group[0].outputs if call is None else call.outputs
@@ -72,10 +72,10 @@ def _before(program: Program, calls: Collection[str]) -> list[Equation]:
             else isinstance(call.form, Attention)
         )
         if attends or needed & {*results}:
-            kept[:0] = group
+            equations[:0] = group
             needed.update(group[0].inputs if call is None else call.inputs)
-            needed.update(number for one in group for number in one.inputs)
-    return kept
+            needed.update(number for equation in group for number in equation.inputs)
+    return equations
 
 
 def _groups(program: Program) -> Iterator[list[Equation]]:

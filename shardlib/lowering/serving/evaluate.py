@@ -90,29 +90,31 @@ def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Val
     """What a call of attention gives, and the pages with the token's keys and values."""
     operands, form = [env[number] for number in call.inputs], call.form
     assert isinstance(form, Attention)
-    found = cached.latents.get(call.path)
-    if found is not None:
-        source = env[found.source]
-        query = operands[found.part]
-        operands[found.part] = jnp.einsum(
-            "bsnh,lnh->bsnl", query, plain(env[found.key]).astype(query.dtype)
+    latent_parts = cached.latents.get(call.path)
+    if latent_parts is not None:
+        source = env[latent_parts.source]
+        query = operands[latent_parts.part]
+        operands[latent_parts.part] = jnp.einsum(
+            "bsnh,lnh->bsnl", query, plain(env[latent_parts.key]).astype(query.dtype)
         )
-        operands[form.parts + found.part] = operands[2 * form.parts] = source[:, :, None]
-    row, where = cached.layers[call.path].where(cached.layer, cached.token)
-    mixed, pages = attending(form, cached.grid, found and found.part)(
-        cached.pages[call.path], row, where, *operands
+        operands[form.parts + latent_parts.part] = operands[2 * form.parts] = source[:, :, None]
+    row, location = cached.layers[call.path].where(cached.layer, cached.token)
+    mixed, pages = attending(form, cached.grid, latent_parts and latent_parts.part)(
+        cached.pages[call.path], row, location, *operands
     )
-    if found is not None:
-        mixed = jnp.einsum("bsnl,lnv->bsnv", mixed, plain(env[found.value]).astype(mixed.dtype))
+    if latent_parts is not None:
+        mixed = jnp.einsum(
+            "bsnl,lnv->bsnv", mixed, plain(env[latent_parts.value]).astype(mixed.dtype)
+        )
     return mixed, replace(cached, pages={**cached.pages, call.path: pages})
 
 
 def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:
     """A constant; of a table with a row a token, the row of this one."""
-    found = cached.positions.tables.get((path, number))
-    if found is None:
+    entry = cached.positions.tables.get((path, number))
+    if entry is None:
         return value
-    dim, table = found
+    dim, table = entry
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), cached.token.position, 1, dim)
 
 
@@ -125,7 +127,12 @@ def looks(equation: Equation, places: Positions, calls: Iterable[str]) -> bool:
         calls: paths of calls of attention.
     """
     below = f"{equation.path}/"
-    paths = [*calls, *places.iotas, *places.slices, *(at for at, _ in places.tables)]
+    paths = [
+        *calls,
+        *places.iotas,
+        *places.slices,
+        *(path_of_table for path_of_table, _ in places.tables),
+    ]
     return any(path.startswith(below) or path == equation.path for path in paths)
 
 
@@ -134,7 +141,7 @@ def _equation(
 ) -> tuple[Sequence[Any], Cached]:
     """Results of an equation, of arrays or of what stands for them."""
     places = cached.positions
-    if any(isinstance(one, Columns) for one in operands):
+    if any(isinstance(operand, Columns) for operand in operands):
         if equation.name == "convert_element_type":
             return [converted(operands[0], equation)], cached
         if equation.name == "dot_general" and not equation.params["dimension_numbers"][1][0]:
@@ -142,7 +149,7 @@ def _equation(
             right = plain(right) if isinstance(left, Columns) else right
             return [product(equation, (left, right))], cached
     if equation.name != "scan" and equation.name not in REMAT:
-        operands = [plain(one) for one in operands]
+        operands = [plain(operand) for operand in operands]
     if equation.path in places.iotas:
         params = equation.params
         return [jnp.full(params["shape"], cached.token.position, params["dtype"])], cached
@@ -154,7 +161,7 @@ def _equation(
         ((program, _),) = bodies(equation)
         results, pages = evaluate(program, operands, cached, equation.path)
         return results, replace(cached, pages=pages)
-    operands = [plain(one) for one in operands]
+    operands = [plain(operand) for operand in operands]
     if equation.name == "dot_general":
         return bind(equation, operands, dimension_numbers=_in_order(equation)), cached
     return bind(equation, operands), cached
@@ -190,7 +197,11 @@ def _scan(
     params, path = equation.params, equation.path
     constants, carried = scan_counts(params)
     ((program, length),) = bodies(equation)
-    mine = {at: pages for at, pages in cached.pages.items() if at.startswith(f"{path}/")}
+    pages_inside = {
+        call_path: pages
+        for call_path, pages in cached.pages.items()
+        if call_path.startswith(f"{path}/")
+    }
 
     def body(carry: Any, sliced: Any) -> Any:
         values, pages, iteration = carry
@@ -209,11 +220,11 @@ def _scan(
             strict=False,
         )
     )
-    if any(isinstance(one, Layered) for one in scanned):
+    if any(isinstance(rows, Layered) for rows in scanned):
         run, first = written_out, 0
     else:
         run, first = partial(jax.lax.scan, unroll=params["unroll"]), jnp.zeros((), jnp.int32)
     (values, pages, _), stacked = run(
-        body, (start, mine, first), tuple(scanned), length=length, reverse=params["reverse"]
+        body, (start, pages_inside, first), tuple(scanned), length=length, reverse=params["reverse"]
     )
     return [*values, *stacked], replace(cached, pages={**cached.pages, **pages})

@@ -54,26 +54,26 @@ def _visited(
     form: ExpertForm, grid: Grid, tokens: list[Value], parameters: tuple[Value, ...]
 ) -> tuple[Value, Value]:
     count, _, inner = parameters[0].shape
-    ways, data = grid.ways(SHARED), PartitionSpec("data")
-    whole = count % ways == 0
-    if not whole and inner % ways:
+    devices, data = grid.ways(SHARED), PartitionSpec("data")
+    by_expert = count % devices == 0
+    if not by_expert and inner % devices:
         return visited(form, *tokens, *parameters)
     up, down = (
         (PartitionSpec(SHARED), PartitionSpec(SHARED))
-        if whole
+        if by_expert
         else (PartitionSpec(None, None, SHARED), PartitionSpec(None, SHARED))
     )
 
     def local(x: Value, weights: Value, chosen: Value, *parameters: Value) -> Value:
-        if whole and ways > 1:
+        if by_expert and devices > 1:
             first = grid.first(SHARED, parameters[0].shape[0])
             weights, chosen, parameters = _mine(weights, chosen - first, parameters)
-        found, _ = visited(form, x, weights, chosen, *parameters)
-        return jax.lax.psum(found, SHARED) if ways > 1 else found
+        result, _ = visited(form, x, weights, chosen, *parameters)
+        return jax.lax.psum(result, SHARED) if devices > 1 else result
 
     specs = (up, down, up)[: len(parameters)]
-    found = grid.local(local, (data, data, data, *specs), data)(*tokens, *parameters)
-    return found, jnp.zeros((), jnp.int32)
+    result = grid.local(local, (data, data, data, *specs), data)(*tokens, *parameters)
+    return result, jnp.zeros((), jnp.int32)
 
 
 def _mine(

@@ -72,7 +72,7 @@ class Grid:
             )
         along = self.heads(heads) if len(page.shape) > 4 else ()
         spec = None, "data", tokens or None, along or None
-        return jax.tree.map(lambda one: PartitionSpec(*spec[: len(one.shape)]), page)
+        return jax.tree.map(lambda array: PartitionSpec(*spec[: len(array.shape)]), page)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
         """The sharding of a spec; None on one device."""
@@ -102,11 +102,11 @@ class Grid:
         if self.mesh is None or self.mesh.size == 1:
             return function(logits, beside)
         rows, vocab = logits.shape
-        made = PartitionSpec("data", SHARED if vocab % self.ways(SHARED) == 0 else None)
+        as_computed = PartitionSpec("data", SHARED if vocab % self.ways(SHARED) == 0 else None)
         # first as they are made, or weights are gathered for single rows
-        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, made))
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, as_computed))
         row = PartitionSpec(("data", *SHARED) if rows % self.mesh.size == 0 else "data")
-        specs = jax.tree.map(lambda one: row if one.ndim else PartitionSpec(), beside)
+        specs = jax.tree.map(lambda array: row if array.ndim else PartitionSpec(), beside)
         return self.local(function, (row, specs), row)(logits, beside)
 
     def local(self, function: Function, arguments: Tree, results: Tree) -> Function:

@@ -46,30 +46,30 @@ def latent(program: Program, call: Call) -> Latent | None:
         program: that the call stands in, of one token.
         call: of attention.
     """
-    made = {number: one for one in program.equations for number in one.outputs}
+    producers = {number: equation for equation in program.equations for number in equation.outputs}
     shapes = [tuple(aval.shape) for aval in program.avals]
     assert isinstance(call.form, Attention)
     parts = call.form.parts
     queries, keys = call.inputs[:parts], call.inputs[parts : 2 * parts]
     mixed = call.inputs[2 * parts]
-    value = _product(made, mixed)
+    value = _product(producers, mixed)
     if value is None:
         return None
     for part, number in enumerate(keys):
-        key = _product(made, number)
+        key = _product(producers, number)
         if key is None or key[0] != value[0] or shapes[number][:3] != shapes[mixed][:3]:
             continue
         if shapes[number][2] != shapes[queries[part]][2]:
             continue  # several queries look at one key
-        kept = math.prod(shapes[number]) + math.prod(shapes[mixed])
-        if kept >= LARGER * shapes[key[0]][-1]:
+        elements = math.prod(shapes[number]) + math.prod(shapes[mixed])
+        if elements >= LARGER * shapes[key[0]][-1]:
             return Latent(part=part, source=key[0], key=key[1], value=value[1])
     return None
 
 
-def _product(made: Mapping[int, Equation], number: int) -> tuple[int, int] | None:
+def _product(producers: Mapping[int, Equation], number: int) -> tuple[int, int] | None:
     """The vector [1, 1, L] and matrices [L, N, H] of which a value [1, 1, N, H] is the product."""
-    equation = made.get(number)
+    equation = producers.get(number)
     if equation is None or equation.name != "dot_general":
         return None
     vector, matrices = (tuple(var.aval.shape) for var in equation.eqn.invars)

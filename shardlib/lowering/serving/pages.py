@@ -42,16 +42,16 @@ def attending(
     """
 
     @custom_vmap
-    def attend(pages: Pages, row: Index, where: Where, *operands: Value) -> tuple[Value, Pages]:
-        one = replace(
-            where,
-            position=where.position[None],
-            entry=where.entry[None],
-            table=jnp.zeros((1, where.table.shape[1]), jnp.int32),  # any: only shapes count
-            chunks=where.chunks[:0],
+    def attend(pages: Pages, row: Index, location: Where, *operands: Value) -> tuple[Value, Pages]:
+        batched = replace(
+            location,
+            position=location.position[None],
+            entry=location.entry[None],
+            table=jnp.zeros((1, location.table.shape[1]), jnp.int32),  # any: only shapes count
+            chunks=location.chunks[:0],
         )
         mixed, pages = _attend(
-            (form, Grid(), shared), pages, row, one, [each[None] for each in operands]
+            (form, Grid(), shared), pages, row, batched, [each[None] for each in operands]
         )
         return mixed[0], pages
 
@@ -61,129 +61,150 @@ def attending(
         mapped: tuple[object, ...],
         pages: Pages,
         row: Index,
-        where: Where,
+        location: Where,
         *operands: Value,
     ) -> tuple[tuple[Value, Pages], tuple[bool, object]]:
         assert not any(jax.tree.leaves(mapped[:2])), "all tokens share their pages"
         many = [
-            one if has else jnp.broadcast_to(one, (size, *one.shape))
-            for one, has in zip(operands, mapped[3:], strict=True)
+            operand if has else jnp.broadcast_to(operand, (size, *operand.shape))
+            for operand, has in zip(operands, mapped[3:], strict=True)
         ]
-        mixed, pages = _attend((form, grid, shared), pages, row, where, many)
+        mixed, pages = _attend((form, grid, shared), pages, row, location, many)
         return (mixed, pages), (True, jax.tree.map(lambda _: False, pages))
 
     return attend
 
 
 def _attend(
-    how: tuple[Attention, Grid, int | None],
+    call: tuple[Attention, Grid, int | None],
     pages: Pages,
     row: Index,
-    where: Where,
+    location: Where,
     operands: list[Value],
 ) -> tuple[Value, Pages]:
     """Operands [T, 1, 1, ...], one token of one row each; returns [T, 1, 1, N, V]."""
-    form, grid, shared = how
+    form, grid, shared = call
     rows = operands[:-1] if form.bias is not None else operands  # that of a bias is [T, ..., N]
-    given = Operands.of(
-        form, [*(one[:, 0, 0] if one.ndim > 1 else one for one in rows), *operands[len(rows) :]]
+    arguments = Operands.of(
+        form,
+        [
+            *(
+                operand_array[:, 0, 0] if operand_array.ndim > 1 else operand_array
+                for operand_array in rows
+            ),
+            *operands[len(rows) :],
+        ],
     )
-    size, groups = pages[0].shape[2], given.value.shape[1]
+    size, groups = pages[0].shape[2], arguments.value.shape[1]
     heads, tokens = grid.heads(groups), grid.tokens(groups)
-    ways, count = grid.ways(tokens), given.queries[0].shape[1]
-    spread = count // grid.ways(heads) % ways == 0
+    devices, count = grid.ways(tokens), arguments.queries[0].shape[1]
+    spread = count // grid.ways(heads) % devices == 0
 
     def local(
         pages: Pages,
         row: Index,
-        where: Where,
+        location: Where,
         queries: tuple[Value, ...],
         new: tuple[Value, ...],
         everywhere: Value | None,
         offsets: Value | None,
     ) -> tuple[Value, Pages]:
-        held = pages[0].shape[2]
-        first = grid.first(tokens, held)
-        kept = _written(pages, row, where, new, size=size, first=first)
-        nobody = where.entry >= where.pages * size
-        position = jnp.where(nobody, -1, where.position)
+        tokens_per_page = pages[0].shape[2]
+        first = grid.first(tokens, tokens_per_page)
+        written = _written(pages, row, location, new, size=size, first=first)
+        nobody = location.entry >= location.pages * size
+        position = jnp.where(nobody, -1, location.position)
 
         def read(numbers: Value) -> tuple[Value, ...]:
-            found = [read_pages(page, row, where.first + numbers) for page in kept]
-            return tuple(found if shared is None else [*found, found[shared]])
+            arrays = [read_pages(page, row, location.first + numbers) for page in written]
+            return tuple(arrays if shared is None else [*arrays, arrays[shared]])
 
         def mixed(table: Value, start: int, chunk: int) -> Partial:
             here = slice(start, start + table.shape[0] * chunk)
             sets = Sets(
                 table=table,
-                columns=where.columns,
+                columns=location.columns,
                 position=position[here].reshape(-1, chunk),
-                queries=[one[here].reshape(-1, chunk, *one.shape[1:]) for one in queries],
+                queries=[query[here].reshape(-1, chunk, *query.shape[1:]) for query in queries],
                 everywhere=None if everywhere is None else everywhere[0],
                 offsets=None
                 if offsets is None
                 else offsets[here].reshape(-1, chunk, *offsets.shape[1:]),
             )
-            found = over_pages(form, sets, read, size=size, held=held, first=first)
-            return jax.tree.map(lambda one: one.reshape(-1, *one.shape[2:]), found)
+            attended = over_pages(
+                form, sets, read, size=size, tokens_per_page=tokens_per_page, first=first
+            )
+            return jax.tree.map(lambda query: query.reshape(-1, *query.shape[2:]), attended)
 
-        rows, parts = where.table.shape[0], []
+        rows, parts = location.table.shape[0], []
         if rows:
-            parts.append(mixed(where.table, 0, 1))
-        if where.chunks.shape[0]:
-            chunk = (position.shape[0] - rows) // where.chunks.shape[0]
-            parts.append(mixed(where.chunks, rows, chunk))
-        whole = jax.tree.map(lambda *some: jnp.concatenate(some), *parts)
-        return _together(whole, tokens, ways, spread).astype(given.value.dtype), kept
+            parts.append(mixed(location.table, 0, 1))
+        if location.chunks.shape[0]:
+            chunk = (position.shape[0] - rows) // location.chunks.shape[0]
+            parts.append(mixed(location.chunks, rows, chunk))
+        partial = jax.tree.map(lambda *parts_of_leaf: jnp.concatenate(parts_of_leaf), *parts)
+        return _together(partial, tokens, devices, spread).astype(arguments.value.dtype), written
 
     data = PartitionSpec("data")
     by_head = PartitionSpec("data", heads or None)
 
-    def operand(one: Value) -> PartitionSpec:
-        return by_head if one.ndim == 3 else data
+    def operand(array: Value) -> PartitionSpec:
+        return by_head if array.ndim == 3 else data
 
     page_specs = tuple(grid.page_spec(page, groups) for page in pages)
-    new = (*given.keys, given.value)[: len(pages)]
+    new = (*arguments.keys, arguments.value)[: len(pages)]
     out = PartitionSpec("data", (*heads, *tokens) if spread else heads or None)
-    mixed, kept = grid.local(
+    mixed, written = grid.local(
         local,
         (
             page_specs,
             PartitionSpec(),
             Where.specs(data),
-            tuple(by_head for _ in given.queries),
+            tuple(by_head for _ in arguments.queries),
             tuple(map(operand, new)),
             data,
             None
-            if given.bias is None
-            else PartitionSpec("data", *[None] * (given.bias.ndim - 2), heads or None),
+            if arguments.bias is None
+            else PartitionSpec("data", *[None] * (arguments.bias.ndim - 2), heads or None),
         ),
         (out, page_specs),
-    )(pages, jnp.asarray(row), where, given.queries, new, given.global_layer, given.bias)
-    return mixed.reshape(mixed.shape[0], 1, 1, *mixed.shape[1:]), kept
+    )(
+        pages,
+        jnp.asarray(row),
+        location,
+        arguments.queries,
+        new,
+        arguments.global_layer,
+        arguments.bias,
+    )
+    return mixed.reshape(mixed.shape[0], 1, 1, *mixed.shape[1:]), written
 
 
 def _written(
-    pages: Pages, row: Index, where: Where, new: tuple[Value, ...], *, size: int, first: Index
+    pages: Pages, row: Index, location: Where, new: tuple[Value, ...], *, size: int, first: Index
 ) -> Pages:
     """Pages with the keys and values of tokens, of which a device writes those that it has."""
-    held, number, place = pages[0].shape[2], where.entry // size, where.entry % size - first
-    here = (place >= 0) & (place < held) & (number < where.pages)
-    number = jnp.where(here, where.first + number, pages[0].shape[1])
-    at = row, number, jnp.where(here, place, 0)
-    return tuple(write_rows(page, at, one) for page, one in zip(pages, new, strict=True))
+    tokens_per_page, number, place = (
+        pages[0].shape[2],
+        location.entry // size,
+        location.entry % size - first,
+    )
+    here = (place >= 0) & (place < tokens_per_page) & (number < location.pages)
+    number = jnp.where(here, location.first + number, pages[0].shape[1])
+    index = row, number, jnp.where(here, place, 0)
+    return tuple(write_rows(page, index, values) for page, values in zip(pages, new, strict=True))
 
 
-def _together(found: Partial, axes: tuple[str, ...], ways: int, spread: bool) -> Value:
+def _together(partial: Partial, axes: tuple[str, ...], devices: int, spread: bool) -> Value:
     """Attention [T, N, V] of what devices have made of their tokens; each then has the heads whose
     weights it has, where those divide.
     """
-    if ways == 1:
-        return joined(jax.tree.map(lambda one: one[None], found))
-    mixed, total, highest = found
+    if devices == 1:
+        return joined(jax.tree.map(lambda array: array[None], partial))
+    mixed, total, highest = partial
     rows = jnp.concatenate([mixed, total[..., None], highest[..., None]], axis=-1)
     if spread:
-        rows = rows.reshape(rows.shape[0], ways, -1, rows.shape[-1])
+        rows = rows.reshape(rows.shape[0], devices, -1, rows.shape[-1])
         rows = jax.lax.all_to_all(rows, axes, split_axis=1, concat_axis=0)
     else:
         rows = jax.lax.all_gather(rows, axes)

@@ -44,18 +44,18 @@ class Positions:
     )
 
 
-def positions(one: Program, longest: Program, tokens: int) -> Positions:
+def positions(shortest: Program, longest: Program, tokens: int) -> Positions:
     """Compares a forward pass of one token with that of as many as a request may have.
 
     Args:
-        one: of one token.
+        shortest: of one token.
         longest: of the most tokens.
         tokens: their number, at least 2.
 
     Raises:
         ModelError: the passes count in different places.
     """
-    few, many = list(_places(one)), list(_places(longest))
+    few, many = list(_places(shortest)), list(_places(longest))
     if [kind for kind, *_ in few] != [kind for kind, *_ in many]:
         raise ModelError(
             "the forward pass of one token counts in other places than that of several, so that"
@@ -64,8 +64,8 @@ def positions(one: Program, longest: Program, tokens: int) -> Positions:
         )
     iotas, slices = set[str](), dict[str, int]()
     tables = dict[tuple[str, int], tuple[int, Value]]()
-    for (kind, key, size, _), (_, _, other, value) in zip(few, many, strict=True):
-        dim = _differs(size, other, tokens)
+    for (kind, key, size, _), (_, _, longer_size, value) in zip(few, many, strict=True):
+        dim = _differs(size, longer_size, tokens)
         if dim is None:
             continue
         if kind == "iota":
@@ -101,9 +101,9 @@ def _sizes(equation: Equation) -> tuple[int, ...]:
     return tuple(params["limit_indices"])
 
 
-def _differs(one: tuple[int, ...], more: tuple[int, ...], tokens: int) -> int | None:
+def _differs(shape: tuple[int, ...], more: tuple[int, ...], tokens: int) -> int | None:
     """The dim that has a row a token."""
-    if len(one) != len(more):
+    if len(shape) != len(more):
         return None
-    pairs = zip(one, more, strict=True)
+    pairs = zip(shape, more, strict=True)
     return next((dim for dim, sizes in enumerate(pairs) if sizes == (1, tokens)), None)

@@ -70,10 +70,10 @@ class TracedForward:
     @property
     def scanned(self) -> frozenset[int]:
         """Numbers of the params of which each iteration of a loop with attention takes a row."""
-        found: list[int] = []
+        numbers: list[int] = []
         for equation in self._loops:
-            found += equation.inputs[sum(scan_counts(equation.params)) :]
-        return frozenset(at for at, number in enumerate(self._params) if number in found)
+            numbers += equation.inputs[sum(scan_counts(equation.params)) :]
+        return frozenset(index for index, number in enumerate(self._params) if number in numbers)
 
     @property
     def factors(self) -> Mapping[int, tuple[int, ...]]:
@@ -81,9 +81,13 @@ class TracedForward:
         sum over, of a row where it is `scanned`.
         """
         loops = [equation.path for equation in self._loops]
-        found = summed_dims(self.program, loops, self._latents)
-        dims = {at: found[number] for at, number in enumerate(self._params) if number in found}
-        return {at: tuple(dim for dim in some if dim != ROW) for at, some in dims.items()}
+        dims_by_number = summed_dims(self.program, loops, self._latents)
+        dims = {
+            index: dims_by_number[number]
+            for index, number in enumerate(self._params)
+            if number in dims_by_number
+        }
+        return {index: tuple(dim for dim in summed if dim != ROW) for index, summed in dims.items()}
 
     @property
     def _params(self) -> tuple[int, ...]:
@@ -114,7 +118,7 @@ class TracedForward:
             devices: groups of devices, each with so many pages.
         """
         return {
-            call.path: tuple(stored_page(one, cache) for one in call.pages(groups, size, devices))
+            call.path: tuple(stored_page(page, cache) for page in call.pages(groups, size, devices))
             for call in self.calls
         }
 
@@ -124,7 +128,7 @@ class TracedForward:
         state: Tree,
         pages: Mapping[str, Pages],
         tokens: jax.Array,
-        where: Token,
+        location: Token,
         rows: jax.Array,
         groups: Sequence[CacheGroup],
         grid: Grid | None = None,
@@ -136,7 +140,7 @@ class TracedForward:
             state: of the model.
             pages: keys and values, see `new_pages`.
             tokens: int32 [T].
-            where: they stand.
+            location: they stand.
             rows: which of the tokens of each group of devices give logits, int32 [D R], groups one
                 after another.
             groups: cache groups of the layers, as the pages are.
@@ -144,40 +148,46 @@ class TracedForward:
         """
         grid = grid or Grid()
         layers = {call.path: Layers.of(call.windows, groups) for call in self.calls}
-        dims = replace(TOKEN_DIMS, adapter=None if where.adapter is None else 0)
+        dims = replace(TOKEN_DIMS, adapter=None if location.adapter is None else 0)
         latents = self._latents
         cut = ends(self.program, self._paths, self._varies)
 
         def one(
-            pages: Mapping[str, Pages], token: jax.Array, where: Token
+            pages: Mapping[str, Pages], token: jax.Array, location: Token
         ) -> tuple[list[jax.Array], Mapping[str, Pages]]:
-            leaves, where = leaves_for(params, state, where.adapter), replace(where, adapter=None)
+            leaves, location = (
+                leaves_for(params, state, location.adapter),
+                replace(location, adapter=None),
+            )
             cached = Cached(
                 positions=self.positions,
-                token=where,
+                token=location,
                 pages=pages,
                 layers=layers,
                 latents=latents,
                 grid=grid,
             )
-            results, kept = evaluate(cut.every, [*leaves, token[None, None]], cached)
-            return results, dict(kept)
+            results, written = evaluate(cut.every, [*leaves, token[None, None]], cached)
+            return results, dict(written)
 
-        def last(live: list[jax.Array], token: jax.Array, where: Token) -> jax.Array:
-            leaves, where = leaves_for(params, state, where.adapter), replace(where, adapter=None)
-            cached = Cached(positions=self.positions, token=where, pages={}, grid=grid)
+        def last(live: list[jax.Array], token: jax.Array, location: Token) -> jax.Array:
+            leaves, location = (
+                leaves_for(params, state, location.adapter),
+                replace(location, adapter=None),
+            )
+            cached = Cached(positions=self.positions, token=location, pages={}, grid=grid)
             results, _ = evaluate(cut.last, [*leaves, token[None, None], *live], cached)
             return results[0][0, 0]
 
         live, pages = jax.vmap(one, in_axes=(None, 0, dims), out_axes=(0, None))(
-            pages, tokens, where
+            pages, tokens, location
         )
-        given = live, tokens, where.position, where.adapter
-        live, tokens, position, adapter = taken(given, rows, grid)
-        where = replace(
-            where, position=position, entry=(position,) * len(where.entry), adapter=adapter
+        carried = live, tokens, location.position, location.adapter
+        live, tokens, position, adapter = taken(carried, rows, grid)
+        location = replace(
+            location, position=position, entry=(position,) * len(location.entry), adapter=adapter
         )
-        return jax.vmap(last, in_axes=(0, 0, dims))(live, tokens, where), pages
+        return jax.vmap(last, in_axes=(0, 0, dims))(live, tokens, location), pages
 
     @property
     def _paths(self) -> list[str]:
@@ -199,7 +209,7 @@ def taken(arrays: Tree, rows: jax.Array, grid: Grid) -> Tree:
     """
 
     def take(arrays: Tree, rows: jax.Array) -> Tree:
-        return jax.tree.map(lambda one: jnp.take(one, rows, axis=0, mode="clip"), arrays)
+        return jax.tree.map(lambda array: jnp.take(array, rows, axis=0, mode="clip"), arrays)
 
     if grid.groups == 1:
         return take(arrays, rows)
@@ -258,17 +268,17 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
             " them\nTry: jax.lax.scan over layers, or layers that are written out"
         )
     try:
-        found = positions(program, flatten(trace(longest)), longest)
+        counted = positions(program, flatten(trace(longest)), longest)
     except ModelError:
         # `table[:seq]` of all rows is no slice. Nobody computes the last token of a request.
         if longest < 3:
             raise
-        found = positions(program, flatten(trace(longest - 1)), longest - 1)
+        counted = positions(program, flatten(trace(longest - 1)), longest - 1)
     return TracedForward(
         model=model,
         program=program,
         calls=calls,
-        positions=found,
+        positions=counted,
         longest=longest,
         vocab=shape[2],
         capped=any(

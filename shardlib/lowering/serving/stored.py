@@ -42,22 +42,24 @@ class Stored:
     dtype: str = field(metadata={"static": True})
 
 
-def store(array: Value, dim: int, how: str) -> Stored:
+def store(array: Value, dim: int, kind: str) -> Stored:
     """An array in eight bits.
 
     Args:
         array: of floats.
         dim: whose elements share a scale.
-        how: a word of `DTYPES`.
+        kind: a word of `DTYPES`.
     """
-    dtype, most = DTYPES[how]
+    dtype, largest = DTYPES[kind]
     wide = array.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=dim, keepdims=True) / most, 1e-30)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=dim, keepdims=True) / largest, 1e-30)
     values = wide / scale
-    if how == "int8":
+    if kind == "int8":
         values = jnp.round(values)
     return Stored(
-        values=jnp.clip(values, -most, most).astype(dtype), scale=scale, dtype=str(array.dtype)
+        values=jnp.clip(values, -largest, largest).astype(dtype),
+        scale=scale,
+        dtype=str(array.dtype),
     )
 
 
@@ -87,10 +89,10 @@ class Layered:
     @property
     def sharding(self) -> Sharding:
         """Of the array that it stands for."""
-        where = _array(self.rows[0]).sharding
-        if isinstance(where, NamedSharding):
-            return NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
-        return where
+        sharding = _array(self.rows[0]).sharding
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return sharding
 
 
 def _array(value: Value | Stored | Columns) -> Value | Columns:
@@ -133,30 +135,30 @@ def by_layer(value: Value | Stored) -> Layered:
 
     def rows(value: Value | Stored) -> Layered:
         first = jax.tree.leaves(value)[0]
-        return Layered(rows=tuple(layer(value, at) for at in range(first.shape[0])))
+        return Layered(rows=tuple(layer(value, index) for index in range(first.shape[0])))
 
     def row(leaf: Leaf) -> Sharding:
-        where = leaf.sharding
-        if isinstance(where, NamedSharding):
-            return NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
-        return where
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return sharding
 
     shardings = jax.tree.map(row, value)
     count = len(jax.tree.leaves(value)[0])
-    made = jax.jit(rows, out_shardings=Layered(rows=(shardings,) * count))
-    return made(value)
+    split = jax.jit(rows, out_shardings=Layered(rows=(shardings,) * count))
+    return split(value)
 
 
-def layer(value: Value | Stored | Layered, at: int) -> Value | Stored | Columns:
+def layer(value: Value | Stored | Layered, index: int) -> Value | Stored | Columns:
     """A row of an array.
 
     Args:
         value: the array.
-        at: number of the row.
+        index: number of the row.
     """
     if isinstance(value, Layered):
-        return value.rows[at]
-    return jax.tree.map(lambda one: one[at], value)
+        return value.rows[index]
+    return jax.tree.map(lambda leaf: leaf[index], value)
 
 
 def written_out(
@@ -171,11 +173,11 @@ def written_out(
         length: of the loop.
         reverse: whether it begins with the last row.
     """
-    made: dict[int, tuple[Value, ...]] = {}
-    for at in reversed(range(length)) if reverse else range(length):
-        carry, made[at] = body(carry, tuple(layer(one, at) for one in scanned))
-    rows = [made[at] for at in range(length)]
-    return carry, tuple(jnp.stack(some) for some in zip(*rows, strict=True))
+    results: dict[int, tuple[Value, ...]] = {}
+    for index in reversed(range(length)) if reverse else range(length):
+        carry, results[index] = body(carry, tuple(layer(stack, index) for stack in scanned))
+    rows = [results[index] for index in range(length)]
+    return carry, tuple(jnp.stack(rows_of_result) for rows_of_result in zip(*rows, strict=True))
 
 
 @jax.tree_util.register_dataclass
@@ -233,21 +235,21 @@ def read_pages(page: Page, layer: Index, numbers: Value) -> Value:
     return (values * page.scale[layer, numbers][..., None]).astype(page.dtype)
 
 
-def write_rows(page: Page, at: tuple[Index, Value, Value], rows: Value) -> Page:
+def write_rows(page: Page, index: tuple[Index, Value, Value], rows: Value) -> Page:
     """Pages with keys or values of some tokens.
 
     Args:
         page: all of them.
-        at: layer, pages and places in these; past the last page for what is not written.
+        index: layer, pages and places in these; past the last page for what is not written.
         rows: keys or values, [T, ..., width]. What fp8 cannot hold is the largest that it can.
     """
     if not isinstance(page, StoredPages):
-        most = DTYPES["fp8"][1]
-        fits = jnp.clip(rows, -most, most) if page.dtype == jnp.float8_e4m3fn else rows
-        return page.at[at].set(fits.astype(page.dtype), mode="drop")
-    found = store(rows, rows.ndim - 1, "int8")
+        largest = DTYPES["fp8"][1]
+        fits = jnp.clip(rows, -largest, largest) if page.dtype == jnp.float8_e4m3fn else rows
+        return page.at[index].set(fits.astype(page.dtype), mode="drop")
+    stored = store(rows, rows.ndim - 1, "int8")
     return replace(
         page,
-        values=page.values.at[at].set(found.values, mode="drop"),
-        scale=page.scale.at[at].set(found.scale[..., 0], mode="drop"),
+        values=page.values.at[index].set(stored.values, mode="drop"),
+        scale=page.scale.at[index].set(stored.scale[..., 0], mode="drop"),
     )

@@ -75,15 +75,15 @@ def contraction_of(
         parameter: layouts of its weight.
         machine: the mesh and its collectives.
     """
-    held = held_in_use(use, parameter)
-    cuts = None if held is None else operand_cuts(use, result, held)
-    if held is None or cuts is None:
+    weight_cuts = held_in_use(use, parameter)
+    cuts = None if weight_cuts is None else operand_cuts(use, result, weight_cuts)
+    if weight_cuts is None or cuts is None:
         return None
-    plan = reduction(use, parameter.gradient, cuts.partial, machine, held)
+    plan = reduction(use, parameter.gradient, cuts.partial, machine, weight_cuts)
     return Contraction(
         use=use,
         plan=plan,
-        held=held,
+        held=weight_cuts,
         partial=cuts.partial,
         arguments=(
             machine.spec(cuts.activation, use.other.ndim),
@@ -91,13 +91,13 @@ def contraction_of(
         ),
         kept=machine.spec(
             {
-                dim: (*held.get(dim, ()), *plan.scattered.get(dim, ()))
+                dim: (*weight_cuts.get(dim, ()), *plan.scattered.get(dim, ()))
                 for dim in range(len(use.shape))
             },
             len(use.shape),
         ),
         local_shape=tuple(
-            size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)
+            size // machine.ways(weight_cuts.get(dim, ())) for dim, size in enumerate(use.shape)
         ),
     )
 
@@ -114,13 +114,13 @@ def reduced_contraction(
         parameter: layouts of its weight.
         machine: the mesh and its collectives.
     """
-    found = contraction_of(use, result, parameter, machine)
-    if found is None:
+    contraction = contraction_of(use, result, parameter, machine)
+    if contraction is None:
         return None
-    gathered, marks = in_use(use, parameter, machine), found.marks(machine)
+    gathered, marks = in_use(use, parameter, machine), contraction.marks(machine)
 
     def forward(activation: Value, weight: Value) -> Value:
-        return found.op(activation, gathered(use.moved(weight)))
+        return contraction.op(activation, gathered(use.moved(weight)))
 
     @jax.custom_vjp
     def run(activation: Value, weight: Value) -> Value:
@@ -130,18 +130,18 @@ def reduced_contraction(
         activation, weight = saved
 
         def local(activation: Value, cotangent: Value) -> tuple[Value, ...]:
-            sums = found.partial_sums(activation, cotangent, weight.dtype)
-            return found.plan.apply(sums, machine), *(mark(sums) for _ in marks)
+            sums = contraction.partial_sums(activation, cotangent, weight.dtype)
+            return contraction.plan.apply(sums, machine), *(mark(sums) for _ in marks)
 
-        gradient, *made = machine.manual(local, found.arguments, (found.kept, *marks))(
-            activation, cotangent
-        )
-        back = found.to_activation(activation, gathered(use.moved(weight)), cotangent)
-        return after(back, made), gradient
+        gradient, *marked = machine.manual(
+            local, contraction.arguments, (contraction.kept, *marks)
+        )(activation, cotangent)
+        back = contraction.to_activation(activation, gathered(use.moved(weight)), cotangent)
+        return after(back, marked), gradient
 
     def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value]]:
-        found = use.found_again(activation)
-        return forward(found, weight), (found, weight)
+        recomputed = use.found_again(activation)
+        return forward(recomputed, weight), (recomputed, weight)
 
     run.defvjp(saving, backward)
     return (

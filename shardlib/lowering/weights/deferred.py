@@ -72,11 +72,11 @@ def deferred(
     looks = use.equation.name == "gather"
     if (looks and not lookups) or not parameter.trained:
         return None
-    found = (lookup_of if looks else contraction_of)(use, result, parameter, machine)
-    if found is None:
+    operation = (lookup_of if looks else contraction_of)(use, result, parameter, machine)
+    if operation is None:
         return None
-    rank, ways = len(use.shape), machine.ways(found.partial)
-    cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
+    rank, size = len(use.shape), machine.ways(operation.partial)
+    cuts = PartitionSpec(machine.parts(operation.partial), *machine.spec(operation.held, rank))
 
     def in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Any], Any]:
         return lambda operands, sums: function(
@@ -86,81 +86,87 @@ def deferred(
     gathered = in_use(use, parameter, machine)
     return Deferred(
         use=use,
-        run=in_order(_run(use, found, machine, cuts)),
-        finish=in_order(_finish(use, found, machine, cuts)),
+        run=in_order(_run(use, operation, machine, cuts)),
+        finish=in_order(_finish(use, operation, machine, cuts)),
         gathers=parameter.rest != parameter.compute,
         gather=lambda operand: gathered(use.moved(operand)),
-        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.dtype),
+        sums=jax.ShapeDtypeStruct((size, *use.shape), use.dtype),
         cuts=cuts,
-        reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept),
+        reduce=machine.manual(
+            lambda sums: operation.plan.apply(sums[0], machine), (cuts,), operation.kept
+        ),
     )
 
 
-def _run(use: Use, found: Contraction | Lookup, machine: Machine, cuts: PartitionSpec) -> Operation:
+def _run(
+    use: Use, operation: Contraction | Lookup, machine: Machine, cuts: PartitionSpec
+) -> Operation:
     """(activation, weight, sums) -> result, whose partial sums are the gradient of `sums`."""
-    marks = found.marks(machine)
+    marks = operation.marks(machine)
 
     @jax.custom_vjp
     def run(activation: Any, weight: Any, sums: Any) -> Any:
-        return found.op(activation, weight)
+        return operation.op(activation, weight)
 
     def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
 
         def local(activation: Any, cotangent: Any) -> tuple[Any, ...]:
-            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))
-            return own[None].astype(sums.dtype), *(mark(own) for _ in marks)
+            partial = operation.partial_sums(activation, cotangent, operation.adds_in(sums.dtype))
+            return partial[None].astype(sums.dtype), *(mark(partial) for _ in marks)
 
-        own, *made = machine.manual(local, found.arguments, (cuts, *marks))(
-            activation, found.moved(cotangent)
+        partial_sums, *marked = machine.manual(local, operation.arguments, (cuts, *marks))(
+            activation, operation.moved(cotangent)
         )
-        back = after(found.to_activation(activation, weight, cotangent), made)
-        return back, jnp.zeros_like(weight), own
+        back = after(operation.to_activation(activation, weight, cotangent), marked)
+        return back, jnp.zeros_like(weight), partial_sums
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         read = use.found_again(activation)
         # of what holds the sums, the backward pass wants the dtype alone
-        return found.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
+        return operation.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
 
     run.defvjp(forward, backward)
     return run
 
 
 def _finish(
-    use: Use, found: Contraction | Lookup, machine: Machine, cuts: PartitionSpec
+    use: Use, operation: Contraction | Lookup, machine: Machine, cuts: PartitionSpec
 ) -> Operation:
     """(activation, weight, sums) -> result, whose gradient of the weight is that of all runs."""
-    marks = found.marks(machine)
+    marks = operation.marks(machine)
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         read = use.found_again(activation)
-        return found.op(read, weight), (read, weight, sums)
+        return operation.op(read, weight), (read, weight, sums)
 
     @jax.custom_vjp
     def finish(activation: Any, weight: Any, sums: Any) -> Any:
-        return found.op(activation, weight)
+        return operation.op(activation, weight)
 
     def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
 
         def local(activation: Any, cotangent: Any, sums: Any) -> tuple[Any, ...]:
-            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))
-            gradient, kept = found.plan.exchanged(own.astype(sums.dtype) + sums[0], machine)
+            partial = operation.partial_sums(activation, cotangent, operation.adds_in(sums.dtype))
+            gradient, residual = operation.plan.exchanged(
+                partial.astype(sums.dtype) + sums[0], machine
+            )
             return (
                 gradient.astype(weight.dtype),
-                *(mark(own) for _ in marks),
-                *(() if kept is None else (kept[None],)),
+                *(mark(partial) for _ in marks),
+                *(() if residual is None else (residual[None],)),
             )
 
-        results = (found.kept, *marks, *((cuts,) if machine.exchange.keeps else ()))
-        gradient, *rest = machine.manual(local, (*found.arguments, cuts), results)(
-            activation, found.moved(cotangent), sums
+        results = (operation.kept, *marks, *((cuts,) if machine.exchange.keeps else ()))
+        gradient, *outputs = machine.manual(local, (*operation.arguments, cuts), results)(
+            activation, operation.moved(cotangent), sums
         )
-        made, kept = rest[: len(marks)], rest[len(marks) :]
+        marked, residual = outputs[: len(marks)], outputs[len(marks) :]
         return (
-            after(found.to_activation(activation, weight, cotangent), made),
+            after(operation.to_activation(activation, weight, cotangent), marked),
             gradient,
-            kept[0] if kept else jnp.zeros_like(sums),
+            residual[0] if residual else jnp.zeros_like(sums),
         )
 
     finish.defvjp(forward, backward_of_all)

@@ -29,8 +29,8 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
         like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
 
         def forward(activation: Value, weight: Value) -> Value:
-            whole = gathered(use.moved(weight))
-            return use.run((activation, whole) if use.operand else (whole, activation))
+            operand = gathered(use.moved(weight))
+            return use.run((activation, operand) if use.operand else (operand, activation))
 
         @jax.custom_vjp
         def apart(activation: Value, weight: Value) -> Value:

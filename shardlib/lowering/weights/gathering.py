@@ -35,26 +35,26 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
-    known = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
-    held: Cuts = {dim: parameter.compute[source] for dim, source in known}
-    rest: Cuts = {dim: parameter.rest[source] for dim, source in known}
-    if {axis for cut in held.values() for axis in cut} != set(parameter.compute.axes):
+    sources = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
+    compute: Cuts = {dim: parameter.compute[source] for dim, source in sources}
+    stored: Cuts = {dim: parameter.rest[source] for dim, source in sources}
+    if {axis for cut in compute.values() for axis in cut} != set(parameter.compute.axes):
         return lambda operand: operand
-    in_pieces = {axis for cut in rest.values() for axis in cut} == set(parameter.rest.axes)
+    in_pieces = {axis for cut in stored.values() for axis in cut} == set(parameter.rest.axes)
     order = use.view.order
     if not order:
-        return machine.gather(use.shape, rest if in_pieces else None, held)
+        return machine.gather(use.shape, stored if in_pieces else None, compute)
     gather = machine.gather(
         tuple(use.shape[dim] for dim in order),
-        _in_order(rest, order) if in_pieces else None,
-        _in_order(held, order),
+        _in_order(stored, order) if in_pieces else None,
+        _in_order(compute, order),
     )
     return lambda operand: gather(operand.transpose(order)).transpose(np.argsort(order))
 
 
 def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
     """How a value is sharded whose dims are put in another order."""
-    return {at: cuts[dim] for at, dim in enumerate(order) if dim in cuts}
+    return {position: cuts[dim] for position, dim in enumerate(order) if dim in cuts}
 
 
 def gather_updated(
@@ -81,17 +81,19 @@ def gather_updated(
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
     loops = not _on_cpu(mesh)
 
-    def function(one: ParameterLayout) -> Callable[[Value, Value], Value]:
-        if one.state == one.rest:
+    def function(parameter: ParameterLayout) -> Callable[[Value, Value], Value]:
+        if parameter.state == parameter.rest:
             return lambda leaf, old: leaf
-        stacked = loops and len(one.shape) > 2 and not one.state[0] and not one.rest[0]
-        first = 1 if stacked else 0
-        whole = machine.gather(
-            one.shape[first:],
-            dict(enumerate(tuple(one.state)[first:])),
-            dict(enumerate(tuple(one.rest)[first:])),
+        stacked = (
+            loops and len(parameter.shape) > 2 and not parameter.state[0] and not parameter.rest[0]
         )
-        return partial(_over, whole) if stacked else lambda leaf, old: whole(leaf)
+        first = 1 if stacked else 0
+        gather_one = machine.gather(
+            parameter.shape[first:],
+            dict(enumerate(tuple(parameter.state)[first:])),
+            dict(enumerate(tuple(parameter.rest)[first:])),
+        )
+        return partial(_over, gather_one) if stacked else lambda leaf, old: gather_one(leaf)
 
     functions = [function(plan.parameters[i]) for i in order]
 
@@ -114,7 +116,7 @@ def _on_cpu(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def _over(whole: Callable[[Value], Value], stack: Value, old: Value) -> Value:
+def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
     """A stack gathered matrix by matrix, each over the old one.
 
     A loop that stacks its results up begins with zeros, and XLA makes one array of those and of the
@@ -123,14 +125,14 @@ def _over(whole: Callable[[Value], Value], stack: Value, old: Value) -> Value:
     the barrier keeps the first matrix from being overwritten before all have been read.
 
     Args:
-        whole: gathers one matrix.
+        gather: gathers one matrix.
         stack: the updated matrices, [layers, ...], sharded.
         old: what they were made from, as it is stored, in the same dtype.
     """
 
-    def body(at: Index, out: Value) -> Value:
-        matrix = jax.lax.dynamic_index_in_dim(stack, at, 0, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(out, whole(matrix), at, 0)
+    def body(index: Index, out: Value) -> Value:
+        matrix = jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(out, gather(matrix), index, 0)
 
     start, _ = jax.lax.optimization_barrier((old, stack))
     return jax.lax.fori_loop(0, stack.shape[0], body, start)

@@ -79,11 +79,11 @@ class Lookup(Apart):
         parts = self.machine.parts(self.held[0])
 
         def local(indices: Value, table: Value) -> Value:
-            found = self._rows(indices, table)
+            rows = self._rows(indices, table)
             return (
-                jax.lax.psum(found, parts)
+                jax.lax.psum(rows, parts)
                 if scattered is None
-                else jax.lax.psum_scatter(found, parts, scatter_dimension=scattered, tiled=True)
+                else jax.lax.psum_scatter(rows, parts, scatter_dimension=scattered, tiled=True)
             )
 
         left = cuts if scattered is None else {**cuts, scattered: self.result[scattered]}
@@ -97,14 +97,14 @@ class Lookup(Apart):
         """The rows that one device has, zeros for the others; for indices that are out of range
         what the operation says, on the first device.
         """
-        found = table.at[self._inside(indices)[..., 0]].get(mode="fill", fill_value=0)
+        rows = table.at[self._inside(indices)[..., 0]].get(mode="fill", fill_value=0)
         if self._clips:
-            return found
+            return rows
         filled = self.use.equation.params["fill_value"]
         outside = (indices < 0) | (indices >= self.use.shape[0])
         first = jax.lax.axis_index(self.machine.parts(self.held[0])) == 0
         return jnp.where(
-            outside & first, jnp.asarray(jnp.nan if filled is None else filled, found.dtype), found
+            outside & first, jnp.asarray(jnp.nan if filled is None else filled, rows.dtype), rows
         )
 
     @property
@@ -113,8 +113,8 @@ class Lookup(Apart):
 
     def _inside(self, indices: Value) -> Value:
         """Indices into the rows of one device; their number for rows of others."""
-        wanted = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
-        here = wanted - (
+        clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
+        here = clipped - (
             jax.lax.axis_index(self.machine.parts(self.held[0])) * self.local_shape[0]
             if self.held[0]
             else 0
@@ -174,27 +174,34 @@ def lookup_of(
     """
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
-    held: Cuts = {
+    weight_cuts: Cuts = {
         i: tuple(a for a in parameter.compute[dim] if a in WEIGHTS)
         for i, dim in enumerate(use.view.dims)
         if dim is not None
     }
-    taken = {axis for axes in held.values() for axis in axes}
+    taken = {axis for axes in weight_cuts.values() for axis in axes}
     cuts: Cuts = {
         dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])
     }
     partial = tuple(axis for axes in cuts.values() for axis in axes)
     if not any(axis not in WEIGHTS for axis in partial):
         return None
-    plan, rank = reduction(use, parameter.gradient, partial, machine, held), len(result)
+    plan, rank = reduction(use, parameter.gradient, partial, machine, weight_cuts), len(result)
     return Lookup(
         use=use,
         plan=plan,
-        held=held,
+        held=weight_cuts,
         partial=partial,
-        arguments=(machine.spec(cuts, rank), machine.spec({**cuts, rank - 1: held[1]}, rank)),
-        kept=machine.spec({dim: (*held[dim], *plan.scattered.get(dim, ())) for dim in held}, 2),
-        local_shape=tuple(size // machine.ways(held[dim]) for dim, size in enumerate(use.shape)),
+        arguments=(
+            machine.spec(cuts, rank),
+            machine.spec({**cuts, rank - 1: weight_cuts[1]}, rank),
+        ),
+        kept=machine.spec(
+            {dim: (*weight_cuts[dim], *plan.scattered.get(dim, ())) for dim in weight_cuts}, 2
+        ),
+        local_shape=tuple(
+            size // machine.ways(weight_cuts[dim]) for dim, size in enumerate(use.shape)
+        ),
         result=result,
         machine=machine,
     )
@@ -212,24 +219,24 @@ def reduced_lookup(
         parameter: layouts of the table.
         machine: the mesh and its collectives.
     """
-    found = lookup_of(use, result, parameter, machine)
-    if found is None:
+    lookup = lookup_of(use, result, parameter, machine)
+    if lookup is None:
         return None
     gathered, dtype = in_use(use, parameter, machine), use.dtype
 
     def forward(table: Value, indices: Value) -> Value:
-        return found.op(indices, gathered(use.moved(table)))
+        return lookup.op(indices, gathered(use.moved(table)))
 
     @jax.custom_vjp
     def run(table: Value, indices: Value) -> Value:
         return forward(table, indices)
 
     def local(indices: Value, cotangent: Value) -> Value:
-        return found.plan.apply(found.partial_sums(indices, cotangent, dtype), machine)
+        return lookup.plan.apply(lookup.partial_sums(indices, cotangent, dtype), machine)
 
     def backward(indices: Value, cotangent: Value) -> tuple[Value, None]:
-        cotangent = found.moved(cotangent)
-        return machine.manual(local, found.arguments, found.kept)(indices, cotangent), None
+        cotangent = lookup.moved(cotangent)
+        return machine.manual(local, lookup.arguments, lookup.kept)(indices, cotangent), None
 
     run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)
     return run

@@ -83,28 +83,28 @@ def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
         use: the operation.
         parameter: layouts of its weight.
     """
-    held: Cuts = {
+    weight_cuts: Cuts = {
         dim: parameter.compute[source]
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
     }
-    axes = {axis for cut in held.values() for axis in cut}
-    return held if axes == set(parameter.compute.axes) and axes <= set(WEIGHTS) else None
+    axes = {axis for cut in weight_cuts.values() for axis in cut}
+    return weight_cuts if axes == set(parameter.compute.axes) and axes <= set(WEIGHTS) else None
 
 
-def operand_cuts(use: Use, result: Layout, held: Cuts) -> OperandCuts | None:
+def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | None:
     """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the
     result has them; None where the batch is not sharded.
 
     Args:
         use: the operation.
         result: layout of its result.
-        held: mesh axes by dim of the weight in use.
+        weight_cuts: mesh axes by dim of the weight in use.
     """
     dims = dims_of(use.equation, use.operand)
-    taken = {axis for cut in held.values() for axis in cut}
-    own = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.own}
-    partial = tuple(axis for dim in dims.own for axis in own[dim])
+    taken = {axis for cut in weight_cuts.values() for axis in cut}
+    own_cuts = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.own}
+    partial = tuple(axis for dim in dims.own for axis in own_cuts[dim])
     if not any(axis not in WEIGHTS for axis in partial) or any(
         axis not in WEIGHTS
         for dim in range(len(result))
@@ -113,12 +113,15 @@ def operand_cuts(use: Use, result: Layout, held: Cuts) -> OperandCuts | None:
     ):
         return None
     activation = {
-        **{dims.own[dim]: cut for dim, cut in own.items()},
-        **{to: held[dim] for dim, to in dims.activation.items() if dim in held},
+        **{dims.own[dim]: cut for dim, cut in own_cuts.items()},
+        **{to: weight_cuts[dim] for dim, to in dims.activation.items() if dim in weight_cuts},
     }
     return OperandCuts(
         activation=activation,
-        result={**own, **{to: held[dim] for dim, to in dims.result.items() if dim in held}},
+        result={
+            **own_cuts,
+            **{to: weight_cuts[dim] for dim, to in dims.result.items() if dim in weight_cuts},
+        },
         partial=partial,
     )
 
@@ -147,14 +150,14 @@ def dims_of(equation: Equation, weight: int) -> Dims:
     """
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
-        whole = (
+        ungrouped = (
             equation.params["batch_group_count"] == 1
             and equation.params["feature_group_count"] == 1
             and weight == 1
         )
-        own = {numbers.out_spec[0]: numbers.lhs_spec[0]} if whole else {}
+        own_dims = {numbers.out_spec[0]: numbers.lhs_spec[0]} if ungrouped else {}
         return Dims(
-            own=own,
+            own=own_dims,
             activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]},
             result={numbers.rhs_spec[0]: numbers.out_spec[1]},
         )

@@ -94,8 +94,8 @@ class Reduction:
 
 
 def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
-    found = jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
-    return row_major(found) if dim else found
+    result = jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
+    return row_major(result) if dim else result
 
 
 def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
@@ -110,14 +110,14 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked:
     length, size = first.shape[0], first.size // first.shape[0]
     missing = -size % LANES if size > LANES else 0
     flat = jnp.pad(first.reshape(length, size), ((0, 0), (0, missing)))
-    ways = math.prod(jax.lax.axis_size(part) for part in parts)
-    whole = flat.shape[1] % LANES == 0 and length % (ways * SUBLANES) == 0
-    found = (
+    devices = math.prod(jax.lax.axis_size(part) for part in parts)
+    in_tiles = flat.shape[1] % LANES == 0 and length % (devices * SUBLANES) == 0
+    result = (
         _tiles_scattered(flat, parts)
-        if whole
+        if in_tiles
         else _rows_scattered(flat, parts, moved=stacked or length > flat.shape[1])
     )
-    return jnp.moveaxis(found[:, :size].reshape(-1, *first.shape[1:]), 0, dim)
+    return jnp.moveaxis(result[:, :size].reshape(-1, *first.shape[1:]), 0, dim)
 
 
 def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
@@ -150,7 +150,11 @@ def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> ja
 
 
 def reduction(
-    use: Use, gradient: Layout, partial: tuple[str, ...], machine: Machine, held: Cuts | None = None
+    use: Use,
+    gradient: Layout,
+    partial: tuple[str, ...],
+    machine: Machine,
+    weight_cuts: Cuts | None = None,
 ) -> Reduction:
     """Plans the reduction of the gradient of one operand.
 
@@ -159,20 +163,20 @@ def reduction(
         gradient: how the optimizer wants the parameter's gradient sharded.
         partial: mesh axes that hold partial sums.
         machine: where it runs.
-        held: what shards the operand already, inside the region.
+        weight_cuts: what shards the operand already, inside the region.
     """
     scattered: Cuts = {}
     for dim, source in enumerate(use.view.dims):
         axes = () if source is None else gradient[source]
-        before = (held or {}).get(dim, ())
-        wanted = axes[len(before) :]
+        before = (weight_cuts or {}).get(dim, ())
+        further = axes[len(before) :]
         if (
-            wanted
+            further
             and axes[: len(before)] == before
-            and set(wanted) <= set(partial)
+            and set(further) <= set(partial)
             and use.shape[dim] % machine.ways(axes) == 0
         ):
-            scattered[dim] = wanted
+            scattered[dim] = further
     done = {axis for axes in scattered.values() for axis in axes}
     return Reduction(
         scattered=scattered,

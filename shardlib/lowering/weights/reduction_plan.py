@@ -153,7 +153,7 @@ def gradient_reductions(
         )
 
     return GradientReductions(
-        parameters=tuple(reduction(number, one) for number, one in enumerate(layouts)),
+        parameters=tuple(reduction(number, layout) for number, layout in enumerate(layouts)),
         when=when,
         exchange=exchange,
         explicit=exchange != InDtype() or not _shares_memory(plan),
@@ -168,8 +168,8 @@ def _partial(
     made one device at a time.
     """
     taken_apart = lookup_of if use.equation.name == "gather" else contraction_of
-    found = taken_apart(use, result, parameter, machine)
-    return () if found is None else found.partial
+    operation = taken_apart(use, result, parameter, machine)
+    return () if operation is None else operation.partial
 
 
 def _shares_memory(plan: Plan) -> bool:

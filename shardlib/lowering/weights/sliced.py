@@ -40,19 +40,19 @@ def gathered_slice(
             dim: layout[source] for dim, source in enumerate(use.view.dims) if source is not None
         }
 
-    held, rest, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
+    compute, stored, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
     if not any(gradient.values()) or any(
         cuts[dim]
-        for cuts in (held, rest, gradient)
+        for cuts in (compute, stored, gradient)
         for dim, size in enumerate(out.shape)
         if size < use.shape[dim]
     ):
         return None
-    gathered = machine.gather(out.shape, rest, held)
+    gathered = machine.gather(out.shape, stored, compute)
     # Over the batch the gradient is scattered first; what shards its rows is gathered after that.
-    whole = machine.spec(gradient, out.ndim)
-    scattered = PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in whole))
-    steps = [NamedSharding(machine.mesh, spec) for spec in (scattered, whole)]
+    gradient_spec = machine.spec(gradient, out.ndim)
+    scattered = PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in gradient_spec))
+    steps = [NamedSharding(machine.mesh, spec) for spec in (scattered, gradient_spec)]
 
     def taken(table: Value, *starts: Value) -> Value:
         return bind(use.equation, (table, *starts))[0]

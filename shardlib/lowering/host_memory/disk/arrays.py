@@ -93,8 +93,8 @@ class DiskArray:
         if self._written is not None:
             self._written.result()
         return {
-            at: file.read(tuple(stop - start for start, stop in at), self.dtype)
-            for at, file in self._files.items()
+            index: file.read(tuple(stop - start for start, stop in index), self.dtype)
+            for index, file in self._files.items()
         }
 
     def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
@@ -153,7 +153,7 @@ def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
     assert index is not None  # of devices of this process
     return tuple(
         (start, stop)
-        for start, stop, _ in (one.indices(dim) for one, dim in zip(index, shape, strict=True))
+        for start, stop, _ in (cut.indices(dim) for cut, dim in zip(index, shape, strict=True))
     )
 
 
@@ -188,21 +188,21 @@ class Writer:
             self._under_way.popleft().result()
         copies: dict[Index, np.ndarray] = {}
         for shard in array.addressable_shards:
-            at = _index(shard.index, array.shape)
-            if at not in copies:
-                copies[at] = np.asarray(shard.data)
+            index = _index(shard.index, array.shape)
+            if index not in copies:
+                copies[index] = np.asarray(shard.data)
         files: dict[Index, File] = {}
         try:
-            for at, data in copies.items():
-                files[at] = self.folder.file(data.nbytes)
+            for index, data in copies.items():
+                files[index] = self.folder.file(data.nbytes)
         except DiskError:
             for file in files.values():
                 self.folder.release(file)
             raise
 
         def write() -> None:
-            for at, data in copies.items():
-                files[at].write(data)
+            for index, data in copies.items():
+                files[index].write(data)
 
         written = self._pool.submit(write)
         self._under_way.append(written)

@@ -70,7 +70,7 @@ class Where:
 
     def traced(
         self,
-        under: AbstractContextManager[object],
+        context: AbstractContextManager[object],
         function: Function,
         *inputs: Tree,
         summed: bool,
@@ -82,7 +82,7 @@ class Where:
         where they are asked for.
 
         Args:
-            under: context in which it is traced.
+            context: context in which it is traced.
             function: of `inputs`.
             inputs: abstract arrays, or trees of them.
             summed: whether checksums of what goes to disk are made, too.
@@ -91,12 +91,12 @@ class Where:
             The program, and the structure of its results.
         """
         leaves, structure = jax.tree.flatten(inputs)
-        found: list[Any] = []
+        treedefs: list[Any] = []
         cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
 
         def flat(*arguments: Any) -> list[Any]:
             results, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, arguments)))
-            found.append(treedef)
+            treedefs.append(treedef)
             for k in self.stored:
                 results[k] = checkpoint_name(results[k], STORED)
             return [
@@ -104,9 +104,9 @@ class Where:
                 *(sums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed),
             ]
 
-        with under:
+        with context:
             program = flatten(jax.make_jaxpr(flat)(*leaves))
-        return program, found[0]
+        return program, treedefs[0]
 
     def shardings(self, program: Program) -> dict[int, NamedSharding]:
         """Of all outputs, the leaves of the state first."""
@@ -117,37 +117,37 @@ class Where:
         }
 
 
-def total(array: jax.Array, whole: NamedSharding) -> jax.Array:
+def total(array: jax.Array, replicated: NamedSharding) -> jax.Array:
     """The sums of an array, see `shardlib.lowering.runtime.checksums`.
 
     Args:
         array: on devices.
-        whole: sharding of the result.
+        replicated: sharding of the result.
     """
-    return _total(array.sharding, whole)(array)
+    return _total(array.sharding, replicated)(array)
 
 
 @functools.cache
-def _total(sharding: NamedSharding, whole: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=whole)
+def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=replicated)
 
 
-def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
+def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
     """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
     pieces of the update.
 
     Args:
-        where: what it is compiled for.
+        target: what it is compiled for.
         step: the step as a whole.
         batch: abstract, with shardings.
     """
-    program, results = where.traced(
-        _jax_compat.in_mesh(where.mesh), step, where.state, batch, summed=True
+    program, results = target.traced(
+        _jax_compat.in_mesh(target.mesh), step, target.state, batch, summed=True
     )
-    leaves, count = jax.tree.leaves((where.state, batch)), len(jax.tree.leaves(where.state))
-    stored = [program.inputs[k] for k in where.stored]
+    leaves, count = jax.tree.leaves((target.state, batch)), len(jax.tree.leaves(target.state))
+    stored = [program.inputs[k] for k in target.stored]
     cut = pieces(program, stored)
-    known: dict[int, Any] = dict(zip(program.inputs, leaves, strict=True))
+    avals: dict[int, Any] = dict(zip(program.inputs, leaves, strict=True))
     readers = Counter(number for piece in cut.rest for number in piece.given)
     state = set(program.inputs[:count])
 
@@ -155,12 +155,12 @@ def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tr
         reads = (*piece.stored, *piece.given)
         draft = Draft.of_program(
             replace(program, inputs=reads, outputs=piece.made, equations=piece.equations),
-            [known[number] for number in reads],
+            [avals[number] for number in reads],
         )
-        cuts = where.shardings(program)
+        cuts = target.shardings(program)
         built = draft.compiled(
-            f"shardlib_{name}_{where.digest}",
-            where.mesh,
+            f"shardlib_{name}_{target.digest}",
+            target.mesh,
             shardings=[cuts.get(number) for number in piece.made],
             donated=_taken_over(program, reads, last & state, piece.made),
         )
@@ -179,7 +179,7 @@ def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tr
         }.difference(program.outputs)
 
     first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
-    known.update(zip(first.made, first.program.results, strict=True))
+    avals.update(zip(first.made, first.program.results, strict=True))
     calls, resting = (
         [first],
         state.union(readers).difference(stored),
@@ -188,7 +188,7 @@ def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tr
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(
             replace(
-                call, beside=sum(_bytes(known[number]) for number in resting.difference(call.reads))
+                call, beside=sum(_bytes(avals[number]) for number in resting.difference(call.reads))
             )
         )
         resting = resting.difference(set(call.last).difference(state))
@@ -199,7 +199,7 @@ def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tr
         calls=tuple(calls),
         sums=dict(
             zip(
-                (program.outputs[k] for k in where.stored),
+                (program.outputs[k] for k in target.stored),
                 program.outputs[results.num_leaves :],
                 strict=True,
             )
@@ -208,7 +208,7 @@ def step_calls(where: Where, step: Callable[[TrainState, Tree], Tree], batch: Tr
 
 
 def _taken_over(
-    program: Program, reads: Sequence[int], spare: Collection[int], made: Sequence[int]
+    program: Program, reads: Sequence[int], spare: Collection[int], results: Sequence[int]
 ) -> list[int]:
     """Positions of what is read whose buffers results can have: those that nothing else reads, as
     far as there are results of their shape.
@@ -217,16 +217,16 @@ def _taken_over(
     def kind(number: int) -> tuple[Any, ...]:
         return program.avals[number].shape, program.avals[number].dtype
 
-    room, found = Counter(kind(number) for number in made), list[int]()
+    spare_results, positions = Counter(kind(number) for number in results), list[int]()
     for k, number in enumerate(reads):
-        if number in spare and room[kind(number)] > 0:
-            room[kind(number)] -= 1
-            found.append(k)
-    return found
+        if number in spare and spare_results[kind(number)] > 0:
+            spare_results[kind(number)] -= 1
+            positions.append(k)
+    return positions
 
 
 def init_calls(
-    where: Where, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
+    target: Where, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
 ) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
@@ -234,21 +234,21 @@ def init_calls(
     while it compiles.
 
     Args:
-        where: shardings of the state, and which of its leaves are on disk.
+        target: shardings of the state, and which of its leaves are on disk.
         init: seed -> state.
         seed: abstract, of an integer or of the data of a key.
     """
-    program, results = where.traced(no_mesh(), init, seed, summed=False)
-    stored, cuts = [program.outputs[k] for k in where.stored], where.shardings(program)
+    program, results = target.traced(no_mesh(), init, seed, summed=False)
+    stored, cuts = [program.outputs[k] for k in target.stored], target.shardings(program)
 
-    def compiled(made: Sequence[int], name: str) -> Call:
-        draft = Draft.of_program(replace(program, outputs=tuple(made)), [seed])
+    def compiled(numbers: Sequence[int], name: str) -> Call:
+        draft = Draft.of_program(replace(program, outputs=tuple(numbers)), [seed])
         built = draft.compiled(
-            f"shardlib_{name}_{where.digest}",
-            where.mesh,
-            shardings=[cuts[number] for number in made],
+            f"shardlib_{name}_{target.digest}",
+            target.mesh,
+            shardings=[cuts[number] for number in numbers],
         )
-        return Call(program=built, reads=program.inputs, made=tuple(made), stored=())
+        return Call(program=built, reads=program.inputs, made=tuple(numbers), stored=())
 
     resting = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
     calls = [

@@ -114,9 +114,9 @@ class Folder:
         """
         with self._lock:
             if self._free.get(size):
-                found = self._free[size].pop()
-                found.holders = 1
-                return found
+                free = self._free[size].pop()
+                free.holders = 1
+                return free
             self._count += 1
             path = self.path / f"{self._count}.bin"
         try:
@@ -146,18 +146,18 @@ class Folder:
                 self._free.setdefault(file.size, []).append(file)
 
 
-def folder(where: str | os.PathLike[str] | None = None) -> Folder:
+def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
     """A new folder of this process below some other one; folders that killed processes left there
     are deleted.
 
     Args:
-        where: a folder on a disk of this host; by default what `VARIABLE` says, or else the
+        parent: a folder on a disk of this host; by default what `VARIABLE` says, or else the
             system's folder for temporary files.
 
     Raises:
         DiskError: it cannot be written.
     """
-    root = Path(where or os.environ.get(VARIABLE) or tempfile.gettempdir())
+    root = Path(parent or os.environ.get(VARIABLE) or tempfile.gettempdir())
     try:
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
@@ -172,9 +172,9 @@ def folder(where: str | os.PathLike[str] | None = None) -> Folder:
             f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one:"
             f" {VARIABLE}=/path or compile(..., disk='/path')"
         ) from error
-    made = Folder(path=path)
-    weakref.finalize(made, _gone, path, lock)
-    return made
+    created = Folder(path=path)
+    weakref.finalize(created, _gone, path, lock)
+    return created
 
 
 def _take(file: int, size: int) -> None:

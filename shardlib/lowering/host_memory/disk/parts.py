@@ -65,29 +65,29 @@ def pieces(program: Program, stored: Collection[int]) -> Pieces:
             for number in program.inputs
         ],
     )
-    given = {*program.inputs, *_handed_on(program, labels)}
-    rest = tuple(
-        _piece(program, group, labels, given)
+    available = {*program.inputs, *_handed_on(program, labels)}
+    others = tuple(
+        _piece(program, group, labels, available)
         for group in _together(
             program.equations,
             labels,
             [str(number) for number in program.inputs if number in stored],
         )
     )
-    handed = {number for piece in rest for number in piece.given}.difference(program.inputs)
-    made = tuple(
+    handed = {number for piece in others for number in piece.given}.difference(program.inputs)
+    outputs = tuple(
         dict.fromkeys(
             (*(number for number in program.outputs if not labels[number]), *sorted(handed))
         )
     )
-    equations, reads = needed(program.equations, made)
+    equations, reads = needed(program.equations, outputs)
     first = Piece(
         stored=(),
         given=tuple(number for number in program.inputs if number in reads),
-        made=made,
+        made=outputs,
         equations=tuple(equations),
     )
-    return Pieces(first=first, rest=rest)
+    return Pieces(first=first, rest=others)
 
 
 def _handed_on(program: Program, labels: Mapping[int, Labels]) -> set[int]:
@@ -111,33 +111,33 @@ def _size(program: Program, number: int) -> int:
 
 
 def _piece(
-    program: Program, group: Labels, labels: Mapping[int, Labels], given: Collection[int]
+    program: Program, group: Labels, labels: Mapping[int, Labels], available: Collection[int]
 ) -> Piece:
-    made = tuple(dict.fromkeys(number for number in program.outputs if labels[number] & group))
+    outputs = tuple(dict.fromkeys(number for number in program.outputs if labels[number] & group))
     equations, _ = needed(
-        program.equations, [number for number in made if number not in given], given
+        program.equations, [number for number in outputs if number not in available], available
     )
     reads = {number for equation in equations for number in equation.inputs}.union(
-        made
-    ).intersection(given)
+        outputs
+    ).intersection(available)
     stored = tuple(number for number in program.inputs if str(number) in group)
     return Piece(
         stored=stored,
         given=tuple(sorted(reads.difference(stored))),
-        made=made,
+        made=outputs,
         equations=tuple(equations),
     )
 
 
 def _together(
-    equations: Iterable[Equation], labels: Mapping[int, Labels], every: Iterable[str]
+    equations: Iterable[Equation], labels: Mapping[int, Labels], stored: Iterable[str]
 ) -> list[Labels]:
     """Arrays on disk that are of one piece, by their labels."""
-    groups: dict[str, set[str]] = {label: {label} for label in every}
+    groups: dict[str, set[str]] = {label: {label} for label in stored}
     for equation in equations:
         members = frozenset[str]().union(*(labels[number] for number in equation.outputs))
-        found = {id(groups[label]): groups[label] for label in members}
-        if len(found) > 1:
-            joined = set[str]().union(*found.values())
+        joined_groups = {id(groups[label]): groups[label] for label in members}
+        if len(joined_groups) > 1:
+            joined = set[str]().union(*joined_groups.values())
             groups.update(dict.fromkeys(joined, joined))
     return [frozenset(group) for group in {id(group): group for group in groups.values()}.values()]

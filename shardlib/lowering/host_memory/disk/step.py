@@ -40,24 +40,24 @@ from shardlib.report import Finding
 AHEAD = 2
 
 
-def writer(where: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
+def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
     """What puts arrays on disk, in a new folder below another one, and what is to be said of that.
 
     Raises:
         DiskError: the folder cannot be written.
     """
-    made = folder(where)
-    kind = in_memory(made.path)
-    told = Finding(
+    created = folder(parent)
+    kind = in_memory(created.path)
+    finding = Finding(
         code="disk-in-memory",
         severity="warning",
-        where=str(made.path.parent),
+        where=str(created.path.parent),
         message=(
             f"the folder for state on disk is memory of the host ({kind}): nothing is saved there"
         ),
         hint=f"a folder on a disk: {VARIABLE}=/path or compile(..., disk='/path')",
     )
-    return Writer(folder=made), (told,) if kind else ()
+    return Writer(folder=created), (finding,) if kind else ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,7 +151,7 @@ class DiskStep:
             read = reading.popleft().result()
             if waiting:
                 reading.append(self._read(waiting.popleft(), values))
-            made = call(
+            results = call(
                 {
                     **values,
                     **{number: values[number].placed(pieces) for number, pieces in read.items()},
@@ -161,7 +161,7 @@ class DiskStep:
                 values[number].delete()
             for number in call.last:
                 del values[number]
-            values.update(self._to_host(self._step, made))
+            values.update(self._to_host(self._step, results))
         return self._step.tree(values)
 
     def memory(self) -> dict[str, int]:
@@ -174,23 +174,29 @@ class DiskStep:
         """Begins to read the arrays of a piece that are on disk; a state that comes from elsewhere
         may have them in memory.
         """
-        found = {
+        on_disk = {
             number: values[number]
             for number in call.stored
             if isinstance(values[number], DiskArray)
         }
-        return self._reader.submit(lambda: {number: leaf.read() for number, leaf in found.items()})
+        return self._reader.submit(
+            lambda: {number: leaf.read() for number, leaf in on_disk.items()}
+        )
 
-    def _to_host(self, calls: Calls, made: Mapping[int, Any]) -> dict[int, Any]:
+    def _to_host(self, calls: Calls, results: Mapping[int, Any]) -> dict[int, Any]:
         """Results, with those on disk that rest there."""
 
         def put(number: int, leaf: Any) -> Any:
             if number not in calls.sums:
                 return leaf
-            found = calls.sums[number]
-            return self._put(leaf) if found is None else self.writer.put(leaf, made[found])
+            sums_number = calls.sums[number]
+            return (
+                self._put(leaf)
+                if sums_number is None
+                else self.writer.put(leaf, results[sums_number])
+            )
 
-        return {number: put(number, leaf) for number, leaf in made.items()}
+        return {number: put(number, leaf) for number, leaf in results.items()}
 
     def _put(self, array: jax.Array) -> DiskArray:
         """An array on disk, summed first."""

@@ -53,17 +53,21 @@ def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: 
         dims: for each array of the batch, by path, its dim of rows.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    found = tuple(
+    row_dims = tuple(
         dim if isinstance(dim := dims[batch_path(path)], int) else None for path, _ in leaves
     )
     size = next(
-        (leaf.shape[dim] for (_, leaf), dim in zip(leaves, found, strict=True) if dim is not None),
+        (
+            leaf.shape[dim]
+            for (_, leaf), dim in zip(leaves, row_dims, strict=True)
+            if dim is not None
+        ),
         1,
     )
     inputs = Inputs(
         parameters=len(jax.tree.leaves(model.params)),
         states=len(jax.tree.leaves(model.state)),
-        dims=found,
+        dims=row_dims,
     )
     return Whole(
         traced=traced,
@@ -76,7 +80,7 @@ def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: 
 
 def contribution(
     plan: Plan,
-    whole: Whole,
+    full_loss: Whole,
     share: Share,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
@@ -84,7 +88,7 @@ def contribution(
 
     Args:
         plan: the decisions.
-        whole: the loss of the whole batch.
+        full_loss: the loss of the whole batch.
         share: the loss of a microbatch, as it was traced.
         mesh: the mesh of the program.
 
@@ -95,24 +99,24 @@ def contribution(
     """
     if plan.microbatches == 1:
         return as_it_is(share.traced, share.dims, share.shardings)
-    if whole.rows.asserted:
-        return _asserted(plan, whole, share, mesh)
-    if not whole.rows.splits:
+    if full_loss.rows.asserted:
+        return _asserted(plan, full_loss, share, mesh)
+    if not full_loss.rows.splits:
         raise_all(
             PinError,
             f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
             " before the end",
-            list(whole.rows.reasons),
+            list(full_loss.rows.reasons),
             hint="a plan with one microbatch",
         )
-    require_unstaged(whole.rows, plan.microbatches, plan.mesh["stage"])
+    require_unstaged(full_loss.rows, plan.microbatches, plan.mesh["stage"])
     try:
         proof = compare(
-            whole.traced.closed_jaxpr,
+            full_loss.traced.closed_jaxpr,
             share.traced.closed_jaxpr,
-            whole.inputs,
-            whole.names,
-            (whole.size, whole.size // plan.microbatches),
+            full_loss.inputs,
+            full_loss.names,
+            (full_loss.size, full_loss.size // plan.microbatches),
         )
     except Unlike as error:
         raise TracingError(
@@ -128,16 +132,16 @@ def contribution(
             hint="another number of microbatches, or one",
         )
     assert proof.programs is not None
-    found = draws(*proof.programs, (whole.size, whole.size // plan.microbatches))
+    draw_by_path = draws(*proof.programs, (full_loss.size, full_loss.size // plan.microbatches))
     edits = Edits.of(
         proof,
         plan.microbatches,
-        whole,
-        {path: draw for path, draw in found.items() if draw is not None},
+        full_loss,
+        {path: draw for path, draw in draw_by_path.items() if draw is not None},
     )
     share = replace(share, dims=of_the_whole(share.dims))
     contributed = (
-        edits.applied(plan, whole, share, mesh)
+        edits.applied(plan, full_loss, share, mesh)
         if edits
         else replace(
             as_it_is(share.traced, share.dims, share.shardings),
@@ -146,34 +150,36 @@ def contribution(
     )
     return replace(
         contributed,
-        repeated=frozenset(range(whole.inputs.states)),
-        by_row=tuple(one.rows for _, one in proof.rows.metrics),
+        repeated=frozenset(range(full_loss.inputs.states)),
+        by_row=tuple(metric.rows for _, metric in proof.rows.metrics),
     )
 
 
-def _asserted(plan: Plan, whole: Whole, share: Share, mesh: Mesh | AbstractMesh) -> Contribution:
+def _asserted(
+    plan: Plan, full_loss: Whole, share: Share, mesh: Mesh | AbstractMesh
+) -> Contribution:
     """What a microbatch contributes to a loss that the user says is a mean over rows: it draws what
     the whole batch draws for its rows, or, where that is not known, from keys of its own.
     """
     written = as_it_is(share.traced, share.dims, share.shardings)
-    sizes = (whole.size, whole.size // plan.microbatches)
-    programs = [flatten(one.traced.closed_jaxpr) for one in (whole, share)]
+    sizes = (full_loss.size, full_loss.size // plan.microbatches)
+    programs = [flatten(loss.traced.closed_jaxpr) for loss in (full_loss, share)]
     try:
-        found = draws(programs[0], programs[1], sizes)
+        draw_by_path = draws(programs[0], programs[1], sizes)
     except Unlike:
         return written
-    known = {path: draw for path, draw in found.items() if draw is not None}
-    if len(known) < len(found):
+    draws_by_row = {path: draw for path, draw in draw_by_path.items() if draw is not None}
+    if len(draws_by_row) < len(draw_by_path):
         return written
     share = replace(share, dims=of_the_whole(share.dims))
-    edits = Edits(parts=plan.microbatches, draws=known)
-    first = whole.inputs.parameters
-    states = share.traced.closed_jaxpr.in_avals[first : first + whole.inputs.states]
+    edits = Edits(parts=plan.microbatches, draws=draws_by_row)
+    first = full_loss.inputs.parameters
+    states = share.traced.closed_jaxpr.in_avals[first : first + full_loss.inputs.states]
     return replace(
-        replace(edits.applied(plan, whole, share, mesh), finish=written.finish)
-        if known
+        replace(edits.applied(plan, full_loss, share, mesh), finish=written.finish)
+        if draws_by_row
         else replace(written, dims=share.dims),
         repeated=frozenset(
-            at for at, aval in enumerate(states) if is_key(aval) or aval.dtype == jnp.uint32
+            index for index, aval in enumerate(states) if is_key(aval) or aval.dtype == jnp.uint32
         ),
     )

@@ -63,11 +63,14 @@ def _threefry(
 ) -> list[jax.Array]:
     """Two words for each position, [*keys.shape, *shape] each."""
     words = jax.random.key_data(keys)
-    whole = (*keys.shape, *shape)
+    full_shape = (*keys.shape, *shape)
     ones = (1,) * len(shape)
     return threefry2x32_p.bind(
-        *(jnp.broadcast_to(words[..., at].reshape(*keys.shape, *ones), whole) for at in (0, 1)),
-        *(jnp.broadcast_to(word, whole) for word in positions(rows, draw, shape, parts)),
+        *(
+            jnp.broadcast_to(words[..., index].reshape(*keys.shape, *ones), full_shape)
+            for index in (0, 1)
+        ),
+        *(jnp.broadcast_to(word, full_shape) for word in positions(rows, draw, shape, parts)),
     )
 
 
@@ -85,7 +88,7 @@ def positions(
             inner = jnp.arange(draw.inner, dtype=jnp.uint32)
             along = (rows[:, None] * jnp.uint32(draw.inner) + inner).reshape(size)
         more = [
-            word.reshape(*(-1 if at == dim else 1 for at in range(len(shape))))
+            word.reshape(*(-1 if axis == dim else 1 for axis in range(len(shape))))
             for word in _times(along, math.prod(sizes[dim + 1 :]))
         ]
         after = low + more[1]
@@ -97,9 +100,9 @@ def _times(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """32-bit numbers times a factor of up to 64 bits: the higher and the lower 32 bits."""
     first, second = factor & 0xFFFF, (factor >> 16) & 0xFFFF
     low, high = numbers & 0xFFFF, numbers >> 16
-    corner, one, two = low * first, low * second, high * first
-    middle = (corner >> 16) + (one & 0xFFFF) + (two & 0xFFFF)
-    carried = high * second + (one >> 16) + (two >> 16) + (middle >> 16)
+    corner, cross, two = low * first, low * second, high * first
+    middle = (corner >> 16) + (cross & 0xFFFF) + (two & 0xFFFF)
+    carried = high * second + (cross >> 16) + (two >> 16) + (middle >> 16)
     return carried + numbers * jnp.uint32((factor >> 32) & _LOW), numbers * jnp.uint32(
         factor & _LOW
     )

@@ -61,18 +61,18 @@ class Edits:
     draws: Mapping[str, Draw] = field(default_factory=dict)
 
     @staticmethod
-    def of(proof: Proof, parts: int, whole: Whole, draws: Mapping[str, Draw]) -> Edits:
+    def of(proof: Proof, parts: int, full_loss: Whole, draws: Mapping[str, Draw]) -> Edits:
         """What must be changed in a loss whose terms are sums over rows.
 
         Args:
             proof: how the results depend on the rows.
             parts: number of microbatches.
-            whole: the loss of the whole batch.
+            full_loss: the loss of the whole batch.
             draws: see `Edits`.
         """
         analysis = proof.analysis
         assert analysis is not None
-        states = len(whole.names.states)
+        states = len(full_loss.names.states)
         results = [_result(kind, parts) for kind in proof.kinds[: len(proof.kinds) - states]] + [
             1.0
         ] * states
@@ -109,7 +109,7 @@ class Edits:
     def applied(
         self,
         plan: Plan,
-        whole: Whole,
+        full_loss: Whole,
         share: Share,
         mesh: Mesh | AbstractMesh,
     ) -> Contribution:
@@ -117,13 +117,13 @@ class Edits:
 
         Args:
             plan: the decisions.
-            whole: the loss of the whole batch.
+            full_loss: the loss of the whole batch.
             share: the loss of one microbatch.
             mesh: of the program.
         """
         part, dims, shardings = share.traced, share.dims, share.shardings
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
-        program = flatten(whole.traced.closed_jaxpr, remat=True)
+        program = flatten(full_loss.traced.closed_jaxpr, remat=True)
         numbers = numbers_of(program, self.values)
         avals = [
             part_of_value(program.avals[number], handed, self.parts)
@@ -131,7 +131,7 @@ class Edits:
         ]
         places = [handed.dim for handed in self.values]
         if self.draws:
-            avals.append(jax.ShapeDtypeStruct((whole.size // self.parts,), jnp.uint32))
+            avals.append(jax.ShapeDtypeStruct((full_loss.size // self.parts,), jnp.uint32))
             places.append(0)
 
         def run(arguments: list[Any], handed: list[Any]) -> Any:
@@ -149,9 +149,9 @@ class Edits:
             loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
 
-        given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+        avals_in = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
         with no_mesh():
-            again, shapes = jax.make_jaxpr(run, return_shape=True)(given, avals)
+            again, shapes = jax.make_jaxpr(run, return_shape=True)(avals_in, avals)
         traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
         finish = self.finish(part, vouched)
         if not avals:
@@ -163,7 +163,7 @@ class Edits:
                 finish=finish,
             )
         inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
-        more = {f"batch.1.{at}": dim for at, dim in enumerate(places)}
+        more = {f"batch.1.{index}": dim for index, dim in enumerate(places)}
         rows = _row_axes(plan, dims)
         layouts = tuple(
             Layout(*(rows if dim == place else () for dim in range(len(aval.shape))))
@@ -174,7 +174,7 @@ class Edits:
             traced=traced,
             prologue=lambda state, batch: (
                 batch,
-                _made(program, numbers, self, whole, state, batch, cut),
+                _made(program, numbers, self, full_loss, state, batch, cut),
             ),
             dims={**inner, **more},
             shardings=(shardings, cut),
@@ -186,21 +186,23 @@ class Edits:
         self, outputs: list[jax.Array], rewriting: Rewriting
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
-        found, weights = list[Any](), list[Any]()
+        values, weights = list[Any](), list[Any]()
         results = self.results or (1.0,) * len(outputs)
         for output, result in zip(outputs, results, strict=True):
             if result == "vouched":
                 total, weight = next(
-                    (total, weight) for made, total, weight in rewriting.sums if made is output
+                    (total, weight)
+                    for product, total, weight in rewriting.sums
+                    if product is output
                 )
-                found.append(total)
+                values.append(total)
                 weights.append(weight.astype(total.dtype))
             elif isinstance(result, Handed):
-                found.append(rewriting.values[result])
+                values.append(rewriting.values[result])
             else:
                 assert isinstance(result, float)
-                found.append(times(output, result))
-        return found, weights
+                values.append(times(output, result))
+        return values, weights
 
     def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """Divides weighted means, and gives counts and truth values back in their dtypes, which
@@ -221,15 +223,15 @@ class Edits:
             metrics = metrics["metrics"] if vouched else metrics
             leaves, structure = jax.tree.flatten((loss, metrics))
             divisor = None
-            for at, result in enumerate(self.results[: len(leaves)]):
+            for index, result in enumerate(self.results[: len(leaves)]):
                 if result == "vouched":
                     weight = weights.pop(0)
-                    divisor = weight if at == 0 else divisor
-                    leaves[at] = leaves[at] / weight.astype(leaves[at].dtype)
-                elif leaves[at].dtype != avals[at].dtype and not jnp.issubdtype(
-                    avals[at].dtype, jnp.inexact
+                    divisor = weight if index == 0 else divisor
+                    leaves[index] = leaves[index] / weight.astype(leaves[index].dtype)
+                elif leaves[index].dtype != avals[index].dtype and not jnp.issubdtype(
+                    avals[index].dtype, jnp.inexact
                 ):
-                    leaves[at] = jnp.round(leaves[at]).astype(avals[at].dtype)
+                    leaves[index] = jnp.round(leaves[index]).astype(avals[index].dtype)
             loss, metrics = structure.unflatten(leaves)
             if divisor is not None:
                 gradients = jax.tree.map(
@@ -261,19 +263,19 @@ def _result(kind: Kind, parts: int) -> float | Handed | str:
 def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
     """The mesh axes that shard the rows of the batch."""
     layouts = dict(plan.batch_layouts)
-    found = [
+    axes = [
         tuple(layouts[path])[dim]
         for path, dim in dims.items()
         if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))
     ]
-    return found[0] if found else ()
+    return axes[0] if axes else ()
 
 
 def _made(
     program: Program,
     numbers: Sequence[int],
     edits: Edits,
-    whole: Whole,
+    full_loss: Whole,
     state: Tree,
     batch: Tree,
     cut: Sequence[NamedSharding],
@@ -282,14 +284,16 @@ def _made(
     Nothing of it depends on parameters, so that zeros stand for these where a loop makes other
     things too.
     """
-    first = whole.inputs.parameters
-    leaves = [*jax.tree.leaves(state)[: whole.inputs.states], *jax.tree.leaves(batch)]
+    first = full_loss.inputs.parameters
+    leaves = [*jax.tree.leaves(state)[: full_loss.inputs.states], *jax.tree.leaves(batch)]
     equations, reads = needed(program.equations, numbers)
     env = dict(program.constants)
-    for at, number in enumerate(program.inputs):
+    for index, number in enumerate(program.inputs):
         if number in reads or number in numbers:
             aval = program.avals[number]
-            env[number] = leaves[at - first] if at >= first else jnp.zeros(aval.shape, aval.dtype)
+            env[number] = (
+                leaves[index - first] if index >= first else jnp.zeros(aval.shape, aval.dtype)
+            )
     evaluate_equations(
         equations,
         env,
@@ -299,13 +303,13 @@ def _made(
             )
         ),
     )
-    found = [
+    handed_over = [
         dealt_by_rows(jax.lax.stop_gradient(env[number]), handed, edits.parts)
         for number, handed in zip(numbers, edits.values, strict=True)
     ]
     if edits.draws:
-        found.append(jnp.arange(whole.size, dtype=jnp.uint32))
+        handed_over.append(jnp.arange(full_loss.size, dtype=jnp.uint32))
     return [
         jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(found, cut, strict=True)
+        for leaf, sharding in zip(handed_over, cut, strict=True)
     ]

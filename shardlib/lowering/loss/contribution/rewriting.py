@@ -92,22 +92,30 @@ class Rewriting:
             )
         if name in _LOOPS and self._changed(path):
             return _LOOPS[name](self, eqn, operands, path, scope)
-        for at, variable in enumerate(eqn.invars):
-            handed = self.handed.get((path, at))
+        for position, variable in enumerate(eqn.invars):
+            handed = self.handed.get((path, position))
             if handed is not None:
-                operands[at] = self.values[handed]
-                assert (operands[at].shape, operands[at].dtype) == (
+                operands[position] = self.values[handed]
+                assert (operands[position].shape, operands[position].dtype) == (
                     variable.aval.shape,
                     variable.aval.dtype,
-                ), (path, at, operands[at], variable.aval)
+                ), (path, position, operands[position], variable.aval)
         factors = {
-            at: self.factors[path, at] for at in range(len(operands)) if (path, at) in self.factors
+            position: self.factors[path, position]
+            for position in range(len(operands))
+            if (path, position) in self.factors
         }
         if not factors:
             return _bound(eqn, operands)
         return jax.jit(
-            lambda *given: tuple(
-                _bound(eqn, [times(leaf, factors.get(at, 1.0)) for at, leaf in enumerate(given)])
+            lambda *arguments: tuple(
+                _bound(
+                    eqn,
+                    [
+                        times(leaf, factors.get(position, 1.0))
+                        for position, leaf in enumerate(arguments)
+                    ],
+                )
             )
         )(*operands)
 
@@ -121,8 +129,8 @@ class Rewriting:
     ) -> Sequence[jax.Array]:
         """A call with changes inside."""
 
-        def inside(*given: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(self.run(callee(eqn), given, f"{path}/", scope))
+        def inside(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(self.run(callee(eqn), arguments, f"{path}/", scope))
 
         if eqn.primitive.name in REMAT:
             return jax.checkpoint(
@@ -140,8 +148,8 @@ class Rewriting:
         fixed, first = operands[:constants], operands[constants : constants + carried]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-            found = self.run(params["jaxpr"], [*fixed, *carry, *slices], f"{path}/body/", scope)
-            return tuple(found[:carried]), tuple(found[carried:])
+            results = self.run(params["jaxpr"], [*fixed, *carry, *slices], f"{path}/body/", scope)
+            return tuple(results[:carried]), tuple(results[carried:])
 
         carry, stacked = jax.lax.scan(
             body,
@@ -174,10 +182,14 @@ class Rewriting:
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
         def branch(number: int, jaxpr: Jaxpr) -> Any:
-            return lambda *given: tuple(self.run(jaxpr, given, f"{path}/branch{number}/", scope))
+            return lambda *arguments: tuple(
+                self.run(jaxpr, arguments, f"{path}/branch{number}/", scope)
+            )
 
-        branches = [branch(*one) for one in enumerate(eqn.params["branches"])]
-        return jax.jit(lambda index, *given: jax.lax.switch(index, branches, *given))(*operands)
+        branches = [branch(*numbered) for numbered in enumerate(eqn.params["branches"])]
+        return jax.jit(lambda index, *arguments: jax.lax.switch(index, branches, *arguments))(
+            *operands
+        )
 
 
 #: Loops and branches, whose bodies are run again.
@@ -243,9 +255,9 @@ def numbers_of(program: Program, values: Sequence[Handed]) -> list[int]:
         program: of the whole batch.
         values: with the equations that make them.
     """
-    made = {
-        (equation.path, at): number
+    results = {
+        (equation.path, position): number
         for equation in program.equations
-        for at, number in enumerate(equation.outputs)
+        for position, number in enumerate(equation.outputs)
     }
-    return [made[handed.origin] for handed in values]
+    return [results[handed.origin] for handed in values]

@@ -45,8 +45,8 @@ class AroundLayers:
     def __init__(
         self,
         pipeline: StagedLoss,
-        held: Held,
-        made: Made,
+        resident: Held,
+        derived: Made,
         fixed: Fixed,
         states: Arrays,
         parts: Arrays,
@@ -58,9 +58,15 @@ class AroundLayers:
             pipeline.stages,
             pipeline.stages.table,
         )
-        self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
-        self.held, self.rounds = replace(held, drawn=self._drawn()), self.stages.in_rounds
-        self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(made.outside)
+        self.made, self.fixed, self.states, self.parts, self.join = (
+            derived,
+            fixed,
+            states,
+            parts,
+            join,
+        )
+        self.held, self.rounds = replace(resident, drawn=self._drawn()), self.stages.in_rounds
+        self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
     def _left(self, left: Arrays) -> Arrays:
         """What left the last stage, as it is cut outside of the layers."""
@@ -100,11 +106,11 @@ class AroundLayers:
                 left = self._left(left)
 
             def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
-                rest = iter(moving)
+                floating = iter(moving)
                 results = self._results(
                     outside,
                     micro,
-                    [next(rest) if is_floating(leaf) else leaf for leaf in left],
+                    [next(floating) if is_floating(leaf) else leaf for leaf in left],
                     sums,
                 )
                 return results[self.pipeline.loss_position], results
@@ -203,8 +209,8 @@ class AroundLayers:
         if not cut.roles.drawn:
             return []
 
-        def of(given: tuple[Arrays, Arrays]) -> Arrays:
-            state, batch = given[0], jax.tree.leaves(self.join(given[1]))
+        def of(microbatch: tuple[Arrays, Arrays]) -> Arrays:
+            state, batch = microbatch[0], jax.tree.leaves(self.join(microbatch[1]))
             env = {
                 **cut.program.constants,
                 **dict(
@@ -215,22 +221,22 @@ class AroundLayers:
                     )
                 ),
             }
-            wanted = [cut.scanned[k] for k in cut.roles.drawn]
+            numbers = [cut.scanned[k] for k in cut.roles.drawn]
             evaluate_equations(
-                needed(cut.program.equations, wanted)[0], env, self.pipeline.outside()
+                needed(cut.program.equations, numbers)[0], env, self.pipeline.outside()
             )
-            return [env[number] for number in wanted]
+            return [env[number] for number in numbers]
 
         return [
             jax.vmap(self.pipeline.dealt)(leaf)
             for leaf in jax.lax.map(of, (self.states, self.parts))
         ]
 
-    def _only(self, wanted: Any, make: Callable[[], Any]) -> Any:
+    def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
         shapes = jax.eval_shape(make)
         return jax.lax.cond(
-            wanted,
+            condition,
             make,
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
         )

@@ -91,9 +91,9 @@ def pipeline(
     traced, layouts, findings = _with_loop(plan, traced, states, params, layouts)
     placements, around = layouts.layers, layouts.around
     program = traced.program
-    own = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
-    frozen = {i for i, one in enumerate(own) if not one.trained}
-    whole = cut(
+    parameters = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
+    frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
+    loss_cut = cut(
         program,
         len(jax.tree.leaves(params.compute)),
         states,
@@ -104,26 +104,26 @@ def pipeline(
     placing = Placing.of(traced, plan, mesh, params, placements, exchange=exchange)
     remat = stage_remat(
         plan,
-        whole,
+        loss_cut,
         with_frozen(written.program, frozen),
-        written.read(len(own)),
-        [one.path for one in own],
+        written.read(len(parameters)),
+        [parameter.path for parameter in parameters],
     )
-    stages = _stages(plan, whole, placing, mesh, placements, around, remat)
+    stages = _stages(plan, loss_cut, placing, mesh, placements, around, remat)
     exact = bool(around) and all(
-        layout is not None for layout in stages.outside[: len(whole.carry)]
+        layout is not None for layout in stages.outside[: len(loss_cut.carry)]
     )
-    apart = replace(placing, placements=around)
+    placing_around = replace(placing, placements=around)
     late = (
-        ends(apart, whole, mesh)
+        ends(placing_around, loss_cut, mesh)
         if exact and placing.reductions.when == DEFERRED and not stages.in_rounds
         else Ends(mesh=mesh, uses={}, complete=frozenset())
     )
-    found = Pipeline(
-        cut=whole,
+    built = Pipeline(
+        cut=loss_cut,
         stages=stages,
         placing=placing,
-        around=apart if exact else placing,
+        around=placing_around if exact else placing,
         exact=exact,
         ends=late,
         traced=traced,
@@ -131,11 +131,11 @@ def pipeline(
         groups=plan.accumulation,
         repeated=same_state,
     )
-    return found, (
+    return built, (
         *findings,
         *repeated(stages),
         *not_gathered(stages, plan),
-        *gathered_at_use(whole, plan),
+        *gathered_at_use(loss_cut, plan),
     )
 
 
@@ -169,7 +169,7 @@ def _with_loop(
     return looped, replace(layouts, layers=layers, around={}), findings
 
 
-def _timetable(plan: Plan, whole: Cut) -> Timetable:
+def _timetable(plan: Plan, loss_cut: Cut) -> Timetable:
     """The schedule of one group of microbatches.
 
     Raises:
@@ -183,12 +183,12 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
     )
     looped, chunks = table.virtual > 1, table.stages * table.virtual
     by = "(stages times virtual_stages)"
-    if chunks > whole.layers:
+    if chunks > loss_cut.layers:
         raise PlanError(
             f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
             " layers, and the loop over layers "
-            f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\n"
-            f"Try: at most {whole.layers}"
+            f"at {loss_cut.loop.scope or loss_cut.loop.path} has {loss_cut.layers}\n"
+            f"Try: at most {loss_cut.layers}"
             f" {f'chunks on all stages together {by}' if looped else 'stages'}"
         )
     if looped and table.microbatches < table.stages:
@@ -203,7 +203,7 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
 
 def _stages(
     plan: Plan,
-    whole: Cut,
+    loss_cut: Cut,
     placing: Placing,
     mesh: Mesh | AbstractMesh,
     placements: Placements,
@@ -211,33 +211,33 @@ def _stages(
     remat: StageRemat,
 ) -> Stages:
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
-    table, axis = _timetable(plan, whole), parts_of(mesh, ("stage",))
+    table, axis = _timetable(plan, loss_cut), parts_of(mesh, ("stage",))
     chunks = table.stages * table.virtual
-    each = -(-whole.layers // chunks)
+    each = -(-loss_cut.layers // chunks)
     chunk = Chunk(
-        cut=whole,
+        cut=loss_cut,
         layers=each,
-        padded=each * chunks > whole.layers,
+        padded=each * chunks > loss_cut.layers,
         saved=remat.alike,
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-        known=gathered(placing, whole, inside(mesh, axis)),
+        known=gathered(placing, loss_cut, inside(mesh, axis)),
     )
     activations, entering, carried = (
-        stage_activations(whole, chunks * each),
-        len(whole.entering),
-        len(whole.carry),
+        stage_activations(loss_cut, chunks * each),
+        len(loss_cut.entering),
+        len(loss_cut.carry),
     )
 
-    def of_carry(known: Placements) -> tuple[Layout | None, ...]:
+    def of_carry(layouts: Placements) -> tuple[Layout | None, ...]:
         return tuple(
-            known.get((f"{whole.loop.path}/carry/{k}", 0)) if k < carried else None
+            layouts.get((f"{loss_cut.loop.path}/carry/{k}", 0)) if k < carried else None
             for k in range(len(activations))
         )
 
-    layouts, wanted = of_carry(placements), of_carry(around)
+    layouts, layouts_around = of_carry(placements), of_carry(around)
     spread = tuple(
         sharded_dim(leaf, layout, outside, table.stages, plan)
-        for leaf, layout, outside in zip(activations, layouts, wanted, strict=True)
+        for leaf, layout, outside in zip(activations, layouts, layouts_around, strict=True)
     )
     return Stages(
         table=table,
@@ -251,7 +251,7 @@ def _stages(
         layouts=layouts,
         outside=tuple(
             layout if dim_of_stages(layout) is not None or dim is None else None
-            for layout, dim in zip(wanted, spread, strict=True)
+            for layout, dim in zip(layouts_around, spread, strict=True)
         ),
     )
 

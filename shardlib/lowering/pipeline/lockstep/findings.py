@@ -38,8 +38,8 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
         stages: of the pipeline.
         plan: the decisions.
     """
-    known = stages.chunk.known
-    if plan.gather != "once" or (known is not None and known.operands):
+    gathered = stages.chunk.known
+    if plan.gather != "once" or (gathered is not None and gathered.operands):
         return ()
     return (
         Finding(
@@ -59,15 +59,15 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def gathered_at_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
+def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
     """A finding where the plan gathers once, and layers have frozen sharded weights, which are
     gathered at every use.
 
     Args:
-        whole: the loss, with its layers taken out.
+        loss_cut: the loss, with its layers taken out.
         plan: the decisions.
     """
-    if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:
+    if plan.gather != "once" or plan.zero < 3 or not loss_cut.frozen_tables:
         return ()
     return (
         Finding(
@@ -75,7 +75,7 @@ def gathered_at_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
             severity="warning",
             where="gather=once",
             message=(
-                f"{len(whole.frozen_tables)} stacks of frozen weights are gathered by every"
+                f"{len(loss_cut.frozen_tables)} stacks of frozen weights are gathered by every"
                 " operation that uses them, for every microbatch; the price has them gathered"
                 " once."
             ),

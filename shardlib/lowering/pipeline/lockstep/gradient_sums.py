@@ -95,29 +95,31 @@ class Sums:
         """
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
-    def empty(self, made: Made) -> Carry:
+    def empty(self, derived: Made) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
         alone.
         """
-        stages, ways, known = self.stages, self.stages.table.stages, self.stages.chunk.known
+        stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.known
         layers = Gradients(
-            weights=[stages.over_stages(self.zeros(made.stacks[k])) for k in stages.chunk.own],
+            weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
             sums=stages.no_sums(),
-            shared=[stages.over_stages(self.zeros(leaf, (ways,))) for leaf in made.shared],
+            shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
         )
         done = (
             [
-                stages.over_stages(self.zeros(made.stacks[self.cut.roles.weights.index(position)]))
-                for position in known.sources
+                stages.over_stages(
+                    self.zeros(derived.stacks[self.cut.roles.weights.index(position)])
+                )
+                for position in gathered.sources
             ]
-            if known and stages.in_rounds
+            if gathered and stages.in_rounds
             else []
         )
         ends = [leaf.astype(self.reductions.accumulator(leaf.dtype)) for leaf in self.ends.zeros()]
         return {
             "sums": layers,
             "done": done,
-            "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(made.outside))),
+            "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(derived.outside))),
             "ends": ends,
             "totals": self.no_totals(),
         }
@@ -147,34 +149,34 @@ class Sums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, held: Held, sums: Carry) -> Made:
+    def gradients(self, resident: Held, sums: Carry) -> Made:
         """Gradients of what the loss makes from parameters alone, for the sums over all
         microbatches.
         """
         return Made(
-            stacks=self._stacks(held, sums),
+            stacks=self._stacks(resident, sums),
             shared=[total.sum(0) for total in sums["sums"].shared],
             outside=self._outside(sums),
         )
 
-    def _stacks(self, held: Held, sums: Carry) -> Arrays:
+    def _stacks(self, resident: Held, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
-        known, positions, summed = self.stages.chunk.known, self.cut.roles.weights, sums["sums"]
-        found = {
+        gathered, positions, summed = self.stages.chunk.known, self.cut.roles.weights, sums["sums"]
+        totals = {
             positions[k]: total
             for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
         }
-        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(held, summed.sums)
-        for position, gradient in zip(known.sources if known else (), done, strict=True):
-            found[position] = found[position] + gradient if position in found else gradient
-        return [found[position] for position in positions]
+        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(resident, summed.sums)
+        for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
+            totals[position] = totals[position] + gradient if position in totals else gradient
+        return [totals[position] for position in positions]
 
     def _outside(self, sums: Carry) -> Values:
         """Gradients of what is read outside of the layers."""
-        found = dict(sums["outside"])
+        totals = dict(sums["outside"])
         for number, gradient in self.ends.reduce(sums["ends"]).items():
-            found[number] = found[number] + gradient if number in found else gradient
-        return found
+            totals[number] = totals[number] + gradient if number in totals else gradient
+        return totals
 
 
 def plus(sums: Tree, more: Tree) -> Tree:

@@ -41,21 +41,21 @@ class Pipeline(StagedLoss):
             join: slices of these -> the batch of one microbatch.
         """
         leaves, structure = jax.tree.flatten(params)
-        (made, fixed), pull = self._once(leaves)
+        (derived, fixed), pull = self._once(leaves)
         states, after = self.states(state)
-        held = self._held(made, fixed)
+        resident = self._held(derived, fixed)
         sums = self._in_groups(
-            self.sums.empty(made),
+            self.sums.empty(derived),
             states,
             parts,
-            lambda sums, states, parts: Ticks(self, held, made, fixed, states, parts, join).run(
-                sums
-            ),
+            lambda sums, states, parts: Ticks(
+                self, resident, derived, fixed, states, parts, join
+            ).run(sums),
         )
         cotangents = jax.tree.map(
             lambda total, leaf: (total / self.microbatches).astype(leaf.dtype),
-            self.sums.gradients(held, sums),
-            made,
+            self.sums.gradients(resident, sums),
+            derived,
         )
         outputs = [total / self.microbatches for total in sums["totals"]]
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
@@ -70,16 +70,16 @@ class Pipeline(StagedLoss):
         """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments
         as those of `gradients`.
         """
-        (made, fixed), _ = self._once(jax.tree.leaves(params))
+        (derived, fixed), _ = self._once(jax.tree.leaves(params))
         states, after = self.states(state)
-        held = self._held(made, fixed)
+        resident = self._held(derived, fixed)
         totals = self._in_groups(
             self.sums.no_totals(),
             states,
             parts,
-            lambda totals, states, parts: Ticks(self, held, made, fixed, states, parts, join).look(
-                totals
-            ),
+            lambda totals, states, parts: Ticks(
+                self, resident, derived, fixed, states, parts, join
+            ).look(totals),
         )
         avals = self.traced.closed_jaxpr.out_avals
         outputs = [
@@ -89,17 +89,21 @@ class Pipeline(StagedLoss):
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
-    def _held(self, made: Made, fixed: Fixed) -> Held:
+    def _held(self, derived: Made, fixed: Fixed) -> Held:
         """What stages hold through all ticks, but for what belongs to microbatches."""
-        held = Held(
-            weights=made.stacks,
+        resident = Held(
+            weights=derived.stacks,
             tables=fixed.tables,
             drawn=[],
-            shared=made.shared,
+            shared=derived.shared,
             constant=fixed.constant,
             ready=[],
         )
-        return held if self.stages.in_rounds else replace(held, ready=self.stages.gather(held))
+        return (
+            resident
+            if self.stages.in_rounds
+            else replace(resident, ready=self.stages.gather(resident))
+        )
 
     def _in_groups(
         self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
@@ -138,13 +142,13 @@ class Pipeline(StagedLoss):
             shared = [moving[cut.constants[k]] for k in cut.roles.shared]
             tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.roles.tables]
             constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.roles.constant]
-            made = Made(stacks=stacks, shared=shared, outside=outside)
-            return made, Fixed(values=fixed, tables=tables, constant=constant, ready={})
+            derived = Made(stacks=stacks, shared=shared, outside=outside)
+            return derived, Fixed(values=fixed, tables=tables, constant=constant, ready={})
 
-        made, pull, fixed = jax.vjp(run, leaves, has_aux=True)
+        derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (
-            made,
-            replace(fixed, ready=self.ends.ready(made.outside)),
+            derived,
+            replace(fixed, ready=self.ends.ready(derived.outside)),
         ), lambda cotangents: pull(cotangents)[0]
 
 

@@ -39,13 +39,13 @@ class Stages(StageWeights):
     """The stages of a pipeline."""
 
     def forward(
-        self, tick: Index, held: Held, hop: Hop, entering: Arrays, ring: Arrays
+        self, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays
     ) -> tuple[Hop, Arrays, Arrays]:
         """One tick forward.
 
         Args:
             tick: its number.
-            held: see `Held`.
+            resident: see `Held`.
             hop: what came from the stage before.
             entering: of the microbatch that enters the first stage.
             ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
@@ -54,16 +54,16 @@ class Stages(StageWeights):
             `hop` and `ring` after the tick, and what left the last stage, in the order of
             `leaving`, for `handed_out`.
         """
-        every = PartitionSpec()
+        replicated = PartitionSpec()
         run = self._manual(
-            self._forward, (OWN, every, self._held(), OWN, every, OWN), (OWN, OWN, OWN)
+            self._forward, (OWN, replicated, self._held(), OWN, replicated, OWN), (OWN, OWN, OWN)
         )
-        return run(self._numbers(), tick, held, hop, entering, ring)
+        return run(self._numbers(), tick, resident, hop, entering, ring)
 
     def backward(
         self,
         tick: Index,
-        held: Held,
+        resident: Held,
         hop: Hop,
         leaving: Arrays,
         ring: Arrays,
@@ -82,43 +82,45 @@ class Stages(StageWeights):
             passed: [stages, stages, ...], what waits for the making of gradients of weights; empty
                 where these are made at once.
         """
-        every = PartitionSpec()
+        replicated = PartitionSpec()
         run = self._manual(
             self._backward,
-            (OWN, every, self._held(), OWN, every, OWN, OWN, OWN),
+            (OWN, replicated, self._held(), OWN, replicated, OWN, OWN, OWN),
             (OWN, OWN, OWN, OWN),
         )
         hop, sums, passed, entered = run(
-            self._numbers(), tick, held, hop, leaving, ring, sums, passed
+            self._numbers(), tick, resident, hop, leaving, ring, sums, passed
         )
         return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
 
     def weights(
-        self, tick: Index, held: Held, ring: Arrays, sums: Gradients, passed: Arrays
+        self, tick: Index, resident: Held, ring: Arrays, sums: Gradients, passed: Arrays
     ) -> Gradients:
         """Gradients of weights of one tick, where they are made on their own; arguments as those of
         `backward`, results as its `sums`.
         """
         run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
-        return run(self._numbers(), tick, held, ring, sums, passed)
+        return run(self._numbers(), tick, resident, ring, sums, passed)
 
-    def stashed(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+    def stashed(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what is stashed of one unit, [stages, ...]."""
-        return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], held)
+        return self._shapes(
+            lambda operands, zeros: self.chunk.forward(operands, zeros)[1], resident
+        )
 
-    def in_host_memory(self, held: Held) -> list[bool]:
+    def in_host_memory(self, resident: Held) -> list[bool]:
         """Of what is stashed whether it waits in host memory."""
-        found: list[bool] = []
+        on_host: list[bool] = []
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
             saved = self.chunk.forward(operands, zeros)[1]
-            found[:] = [in_host_memory(leaf) for leaf in saved]
+            on_host[:] = [in_host_memory(leaf) for leaf in saved]
             return saved
 
-        self._shapes(one, held)
-        return found
+        self._shapes(one, resident)
+        return on_host
 
-    def passed_on(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+    def passed_on(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what waits for the making of gradients of weights of one unit,
         [stages, ...].
         """
@@ -131,22 +133,24 @@ class Stages(StageWeights):
                 [zeros[k] for k in self.moving],
             )[1]
 
-        return self._shapes(one, held) if self.table.split else []
+        return self._shapes(one, resident) if self.table.split else []
 
     def _shapes(
-        self, function: Callable[[Operands, Arrays], Arrays], held: Held
+        self, function: Callable[[Operands, Arrays], Arrays], resident: Held
     ) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what a function of a chunk's operands and of what enters it gives on
         every stage.
         """
 
-        def one(held: Held) -> Arrays:
-            return [leaf[None] for leaf in function(self._operands(held, 0, 0, 0), self._like())]
+        def one(resident: Held) -> Arrays:
+            return [
+                leaf[None] for leaf in function(self._operands(resident, 0, 0, 0), self._like())
+            ]
 
-        return jax.eval_shape(self._manual(one, (self._held(),), OWN), held)
+        return jax.eval_shape(self._manual(one, (self._held(),), OWN), resident)
 
     def _forward(
-        self, numbers: Value, tick: Index, held: Held, hop: Hop, entering: Arrays, ring: Arrays
+        self, numbers: Value, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays
     ) -> tuple[Hop, Arrays, Arrays]:
         stage = numbers[0]
         micro, chunk, works = self.table.forward(tick, stage)
@@ -160,7 +164,7 @@ class Stages(StageWeights):
             self._inside(jnp.where(first, new, old), k)
             for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))
         ]
-        operands = self._operands(held, stage, micro, chunk)
+        operands = self._operands(resident, stage, micro, chunk)
         left, saved = self._worked(
             works,
             lambda: (
@@ -190,7 +194,7 @@ class Stages(StageWeights):
         self,
         numbers: Value,
         tick: Index,
-        held: Held,
+        resident: Held,
         hop: Hop,
         leaving: Arrays,
         ring: Arrays,
@@ -200,14 +204,21 @@ class Stages(StageWeights):
         stage = numbers[0]
         micro, chunk, works = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
-        given = dict(zip([k for k in self.leaving if k in self.moving], leaving, strict=True))
+        last_cotangents = dict(
+            zip([k for k in self.leaving if k in self.moving], leaving, strict=True)
+        )
         arrived, waiting = self._arrived(tick, hop, stage == self.table.stages - 1)
         cotangents = [
-            self._inside(jnp.where(last, given[k] if k in given else jnp.zeros_like(old), old), k)
+            self._inside(
+                jnp.where(
+                    last, last_cotangents[k] if k in last_cotangents else jnp.zeros_like(old), old
+                ),
+                k,
+            )
             for k, old in zip(self.moving, arrived, strict=True)
         ]
         operands, saved = (
-            self._operands(held, stage, micro, chunk),
+            self._operands(resident, stage, micro, chunk),
             slot_of(ring, self.table.backward_slot(tick, stage)),
         )
         if self.table.split:
@@ -216,10 +227,10 @@ class Stages(StageWeights):
             )
             passed = with_slot(passed, passing, self.table.passing_slot(tick, stage))
         else:
-            found, entered = self._worked(
+            gradients, entered = self._worked(
                 works, lambda: self.chunk.backward(operands, self._like(), saved, cotangents)
             )
-            sums = self._summed(sums, found, chunk, works)
+            sums = self._summed(sums, gradients, chunk, works)
         out = [
             only_if((stage == 0) & (chunk == 0) & works, leaf)[None]
             for k, leaf in zip(self.moving, entered, strict=True)
@@ -228,17 +239,23 @@ class Stages(StageWeights):
         return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
 
     def _weights(
-        self, numbers: Value, tick: Index, held: Held, ring: Arrays, sums: Gradients, passed: Arrays
+        self,
+        numbers: Value,
+        tick: Index,
+        resident: Held,
+        ring: Arrays,
+        sums: Gradients,
+        passed: Arrays,
     ) -> Gradients:
         micro, chunk, works = self.table.weights(tick)
-        operands = self._operands(held, numbers[0], micro, chunk)
-        found = self.chunk.backward_weights(
+        operands = self._operands(resident, numbers[0], micro, chunk)
+        gradients = self.chunk.backward_weights(
             operands,
             self._like(),
             slot_of(ring, self.table.weights_slot(tick)),
             slot_of(passed, self.table.passed_slot(tick)),
         )
-        return self._summed(sums, found, chunk, works)
+        return self._summed(sums, gradients, chunk, works)
 
     def _worked(self, works: Value, make: Callable[[], Any]) -> Any:
         """What `make` makes; where there is no work zeros, without making them if no other device
@@ -274,23 +291,23 @@ class Stages(StageWeights):
             ],
         )
 
-    def _operands(self, held: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
+    def _operands(self, resident: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
         """What one stage works with in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         drawn = [
             of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
-            for leaf in held.drawn
+            for leaf in resident.drawn
         ]
         ready = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False)
-            for leaf in held.ready
+            for leaf in resident.ready
         ]
         return Operands(
-            weights=[of_chunk(leaf[0]) for leaf in held.weights],
-            tables=[of_chunk(leaf[0]) for leaf in held.tables],
+            weights=[of_chunk(leaf[0]) for leaf in resident.weights],
+            tables=[of_chunk(leaf[0]) for leaf in resident.tables],
             drawn=drawn,
-            shared=held.shared,
-            constant=held.constant,
+            shared=resident.shared,
+            constant=resident.constant,
             ready=ready,
             first=(chunk * self.table.stages + stage) * self.chunk.layers,
         )

@@ -82,13 +82,13 @@ class StageLayouts:
             array: the activation.
             position: its number among the activations.
         """
-        dim, known = self.spread[position], self.outside[position]
-        if known is not None:
+        dim, layout = self.spread[position], self.outside[position]
+        if layout is not None:
             return jax.lax.with_sharding_constraint(
                 array,
                 NamedSharding(
                     self.mesh,
-                    PartitionSpec(*(parts_of(self.mesh, known[k]) for k in range(array.ndim))),
+                    PartitionSpec(*(parts_of(self.mesh, layout[k]) for k in range(array.ndim))),
                 ),
             )
         if self.layouts[position] is None and dim is None:
@@ -166,11 +166,11 @@ class StageLayouts:
 
     def _hop(self, arrays: Arrays, direction: int) -> Arrays:
         """Sends arrays to the next stage (1), or the one before (-1)."""
-        ways = self.table.stages
+        count = self.table.stages
         with jax.named_scope(HOPS["forward" if direction > 0 else "backward"]):
             return [
                 jax.lax.ppermute(
-                    leaf, self.axis, [(i, (i + direction) % ways) for i in range(ways)]
+                    leaf, self.axis, [(i, (i + direction) % count) for i in range(count)]
                 )[None]
                 for leaf in arrays
             ]

@@ -11,20 +11,21 @@ from shardlib.lowering.pipeline.shared.partition import Cut
 from shardlib.planning.plan import Plan
 
 
-def stage_activations(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
     of the layers for every layer.
 
     Args:
-        whole: the loss, with its layers taken out.
+        loss_cut: the loss, with its layers taken out.
         layers: how many there are.
     """
-    avals = [whole.program.avals[number] for number in whole.entering]
+    avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
     buffers = [
         jax.ShapeDtypeStruct(
-            (layers, *whole.program.avals[number].shape[1:]), whole.program.avals[number].dtype
+            (layers, *loss_cut.program.avals[number].shape[1:]),
+            loss_cut.program.avals[number].dtype,
         )
-        for number in whole.stacked
+        for number in loss_cut.stacked
     ]
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
 
@@ -48,15 +49,15 @@ def sharded_dim(
     """The dim that the stages cut outside of the layers: as the layout there has it, or the largest
     that the plan leaves whole and that divides, the last one (features) apart.
     """
-    if (found := dim_of_stages(outside)) is not None:
-        return found
-    ways = [
+    if (outside_dim := dim_of_stages(outside)) is not None:
+        return outside_dim
+    parts = [
         math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
         for dim in range(len(leaf.shape))
     ]
     fitting = [
         dim
         for dim in range(len(leaf.shape) - 1)
-        if ways[dim] == 1 and leaf.shape[dim] % stages == 0
+        if parts[dim] == 1 and leaf.shape[dim] % stages == 0
     ]
     return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

@@ -74,7 +74,7 @@ def slot_of(ring: Arrays, slot: Index) -> Arrays:
         ring: activation stash, arrays [its stage, slots, ...].
         slot: number of the slot, int32 scalar.
     """
-    return [jax.lax.dynamic_index_in_dim(kept[0], slot, 0, keepdims=False) for kept in ring]
+    return [jax.lax.dynamic_index_in_dim(slots[0], slot, 0, keepdims=False) for slots in ring]
 
 
 def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
@@ -86,19 +86,19 @@ def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
         slot: number of the slot, int32 scalar.
     """
     return [
-        jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None]
-        for kept, leaf in zip(ring, arrays, strict=True)
+        jax.lax.dynamic_update_index_in_dim(slots[0], leaf, slot, 0)[None]
+        for slots, leaf in zip(ring, arrays, strict=True)
     ]
 
 
-def only_if(wanted: Value, array: Value) -> Value:
+def only_if(condition: Value, array: Value) -> Value:
     """An array where a condition holds, otherwise zeros.
 
     Args:
-        wanted: boolean scalar.
+        condition: boolean scalar.
         array: any.
     """
-    return jnp.where(wanted, array, jnp.zeros_like(array))
+    return jnp.where(condition, array, jnp.zeros_like(array))
 
 
 def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) -> Value:
@@ -129,14 +129,14 @@ def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: 
     if not totals:
         return []
 
-    def layer(at: Index, totals: Arrays) -> Arrays:
-        found: Arrays = []
+    def layer(index: Index, totals: Arrays) -> Arrays:
+        sums: Arrays = []
         for total, gradient in zip(totals, gradients, strict=True):
-            more = jax.lax.dynamic_index_in_dim(gradient, at, 0, keepdims=False)
-            before = layer_of(total, slot, at)
+            more = jax.lax.dynamic_index_in_dim(gradient, index, 0, keepdims=False)
+            before = layer_of(total, slot, index)
             after = before + jnp.where(works, more, 0).astype(total.dtype)
-            found.append(with_layer(total, after, slot, at))
-        return found
+            sums.append(with_layer(total, after, slot, index))
+        return sums
 
     added = jax.lax.fori_loop(0, gradients[0].shape[0], layer, [total[0] for total in totals])
     return [total[None] for total in added]

@@ -38,106 +38,117 @@ class StageWeights(StageLayouts):
     @property
     def in_rounds(self) -> bool:
         """Whether chunks are gathered when their rounds begin."""
-        known = self.chunk.known
-        return bool(self.table.rounds and known and known.operands)
+        gathered = self.chunk.known
+        return bool(self.table.rounds and gathered and gathered.operands)
 
-    def gather(self, held: Held) -> Arrays:
+    def gather(self, resident: Held) -> Arrays:
         """The operands that are gathered beforehand, [stages, chunks, layers, ...].
 
         Args:
-            held: what each stage has for the whole step.
+            resident: what each stage has for the whole step.
         """
         if self.chunk.known is None:
             return []
-        return self._manual(self._gather, (self._held(),), OWN)(held)
+        return self._manual(self._gather, (self._held(),), OWN)(resident)
 
-    def gather_over(self, held: Held, ready: Arrays, chunk: Index) -> Arrays:
+    def gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
         """The operands that are gathered beforehand [stages, window, layers, ...], with those of
         one chunk in its slot.
 
         Args:
-            held: what each stage has for the whole step.
+            resident: what each stage has for the whole step.
             ready: those of other chunks.
             chunk: number of the chunk, int32 scalar.
         """
-        every = PartitionSpec()
-        return self._manual(self._gather_over, (self._held(), OWN, every), OWN)(held, ready, chunk)
+        replicated = PartitionSpec()
+        return self._manual(self._gather_over, (self._held(), OWN, replicated), OWN)(
+            resident, ready, chunk
+        )
 
-    def reduce(self, held: Held, sums: Arrays) -> Arrays:
+    def reduce(self, resident: Held, sums: Arrays) -> Arrays:
         """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
         chunks, layers, ...].
 
         Args:
-            held: what each stage has for the whole step.
+            resident: what each stage has for the whole step.
             sums: partial sums, in the order of what is gathered.
         """
         if self.chunk.known is None:
             return []
-        return self._manual(self._reduce, (self._held(), OWN), OWN)(held, sums)
+        return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
 
-    def reduce_out(self, held: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] for the partial sums in one slot, the sums
         with zeros there).
 
         Args:
-            held: what each stage has for the whole step.
+            resident: what each stage has for the whole step.
             sums: partial sums [stages, window, layers, ...], in the order of what is gathered.
             slot: number of the slot, int32 scalar.
         """
         run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
-        return run(held, sums, slot)
+        return run(resident, sums, slot)
 
     def no_sums(self) -> Arrays:
         """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
 
         def zeros() -> Arrays:
-            known = self.chunk.known
-            found = known.zeros((1, self.window, self.chunk.layers)) if known else []
-            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in found]
+            gathered = self.chunk.known
+            leaves = gathered.zeros((1, self.window, self.chunk.layers)) if gathered else []
+            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
 
         return self._manual(zeros, (), OWN)()
 
-    def _gather(self, held: Held) -> Arrays:
-        known = self.chunk.known
-        assert known is not None
-        weights = [leaf[0] for leaf in self._sources(held)]
-        found = known.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
-        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+    def _gather(self, resident: Held) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0] for leaf in self._sources(resident)]
+        operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_over(self, held: Held, ready: Arrays, chunk: Index) -> Arrays:
-        known = self.chunk.known
-        assert known is not None
+    def _gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
         weights = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
-            for leaf in self._sources(held)
+            for leaf in self._sources(resident)
         ]
-        found = known.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
-        return [leaf[None] for leaf in found]
+        operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
+        return [leaf[None] for leaf in operands]
 
-    def _reduce(self, held: Held, sums: Arrays) -> Arrays:
-        known = self.chunk.known
-        assert known is not None
-        weights = [leaf[0, 0] for leaf in self._sources(held)]
-        found = known.reduce(weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums])
-        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+    def _reduce(self, resident: Held, sums: Arrays) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        gradients = gathered.reduce(
+            weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums]
+        )
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
-    def _reduce_out(self, held: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
-        known = self.chunk.known
-        assert known is not None
-        weights = [leaf[0, 0] for leaf in self._sources(held)]
-        found, emptied = known.reduce_out(weights, [leaf[0] for leaf in sums], slot)
-        return [leaf[None] for leaf in found], [leaf[None] for leaf in emptied]
+    def _reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
+        return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
 
-    def _sources(self, held: Held) -> Arrays:
+    def _sources(self, resident: Held) -> Arrays:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
-        known = self.chunk.known
-        assert known is not None
+        gathered = self.chunk.known
+        assert gathered is not None
         places = self.chunk.cut.roles.weights
-        return [held.weights[places.index(position)] for position in known.sources]
+        return [resident.weights[places.index(position)] for position in gathered.sources]
 
     def _held(self) -> Held:
         """Specs of what stages hold, in the place of the arrays."""
-        own: Any = PartitionSpec(self.axis)
-        every: Any = PartitionSpec()
+        per_stage: Any = PartitionSpec(self.axis)
+        replicated: Any = PartitionSpec()
         drawn: Any = PartitionSpec(None, self.axis)
-        return Held(weights=own, tables=own, drawn=drawn, shared=every, constant=every, ready=own)
+        return Held(
+            weights=per_stage,
+            tables=per_stage,
+            drawn=drawn,
+            shared=replicated,
+            constant=replicated,
+            ready=per_stage,
+        )

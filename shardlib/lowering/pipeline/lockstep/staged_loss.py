@@ -125,8 +125,11 @@ class StagedLoss:
             evaluate_equations(equations, env, self.outside())
             return [env[number] for number in cut.state]
 
-        def turn(made: Arrays, _: None) -> tuple[Arrays, Arrays]:
-            entering = [leaves[at] if at in self.repeated else leaf for at, leaf in enumerate(made)]
+        def turn(states: Arrays, _: None) -> tuple[Arrays, Arrays]:
+            entering = [
+                leaves[index] if index in self.repeated else leaf
+                for index, leaf in enumerate(states)
+            ]
             return after(entering), entering
 
         last, before = jax.lax.scan(turn, leaves, length=self.microbatches)

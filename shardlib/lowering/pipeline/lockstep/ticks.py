@@ -41,10 +41,14 @@ class Ticks(AroundLayers):
                 carry.pop("hop", None)  # nothing goes forward any more
 
             def tick(
-                carry: Carry, tick: Any, held: Held, edges: Edges, kinds: tuple[str, ...] = kinds
+                carry: Carry,
+                tick: Any,
+                resident: Held,
+                edges: Edges,
+                kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, held, edges)
+                    carry = work[kind](carry, tick, resident, edges)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
@@ -53,9 +57,9 @@ class Ticks(AroundLayers):
     def look(self, totals: Arrays) -> Arrays:
         """Adds up loss and metrics, with no gradients."""
 
-        def tick(carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
+        def tick(carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
             hop, _, left = self.stages.forward(
-                tick, held, carry["hop"], self._entering(tick, edges), []
+                tick, resident, carry["hop"], self._entering(tick, edges), []
             )
             if not edges.closing:
                 return {**carry, "hop": hop}
@@ -93,9 +97,9 @@ class Ticks(AroundLayers):
         """
 
         def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:
-            held = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
+            resident = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
             return jax.lax.scan(
-                lambda carry, at: (tick(carry, at, held, edges), None),
+                lambda carry, number: (tick(carry, number, resident, edges), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
@@ -148,7 +152,7 @@ class Ticks(AroundLayers):
     def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
         """Adds what one slot has of partial sums to the gradients of a chunk, and empties it."""
         sums: Gradients = carry["sums"]
-        found, empty = self.stages.reduce_out(self.held, sums.sums, slot)
+        gradients, empty = self.stages.reduce_out(self.held, sums.sums, slot)
         done = [
             jax.lax.dynamic_update_index_in_dim(
                 total,
@@ -156,7 +160,7 @@ class Ticks(AroundLayers):
                 chunk,
                 1,
             )
-            for total, more in zip(carry["done"], found, strict=True)
+            for total, more in zip(carry["done"], gradients, strict=True)
         ]
         return {**carry, "done": done, "sums": replace(sums, sums=empty)}
 
@@ -174,19 +178,19 @@ class Ticks(AroundLayers):
 
     def _activations(self, positions: Sequence[int]) -> Hop:
         """Zeros for what is on its way, of some of what travels."""
-        leaves, ways, lag = (
+        leaves, count, lag = (
             [self.stages.activations[k] for k in positions],
             self.table.stages,
             self.table.lag,
         )
         return Hop(
             next=[
-                self.stages.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype))
+                self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
                 for leaf in leaves
             ],
             waiting=(
                 [
-                    self.stages.over_stages(jnp.zeros((ways, lag, *leaf.shape), leaf.dtype))
+                    self.stages.over_stages(jnp.zeros((count, lag, *leaf.shape), leaf.dtype))
                     for leaf in leaves
                 ]
                 if lag
@@ -196,17 +200,17 @@ class Ticks(AroundLayers):
 
     def _start(self) -> Carry:
         """What ticks hand on, sums apart."""
-        stages, ways = self.stages, self.table.stages
+        stages, count = self.stages, self.table.stages
         like = replace(self.held, ready=self._unready()) if self.rounds else self.held
 
         def room(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            return stages.over_stages(jnp.zeros((ways, slots, *leaf.shape[1:]), leaf.dtype))
+            return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
 
         ring = [
             to_host_memory(room(self.table.slots, leaf)) if away else room(self.table.slots, leaf)
             for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
         ]
-        passed = [room(ways, leaf) for leaf in stages.passed_on(like)]
+        passed = [room(count, leaf) for leaf in stages.passed_on(like)]
         leaves = [stages.activations[k] for k in stages.leaving]
         if self.table.forward_first:
             leaving = [
@@ -214,7 +218,7 @@ class Ticks(AroundLayers):
             ]
         else:
             leaving = [
-                self.stages.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype))
+                self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
                 for leaf in leaves
             ]
         return {
@@ -226,32 +230,36 @@ class Ticks(AroundLayers):
             "ready": self._unready(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
+    def _forward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
         hop, ring, left = self.stages.forward(
-            tick, held, carry["hop"], self._entering(tick, edges), carry["ring"]
+            tick, resident, carry["hop"], self._entering(tick, edges), carry["ring"]
         )
         if self.table.forward_first:
             left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
-    def _collected(self, tick: Any, kept: Arrays, left: Arrays) -> Arrays:
+    def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
         """What has left the last stage, [microbatches, ...], after a tick."""
         micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
 
-        def more(kept: Arrays, left: Arrays) -> Arrays:
+        def more(collected: Arrays, left: Arrays) -> Arrays:
             return [
                 jax.lax.dynamic_update_index_in_dim(all_, leaf, micro, 0)
-                for all_, leaf in zip(kept, self._left(left), strict=True)
+                for all_, leaf in zip(collected, self._left(left), strict=True)
             ]
 
         return jax.lax.cond(
-            (chunk == self.table.last_chunk) & works, more, lambda kept, _: kept, kept, left
+            (chunk == self.table.last_chunk) & works,
+            more,
+            lambda collected, _: collected,
+            collected,
+            left,
         )
 
-    def _backward(self, carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
+    def _backward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(
-            tick, held, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"]
+            tick, resident, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"]
         )
         carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
         if not edges.closing:
@@ -275,17 +283,19 @@ class Ticks(AroundLayers):
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
 
-    def _weights(self, carry: Carry, tick: Any, held: Held, _: Edges) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, resident: Held, _: Edges) -> Carry:
         return {
             **carry,
-            "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"]),
+            "sums": self.stages.weights(
+                tick, resident, carry["ring"], carry["sums"], carry["passed"]
+            ),
         }
 
 
-def _not_before(number: Any, made: Any) -> Any:
+def _not_before(number: Any, arrays: Any) -> Any:
     """A number that is known when other arrays are made.
 
     A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the
     group of microbatches before, and keeps it until then.
     """
-    return jax.lax.optimization_barrier((number, made))[0]
+    return jax.lax.optimization_barrier((number, arrays))[0]

@@ -92,14 +92,14 @@ def in_turn(
     """
     left = list(turns)
     while left:
-        waiting, rest = set[int](), list[tuple[int, Task]]()
+        waiting, later = set[int](), list[tuple[int, Task]]()
         for stage, task in left:
             if stage in waiting or not (ready(stage, task) and arriving.there(stage)):
                 waiting.add(stage)
-                rest.append((stage, task))
+                later.append((stage, task))
             else:
                 do(stage, task)
-        if len(rest) == len(left):
-            stage, task = rest.pop(0)
+        if len(later) == len(left):
+            stage, task = later.pop(0)
             do(stage, task)  # asks for its parameters, and waits
-        left = rest
+        left = later

@@ -70,7 +70,7 @@ def stage_programs(
     alone = replace(
         plan,
         mesh=MeshShape({**plan.mesh, "stage": 1}),
-        parameters=tuple(without_axes(one, ("stage",)) for one in plan.parameters),
+        parameters=tuple(without_axes(parameter, ("stage",)) for parameter in plan.parameters),
     )
     works = tuple(_work(number, opening, alone) for number in range(dealing.chunks))
     return StagePrograms(plan=plan, opening=opening, works=works, order=order)

@@ -126,23 +126,23 @@ class ChunkValues:
     def _walk(self) -> Walk:
         return replace(self.placing.walk(), apart=self.remat.outside)
 
-    def _entering(self, held: Held, micro: Index, entering: Arrays) -> Arrays:
+    def _entering(self, resident: Held, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
             return entering
         return [
-            *self._before(held, held.kept, micro),
+            *self._before(resident, resident.kept, micro),
             *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
 
-    def _before(self, held: Held, kept: Values, micro: Index) -> Arrays:
+    def _before(self, resident: Held, derived: Values, micro: Index) -> Arrays:
         """What comes from before the layers."""
-        env = self._env(held, kept, micro)
+        env = self._env(resident, derived, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
 
-    def _results(self, held: Held, kept: Values, micro: Index, left: Arrays) -> Arrays:
+    def _results(self, resident: Held, derived: Values, micro: Index, left: Arrays) -> Arrays:
         """Loss and metrics, for what left the last chunk."""
-        cut, env, walk = self.cut, self._env(held, kept, micro), self._walk()
+        cut, env, walk = self.cut, self._env(resident, derived, micro), self._walk()
         count = len(cut.final)
         env.update(
             zip(
@@ -158,18 +158,26 @@ class ChunkValues:
         evaluate_equations(cut.after, env, walk)
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
-    def _env(self, held: Held, kept: Values, micro: Index) -> Values:
+    def _env(self, resident: Held, derived: Values, micro: Index) -> Values:
         """What equations of a microbatch read."""
-        used = {number: self._used(number, leaf) for number, leaf in {**held.kept, **kept}.items()}
-        return {**self.cut.program.constants, **self._known(), **used, **self._inputs(held, micro)}
+        used = {
+            number: self._used(number, leaf)
+            for number, leaf in {**resident.kept, **derived}.items()
+        }
+        return {
+            **self.cut.program.constants,
+            **self._known(),
+            **used,
+            **self._inputs(resident, micro),
+        }
 
-    def _inputs(self, held: Held, micro: Index) -> Values:
+    def _inputs(self, resident: Held, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
         inputs = self.cut.program.inputs
-        states = [part_of_microbatch(leaf, micro) for leaf in held.states]
+        states = [part_of_microbatch(leaf, micro) for leaf in resident.states]
         batch = [
             part_of_microbatch(leaf, micro) if cuts else leaf
-            for leaf, cuts in zip(held.parts, self.in_parts, strict=True)
+            for leaf, cuts in zip(resident.parts, self.in_parts, strict=True)
         ]
         return dict(
             zip(inputs[len(inputs) - len(states) - len(batch) :], [*states, *batch], strict=True)
@@ -183,47 +191,49 @@ class ChunkValues:
     def _known(self) -> Values:
         """What is made from nothing."""
         cut = self.cut
-        wanted = [number for number in cut.kept if not cut.labels[number]]
+        numbers = [number for number in cut.kept if not cut.labels[number]]
         env: Values = dict(cut.program.constants)
-        evaluate_equations(needed(cut.once, wanted)[0], env, Walk())
-        return {number: env[number] for number in wanted}
+        evaluate_equations(needed(cut.once, numbers)[0], env, Walk())
+        return {number: env[number] for number in numbers}
 
-    def _operands(self, held: Held, micro: Index) -> Operands:
-        cut, known, layers = (
+    def _operands(self, resident: Held, micro: Index) -> Operands:
+        cut, values, layers = (
             self.cut,
             {**self.cut.program.constants, **self._known()},
             self.chunk.layers,
         )
-        own = slice(self.first, self.first + layers)
+        layers_of_chunk = slice(self.first, self.first + layers)
         stacks = [
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
-            for leaf in held.stacks
+            for leaf in resident.stacks
         ]
         held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.roles.weights) :], strict=True))
         tables = [
-            held_tables[k] if k in held_tables else jnp.asarray(known[cut.scanned[k]])[own]
+            held_tables[k]
+            if k in held_tables
+            else jnp.asarray(values[cut.scanned[k]])[layers_of_chunk]
             for k in cut.roles.tables
         ]
-        known.update({number: self._used(number, held.kept[number]) for number in self.frozen})
+        values.update({number: self._used(number, resident.kept[number]) for number in self.frozen})
         return Operands(
             weights=stacks[: len(cut.roles.weights)],
             tables=tables,
-            drawn=[leaf[own] for leaf in self._drawn(held, micro)],
-            shared=[self._used(number, held.kept[number]) for number in self.shared],
-            constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.roles.constant],
-            ready=held.ready,
+            drawn=[leaf[layers_of_chunk] for leaf in self._drawn(resident, micro)],
+            shared=[self._used(number, resident.kept[number]) for number in self.shared],
+            constant=[jnp.asarray(values[cut.constants[k]]) for k in cut.roles.constant],
+            ready=resident.ready,
             first=self.first,
         )
 
-    def _drawn(self, held: Held, micro: Index) -> Arrays:
+    def _drawn(self, resident: Held, micro: Index) -> Arrays:
         """Slices of model state, and of keys of the batch, for all layers."""
         cut = self.cut
         if not cut.roles.drawn:
             return []
-        env = {**cut.program.constants, **self._inputs(held, micro)}
-        wanted = [cut.scanned[k] for k in cut.roles.drawn]
-        evaluate_equations(needed(cut.program.equations, wanted)[0], env, self._walk())
-        return [env[number] for number in wanted]
+        env = {**cut.program.constants, **self._inputs(resident, micro)}
+        numbers = [cut.scanned[k] for k in cut.roles.drawn]
+        evaluate_equations(needed(cut.program.equations, numbers)[0], env, self._walk())
+        return [env[number] for number in numbers]
 
     def _like(self) -> Arrays:
         """Arrays like those that hop."""

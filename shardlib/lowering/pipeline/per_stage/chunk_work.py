@@ -59,22 +59,22 @@ class Late:
 class Work(ChunkValues):
     """The work of one chunk."""
 
-    def forward(self, held: Held, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(self, resident: Held, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember); what enters the first
         chunk is made here.
 
         Args:
-            held: what the stage has for the whole step.
+            resident: what the stage has for the whole step.
             micro: number of the microbatch, int32 scalar.
             entering: stage activations that enter the chunk.
         """
         return self.chunk.forward(
-            self._operands(held, micro), self._entering(held, micro, entering)
+            self._operands(resident, micro), self._entering(resident, micro, entering)
         )
 
     def backward(
         self,
-        held: Held,
+        resident: Held,
         micro: Index,
         left: Arrays,
         stashed: Arrays,
@@ -85,7 +85,7 @@ class Work(ChunkValues):
         """The whole backward pass.
 
         Args:
-            held: see `Held`.
+            resident: see `Held`.
             micro: number of the microbatch.
             left: what left the last chunk; empty for others.
             stashed: what `forward` gave.
@@ -96,83 +96,93 @@ class Work(ChunkValues):
             The sums, and cotangents of what entered, in the order of `moving`; none for the first
             chunk.
         """
-        early, back = self._after_layers(held, micro, left, back, early)
-        found, entered = self.chunk.backward(
-            self._operands(held, micro), self._like(), stashed, back
+        early, back = self._after_layers(resident, micro, left, back, early)
+        gradients, entered = self.chunk.backward(
+            self._operands(resident, micro), self._like(), stashed, back
         )
         return (
-            self._before_layers(held, micro, early, entered),
-            self._summed(late, found),
+            self._before_layers(resident, micro, early, entered),
+            self._summed(late, gradients),
             self._sent(entered),
         )
 
     def backward_inputs(
-        self, held: Held, micro: Index, left: Arrays, stashed: Arrays, back: Arrays, early: Early
+        self,
+        resident: Held,
+        micro: Index,
+        left: Arrays,
+        stashed: Arrays,
+        back: Arrays,
+        early: Early,
     ) -> tuple[Early, Arrays, Arrays]:
         """The part of it that the stage before waits for; gives what `backward_weights` has to be
         given in addition.
         """
-        early, back = self._after_layers(held, micro, left, back, early)
+        early, back = self._after_layers(resident, micro, left, back, early)
         entered, passed = self.chunk.backward_inputs(
-            self._operands(held, micro), self._like(), stashed, back
+            self._operands(resident, micro), self._like(), stashed, back
         )
-        return self._before_layers(held, micro, early, entered), self._sent(entered), passed
+        return self._before_layers(resident, micro, early, entered), self._sent(entered), passed
 
     def backward_weights(
-        self, held: Held, micro: Index, stashed: Arrays, passed: Arrays, late: Late
+        self, resident: Held, micro: Index, stashed: Arrays, passed: Arrays, late: Late
     ) -> Late:
         """The part that nothing waits for."""
         return self._summed(
             late,
-            self.chunk.backward_weights(self._operands(held, micro), self._like(), stashed, passed),
+            self.chunk.backward_weights(
+                self._operands(resident, micro), self._like(), stashed, passed
+            ),
         )
 
-    def gather(self, held: Held) -> Arrays:
+    def gather(self, resident: Held) -> Arrays:
         """`Held.ready`."""
-        known = self.chunk.known
-        return [] if known is None else known.gather(self._sources(held))
+        gathered = self.chunk.known
+        return [] if gathered is None else gathered.gather(self._sources(resident))
 
-    def reduced(self, held: Held, late: Late) -> Late:
+    def reduced(self, resident: Held, late: Late) -> Late:
         """Gradients of all stacked parameters, with what the partial sums make of them, once all
         microbatches are done.
 
         Args:
-            held: what the stage has for the whole step.
+            resident: what the stage has for the whole step.
             late: sums over all microbatches.
         """
-        known, positions = self.chunk.known, self.cut.roles.weights
-        assert known is not None
-        found = {positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)}
+        gathered, positions = self.chunk.known, self.cut.roles.weights
+        assert gathered is not None
+        totals = {
+            positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)
+        }
         for position, gradient, stack in zip(
-            known.sources,
-            known.reduce(self._sources(held), late.sums),
-            self._sources(held, whole=True),
+            gathered.sources,
+            gathered.reduce(self._sources(resident), late.sums),
+            self._sources(resident, padded=True),
             strict=True,
         ):
-            total = found.get(
+            total = totals.get(
                 position, jnp.zeros(stack.shape, self.placing.reductions.accumulator(stack.dtype))
             )
-            found[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
+            totals[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
         return Late(
-            weights=[found[position] for position in positions], shared=late.shared, sums=[]
+            weights=[totals[position] for position in positions], shared=late.shared, sums=[]
         )
 
-    def _sources(self, held: Held, *, whole: bool = False) -> Arrays:
+    def _sources(self, resident: Held, *, padded: bool = False) -> Arrays:
         """Stacks that operands are gathered beforehand of, for the chunk's layers or with all the
         room there is.
         """
         assert self.chunk.known is not None
         stacks = [
-            held.stacks[self.cut.roles.weights.index(position)]
+            resident.stacks[self.cut.roles.weights.index(position)]
             for position in self.chunk.known.sources
         ]
-        return stacks if whole else [leaf[: self.chunk.layers] for leaf in stacks]
+        return stacks if padded else [leaf[: self.chunk.layers] for leaf in stacks]
 
     def _sent(self, entered: Arrays) -> Arrays:
         return entered if self.first else []
 
     def _after_layers(
-        self, held: Held, micro: Index, left: Arrays, back: Arrays, early: Early
+        self, resident: Held, micro: Index, left: Arrays, back: Arrays, early: Early
     ) -> tuple[Early, Arrays]:
         """Loss and metrics, and the cotangents of what left the last chunk; for other chunks
         nothing happens.
@@ -180,18 +190,23 @@ class Work(ChunkValues):
         if not self.last:
             return early, back
 
-        def run(kept: Values, moving: Arrays) -> tuple[Any, Arrays]:
-            rest = iter(moving)
+        def run(derived: Values, moving: Arrays) -> tuple[Any, Arrays]:
+            floating = iter(moving)
             results = self._results(
-                held, kept, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left]
+                resident,
+                derived,
+                micro,
+                [next(floating) if is_floating(leaf) else leaf for leaf in left],
             )
             return results[self.loss], results
 
-        kept = {
-            number: held.kept[number] for number in self.outside if is_floating(held.kept[number])
+        derived = {
+            number: resident.kept[number]
+            for number in self.outside
+            if is_floating(resident.kept[number])
         }
         _, pull, results = jax.vjp(
-            run, kept, [leaf for leaf in left if is_floating(leaf)], has_aux=True
+            run, derived, [leaf for leaf in left if is_floating(leaf)], has_aux=True
         )
         outside, back = pull(jnp.ones((), results[self.loss].dtype))
         return (
@@ -205,7 +220,7 @@ class Work(ChunkValues):
             back,
         )
 
-    def _before_layers(self, held: Held, micro: Index, early: Early, entered: Arrays) -> Early:
+    def _before_layers(self, resident: Held, micro: Index, early: Early, entered: Arrays) -> Early:
         """Gradients of what the first chunk reads before the layers; for other chunks nothing
         happens.
         """
@@ -213,17 +228,19 @@ class Work(ChunkValues):
             return early
         positions = [k for k in self.moving if k < self.entering]
 
-        def run(kept: Values) -> Arrays:
-            made = self._before(held, kept, micro)
-            return [made[k] for k in positions]
+        def run(derived: Values) -> Arrays:
+            entering = self._before(resident, derived, micro)
+            return [entering[k] for k in positions]
 
-        kept = {
-            number: held.kept[number] for number in self.outside if is_floating(held.kept[number])
+        derived = {
+            number: resident.kept[number]
+            for number in self.outside
+            if is_floating(resident.kept[number])
         }
-        outside = jax.vjp(run, kept)[1](entered[: len(positions)])[0]
+        outside = jax.vjp(run, derived)[1](entered[: len(positions)])[0]
         return Early(outside=_plus(early.outside, outside), totals=early.totals)
 
-    def _summed(self, late: Late, found: Gradients) -> Late:
+    def _summed(self, late: Late, gradients: Gradients) -> Late:
         def added(total: Any, gradient: Any) -> Any:
             stacked = jnp.stack(gradient) if isinstance(gradient, list) else gradient
             return (
@@ -235,15 +252,15 @@ class Work(ChunkValues):
         return Late(
             weights=[
                 added(total, gradient)
-                for total, gradient in zip(late.weights, found.weights, strict=True)
+                for total, gradient in zip(late.weights, gradients.weights, strict=True)
             ],
             sums=[
                 added(total, gradient)
-                for total, gradient in zip(late.sums, found.sums, strict=True)
+                for total, gradient in zip(late.sums, gradients.sums, strict=True)
             ],
             shared=[
                 total + gradient.astype(total.dtype)
-                for total, gradient in zip(late.shared, found.shared, strict=True)
+                for total, gradient in zip(late.shared, gradients.shared, strict=True)
             ],
         )
 

@@ -59,8 +59,8 @@ class ChunkPrograms:
     def all(self) -> tuple[Executable, ...]:
         """Those that there are."""
         return tuple(
-            one
-            for one in (
+            program
+            for program in (
                 self.gather,
                 self.reduce,
                 self.forward,
@@ -68,7 +68,7 @@ class ChunkPrograms:
                 self.both,
                 self.weights,
             )
-            if one is not None
+            if program is not None
         )
 
 
@@ -93,42 +93,42 @@ class Inputs:
 
 
 def chunk_programs(
-    work: Work, given: Inputs, mesh: Mesh, name: str, *, apart: bool, at_once: bool
+    work: Work, arguments_in: Inputs, mesh: Mesh, name: str, *, split: bool, at_once: bool
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk.
 
     Args:
         work: what it does.
-        given: what it is given.
+        arguments_in: what it is given.
         mesh: the devices of its stage.
         name: of the programs.
-        apart: whether gradients of weights are made apart.
+        split: whether gradients of weights are made apart.
         at_once: whether it goes back at once after it has gone forward.
     """
-    around, given = _around(work, given, mesh, name)
-    start = (given.held, given.micro, list(given.entering))
+    around, arguments_in = _around(work, arguments_in, mesh, name)
+    start = (arguments_in.held, arguments_in.micro, list(arguments_in.entering))
     forward = Draft.of(flat(work.forward, start), jax.tree.leaves(start), mesh)
     hops = len(work.activations)
     saved = [
         _on_host(leaf, mesh) if away else leaf
         for leaf, away in zip(forward.results[hops:], forward.on_host[hops:], strict=True)
     ]
-    late, stashed = _late(work, given, saved, mesh) if apart else (None, ())
-    sent = [leaf.sharding for leaf in given.entering if is_floating(leaf)]
+    late, stashed = _late(work, arguments_in, saved, mesh) if split else (None, ())
+    sent = [leaf.sharding for leaf in arguments_in.entering if is_floating(leaf)]
     if at_once:
-        run, arguments, sums = _both(work, given, stashed, apart)
+        run, arguments, sums = _both(work, arguments_in, stashed, split)
         draft = Draft.of(flat(run, arguments), jax.tree.leaves(arguments), mesh)
         both = _with_sums(draft, sums, sent, mesh, f"{name}_both")
-        found = both.results[len(sums) + len(sent) :]
-        saved, passed = found[: len(stashed)], found[len(stashed) :]
-        made = replace(around, both=both, stashed=stashed, entered=len(sent))
+        results = both.results[len(sums) + len(sent) :]
+        saved, passed = results[: len(stashed)], results[len(stashed) :]
+        programs = replace(around, both=both, stashed=stashed, entered=len(sent))
     else:
         ahead = forward.compiled(f"{name}_forward", mesh)
         left, saved = ahead.results[:hops], ahead.results[hops:]
-        draft, sums = _backward(work, given, left, saved, mesh, apart)
+        draft, sums = _backward(work, arguments_in, left, saved, mesh, split)
         back = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
         saved, passed = [saved[k] for k in stashed], back.results[len(sums) + len(sent) :]
-        made = replace(
+        programs = replace(
             around,
             forward=ahead,
             backward=back,
@@ -137,13 +137,15 @@ def chunk_programs(
             entered=len(sent),
         )
     if late is None:
-        return made
-    inputs = jax.tree.leaves((given.held, given.micro, list(saved), list(passed), given.late))
+        return programs
+    inputs = jax.tree.leaves(
+        (arguments_in.held, arguments_in.micro, list(saved), list(passed), arguments_in.late)
+    )
     return replace(
-        made,
+        programs,
         weights=_with_sums(
             replace(late, inputs=tuple(inputs)),
-            jax.tree.leaves(given.late),
+            jax.tree.leaves(arguments_in.late),
             [],
             mesh,
             f"{name}_weights",
@@ -157,19 +159,19 @@ def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _around(work: Work, given: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPrograms, Inputs]:
+def _around(work: Work, inputs: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPrograms, Inputs]:
     """The programs before the first and after the last microbatch, and what the others are
     given.
     """
     if work.chunk.known is None:
-        return ChunkPrograms(), given
-    draft = Draft.of(flat(work.gather, (given.held,)), jax.tree.leaves(given.held), mesh)
+        return ChunkPrograms(), inputs
+    draft = Draft.of(flat(work.gather, (inputs.held,)), jax.tree.leaves(inputs.held), mesh)
     gather = draft.compiled(f"{name}_gather", mesh) if draft.sources else None
-    given = replace(
-        given,
-        held=replace(given.held, ready=list(on_stage(gather.results, mesh)) if gather else []),
+    inputs = replace(
+        inputs,
+        held=replace(inputs.held, ready=list(on_stage(gather.results, mesh)) if gather else []),
     )
-    arguments = (given.held, given.late)
+    arguments = (inputs.held, inputs.late)
     last = Draft.of(flat(work.reduced, arguments), jax.tree.leaves(arguments), mesh)
     return (
         ChunkPrograms(
@@ -178,12 +180,12 @@ def _around(work: Work, given: Inputs, mesh: Mesh, name: str) -> tuple[ChunkProg
                 f"{name}_reduce",
                 mesh,
                 shardings=[
-                    *(leaf.sharding for leaf in given.gradients),
-                    *(leaf.sharding for leaf in given.late.shared),
+                    *(leaf.sharding for leaf in inputs.gradients),
+                    *(leaf.sharding for leaf in inputs.late.shared),
                 ],
             ),
         ),
-        given,
+        inputs,
     )
 
 
@@ -200,21 +202,23 @@ def _with_sums(
 
 
 def _late(
-    work: Work, given: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    work: Work, inputs: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[Draft, tuple[int, ...]]:
     """Gradients of weights apart, and the positions of what they read of what is stashed; there
     are no shardings yet for that, nor for what is passed on.
     """
 
-    def passed(held: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
-        return work.backward_inputs(held, micro, left, stashed, back, early)[2]
+    def passed(resident: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
+        return work.backward_inputs(resident, micro, left, stashed, back, early)[2]
 
     left, back = _ends(work, work.activations)
-    shapes = jax.eval_shape(passed, given.held, given.micro, left, list(saved), back, given.early)
-    arguments = (given.held, given.micro, list(saved), shapes, given.late)
+    shapes = jax.eval_shape(
+        passed, inputs.held, inputs.micro, left, list(saved), back, inputs.early
+    )
+    arguments = (inputs.held, inputs.micro, list(saved), shapes, inputs.late)
     draft, first = (
         Draft.of(flat(work.backward_weights, arguments), jax.tree.leaves(arguments), mesh),
-        len(jax.tree.leaves(given.held)) + 1,
+        len(jax.tree.leaves(inputs.held)) + 1,
     )
     dropped = [k for k in range(first, first + len(saved)) if k not in draft.reads]
     return draft.without(dropped), tuple(k for k in range(len(saved)) if first + k not in dropped)
@@ -229,51 +233,51 @@ def _ends(work: Work, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], 
 
 def _backward(
     work: Work,
-    given: Inputs,
+    inputs: Inputs,
     left: Sequence[jax.ShapeDtypeStruct],
     saved: Sequence[jax.ShapeDtypeStruct],
     mesh: Mesh,
-    apart: bool,
+    split: bool,
 ) -> tuple[Draft, list[Any]]:
     """The backward pass, or what of it is not made apart, and its sums."""
     ends = _ends(work, left)
-    if apart:
-        arguments = (given.held, given.micro, *ends[:1], list(saved), *ends[1:], given.early)
+    if split:
+        arguments = (inputs.held, inputs.micro, *ends[:1], list(saved), *ends[1:], inputs.early)
         return Draft.of(
             flat(work.backward_inputs, arguments), jax.tree.leaves(arguments), mesh
-        ), jax.tree.leaves(given.early)
+        ), jax.tree.leaves(inputs.early)
     arguments = (
-        given.held,
-        given.micro,
+        inputs.held,
+        inputs.micro,
         *ends[:1],
         list(saved),
         *ends[1:],
-        given.early,
-        given.late,
+        inputs.early,
+        inputs.late,
     )
     return Draft.of(
         flat(work.backward, arguments), jax.tree.leaves(arguments), mesh
-    ), jax.tree.leaves((given.early, given.late))
+    ), jax.tree.leaves((inputs.early, inputs.late))
 
 
 def _both(
-    work: Work, given: Inputs, stashed: Sequence[int], apart: bool
+    work: Work, arguments: Inputs, stashed: Sequence[int], split: bool
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
-    def run(held: Held, micro: Any, entering: Any, early: Early, late: Late) -> Any:
-        left, saved = work.forward(held, micro, entering)
-        return work.backward(held, micro, left, saved, [], early, late)
+    def run(resident: Held, micro: Any, entering: Any, early: Early, late: Late) -> Any:
+        left, saved = work.forward(resident, micro, entering)
+        return work.backward(resident, micro, left, saved, [], early, late)
 
-    def inputs(held: Held, micro: Any, entering: Any, early: Early) -> Any:
-        left, saved = work.forward(held, micro, entering)
-        early, entered, passed = work.backward_inputs(held, micro, left, saved, [], early)
+    def inputs(resident: Held, micro: Any, entering: Any, early: Early) -> Any:
+        left, saved = work.forward(resident, micro, entering)
+        early, entered, passed = work.backward_inputs(resident, micro, left, saved, [], early)
         return early, entered, [saved[k] for k in stashed], passed
 
-    sums = (given.early,) if apart else (given.early, given.late)
+    sums = (arguments.early,) if split else (arguments.early, arguments.late)
     return (
-        inputs if apart else run,
-        (given.held, given.micro, list(given.entering), *sums),
+        inputs if split else run,
+        (arguments.held, arguments.micro, list(arguments.entering), *sums),
         jax.tree.leaves(sums),
     )
 

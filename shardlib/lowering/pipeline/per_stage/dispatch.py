@@ -151,12 +151,12 @@ class Step:
             task: what it does; the stage has done what comes before.
         """
         chunk = task.chunk * self.ways + stage
-        program, at = self.programs.chunks[chunk], (chunk, task.microbatch)
+        program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
         if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):
             nothing = task.kind == FORWARD and program.forward is None
-            return nothing or not chunk or at in self.entering
+            return nothing or not chunk or unit in self.entering
         last = chunk == len(self.programs.chunks) - 1
-        return task.kind == WEIGHTS or last or at in self.back
+        return task.kind == WEIGHTS or last or unit in self.back
 
     def summed(self) -> Summed:
         """What the stages have summed, over all devices."""
@@ -173,15 +173,15 @@ class Step:
             for turn in turns
         ]
         sums: list[Values] = [
-            dict(one.outside) for one in self.first
+            dict(stage_sums.outside) for stage_sums in self.first
         ]  # of every stage, zeros where it sums nothing up
         for number in (0, last):
             sums[number % self.ways].update(
                 zip(programs.outside[number], self.early[number], strict=False)
             )
-        outside = {number: join([own[number] for own in sums]) for number in sorted(sums[0])}
+        outside = {number: join([values[number] for values in sums]) for number in sorted(sums[0])}
         totals = zip(
-            *(one.totals for one in self.first[:-1]),
+            *(stage_sums.totals for stage_sums in self.first[:-1]),
             self.early[last][len(programs.outside[last]) :],
             strict=True,
         )
@@ -203,8 +203,8 @@ class Step:
                 *opened.states,
                 *opened.parts,
             ]
-            held = [self._shard(leaf, stage) for leaf in leaves]
-            self._held[chunk] = held if gather is None else [*held, *gather(held)]
+            shards = [self._shard(leaf, stage) for leaf in leaves]
+            self._held[chunk] = shards if gather is None else [*shards, *gather(shards)]
         return self._held[chunk]
 
     def _shard(self, array: jax.Array, stage: int) -> jax.Array:
@@ -225,48 +225,54 @@ class Step:
         return [*self.held(chunk), self.programs.stages[chunk % self.ways].indices[micro]]
 
     def _forward(self, chunk: int, micro: int) -> None:
-        program, at = self.programs.chunks[chunk], (chunk, micro)
+        program, unit = self.programs.chunks[chunk], (chunk, micro)
         if program.forward is None:
             return  # the backward pass does it
-        made = program.forward([*self._given(*at), *self.entering.pop(at, ())])
-        left, self.saved[at] = made[: len(program.left)], made[len(program.left) :]
+        results = program.forward([*self._given(*unit), *self.entering.pop(unit, ())])
+        left, self.saved[unit] = results[: len(program.left)], results[len(program.left) :]
         if chunk + 1 < len(self.programs.chunks):
             self.entering[chunk + 1, micro] = jax.device_put(
                 left, self.programs.entering[chunk + 1]
             )
         else:
-            self.left[at] = left
+            self.left[unit] = left
 
     def _backward(self, chunk: int, micro: int) -> None:
-        program, at = self.programs.chunks[chunk], (chunk, micro)
+        program, unit = self.programs.chunks[chunk], (chunk, micro)
         sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
         if program.both is not None:
-            made = program.both([*self._given(*at), *self.entering.pop(at, ()), *sums])
+            results = program.both([*self._given(*unit), *self.entering.pop(unit, ()), *sums])
         else:
             assert program.backward is not None
-            saved = self.saved.pop(at)
-            made = program.backward(
-                [*self._given(*at), *self.left.pop(at, ()), *saved, *self.back.pop(at, ()), *sums]
+            saved = self.saved.pop(unit)
+            results = program.backward(
+                [
+                    *self._given(*unit),
+                    *self.left.pop(unit, ()),
+                    *saved,
+                    *self.back.pop(unit, ()),
+                    *sums,
+                ]
             )
         early, count = len(self.early[chunk]), len(sums)
-        self.early[chunk] = made[:early]
+        self.early[chunk] = results[:early]
         if chunk:
             self.back[chunk - 1, micro] = jax.device_put(
-                made[count : count + program.entered], self.programs.back[chunk - 1]
+                results[count : count + program.entered], self.programs.back[chunk - 1]
             )
         if program.weights is None:
-            self.late[chunk] = made[early:count]
+            self.late[chunk] = results[early:count]
         elif program.both is not None:
-            self.saved[at] = made[count + program.entered :]
+            self.saved[unit] = results[count + program.entered :]
         else:
-            self.saved[at] = [
+            self.saved[unit] = [
                 *(saved[k] for k in program.stashed),
-                *made[count + program.entered :],
+                *results[count + program.entered :],
             ]
 
     def _weights(self, chunk: int, micro: int) -> None:
-        program, at = self.programs.chunks[chunk], (chunk, micro)
+        program, unit = self.programs.chunks[chunk], (chunk, micro)
         assert program.weights is not None
         self.late[chunk] = program.weights(
-            [*self._given(*at), *self.saved.pop(at), *self.late[chunk]]
+            [*self._given(*unit), *self.saved.pop(unit), *self.late[chunk]]
         )

@@ -57,8 +57,8 @@ class StagePrograms(StageShapes):
         ]
         pairs = zip(self.order[-1], self.order[-1][1:], strict=False)
         return sum(
-            one.kind == FORWARD and other == replace(one, kind=BACKWARD) and one in last
-            for one, other in pairs
+            task.kind == FORWARD and following == replace(task, kind=BACKWARD) and task in last
+            for task, following in pairs
         ) * 2 == len(last)
 
     def compiled(
@@ -82,11 +82,11 @@ class StagePrograms(StageShapes):
             flat(opening.opened, arguments), jax.tree.leaves(arguments), places.mesh
         ).compiled(f"{name}_opening", places.mesh)
         opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
-        ways, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
+        count, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
         for number, work in enumerate(self.works):
-            mesh = places.stages[number % ways]
-            given = Inputs(
+            mesh = places.stages[number % count]
+            inputs = Inputs(
                 held=self._held(number, opened),
                 micro=_index(mesh),
                 entering=entering[-1],
@@ -96,15 +96,15 @@ class StagePrograms(StageShapes):
             chunks.append(
                 chunk_programs(
                     work,
-                    given,
+                    inputs,
                     mesh,
                     f"{name}_chunk{number}",
-                    apart=self.apart,
+                    split=self.apart,
                     at_once=self.at_once and number == last,
                 )
             )
             if number < last:
-                entering.append(on_stage(chunks[-1].left, places.stages[(number + 1) % ways]))
+                entering.append(on_stage(chunks[-1].left, places.stages[(number + 1) % count]))
         return Dispatch(
             places=places,
             opening=first,
@@ -115,11 +115,11 @@ class StagePrograms(StageShapes):
                 tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
             ),
             chunks=tuple(chunks),
-            stages=tuple(map(self._stage, range(ways))),
+            stages=tuple(map(self._stage, range(count))),
             entering=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
             back=tuple(
                 [
-                    NamedSharding(places.stages[number % ways], leaf.sharding.spec)
+                    NamedSharding(places.stages[number % count], leaf.sharding.spec)
                     for leaf in leaves
                     if is_floating(leaf)
                 ]
@@ -131,14 +131,14 @@ class StagePrograms(StageShapes):
 
     def _stage(self, stage: int) -> Stage:
         """What a stage needs beside the programs of its chunks."""
-        mesh, ways, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
-        chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, ways)]
-        own = {number for early, _ in chunks for number in early.outside}
+        mesh, count, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
+        chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
+        summed_here = {number for early, _ in chunks for number in early.outside}
         everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
         first = First(
             chunks=chunks,
-            outside={number: self._sum(number, stage) for number in everywhere - own},
-            totals=[] if stage == ways - 1 else self._totals(stage),
+            outside={number: self._sum(number, stage) for number in everywhere - summed_here},
+            totals=[] if stage == count - 1 else self._totals(stage),
         )
         zeros = (
             jax.jit(
@@ -158,11 +158,11 @@ class StagePrograms(StageShapes):
 
     def _summed(self) -> Summed:
         """What the stages have summed after the last microbatch, abstract."""
-        opening, places, ways = self.opening, self.opening.places, len(self.order)
+        opening, places, count = self.opening, self.opening.places, len(self.order)
 
         def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
-                (leaf.shape[0] * ways, *leaf.shape[1:]),
+                (leaf.shape[0] * count, *leaf.shape[1:]),
                 leaf.dtype,
                 sharding=NamedSharding(places.mesh, leaf.sharding.spec),
             )
@@ -173,12 +173,12 @@ class StagePrograms(StageShapes):
                 shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
                 sums=[],
             )
-            for number in range(0, len(self.works), ways)
+            for number in range(0, len(self.works), count)
         ]
         ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
         return Summed(
-            stacks=[[one.weights[k] for one in late] for k in range(len(opening.stacks))],
-            shared=[[one.shared[k] for one in late] for k in range(len(late[0].shared))],
+            stacks=[[sums.weights[k] for sums in late] for k in range(len(opening.stacks))],
+            shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
             outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
             totals=[whole(leaf) for leaf in ends[1].totals],
         )
@@ -188,8 +188,8 @@ def _turns(order: tuple[Order, ...]) -> Turns:
     """All tasks in the order in which they would begin if forward work took half as long as
     backward work.
     """
-    apart = any(task.kind == WEIGHTS for task in order[0])
-    spans = simulate(order, Durations(forward=1.0, backward=1.0 if apart else 2.0, weights=1.0))
+    split = any(task.kind == WEIGHTS for task in order[0])
+    spans = simulate(order, Durations(forward=1.0, backward=1.0 if split else 2.0, weights=1.0))
     return tuple(
         (span.stage, span.task)
         for span in sorted(spans, key=lambda span: (span.start, span.end, -span.stage))

@@ -137,14 +137,14 @@ class Opening:
             state: model state.
             batch: the global batch.
         """
-        made = self.made(jax.tree.leaves(params))
+        values = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
             shardings=self.batch, dims=self.dims, count=self.microbatches
         ).split(self.prologue(state, batch))
         return Opened(
-            stacks=[self._dealt(number, made[number]) for number in self.dealt],
-            kept={number: self._whole(number, made[number]) for number in self.kept},
+            stacks=[self._dealt(number, values[number]) for number in self.dealt],
+            kept={number: self._whole(number, values[number]) for number in self.kept},
             states=states,
             after=after,
             parts=jax.tree.leaves(join(stacked)),
@@ -170,11 +170,11 @@ class Opening:
                 if is_floating(leaf) and PARAMETERS in self.pipeline.cut.labels[number]
             }
 
-        made, pull = jax.vjp(moving, leaves)
+        values, pull = jax.vjp(moving, leaves)
         sums = self._sums(summed)
         cotangents = {
             number: (sums[number] / self.microbatches).astype(leaf.dtype)
-            for number, leaf in made.items()
+            for number, leaf in values.items()
         }
         totals = [total.sum(0) / self.microbatches for total in summed.totals]
         loss, (metrics, _) = jax.tree.unflatten(self.pipeline.traced.out_tree, [*totals, *after])
@@ -186,17 +186,17 @@ class Opening:
     def made(self, leaves: Arrays) -> Values:
         """What the loss makes from parameters alone."""
         cut = self.pipeline.cut
-        rest = dict(zip(cut.program.inputs, leaves, strict=False))
+        stored = dict(zip(cut.program.inputs, leaves, strict=False))
         env: Values = {
             **cut.program.constants,
             **{
                 number: as_dtype(leaf, cut.program.avals[number].dtype)
-                for number, leaf in rest.items()
+                for number, leaf in stored.items()
             },
         }
         evaluate_equations(cut.once, env, self.pipeline.placing.walk(loose=True))
         return {
-            number: rest.get(number, env[number])
+            number: stored.get(number, env[number])
             for number in dict.fromkeys((*self.dealt, *self.kept))
         }
 
@@ -214,7 +214,7 @@ class Opening:
 
     def _sums(self, summed: Summed) -> Values:
         """Sums of gradients by value."""
-        found: Values = dict(
+        totals: Values = dict(
             zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True)
         )
         shared = zip(
@@ -226,8 +226,8 @@ class Opening:
             *((number, sum(leaves[1:], leaves[0])) for number, leaves in shared),
             *((number, leaf.sum(0)) for number, leaf in summed.outside.items()),
         ):
-            found[number] = found[number] + more if number in found else more
-        return found
+            totals[number] = totals[number] + more if number in totals else more
+        return totals
 
     def _rest(self, number: int) -> NamedSharding | None:
         """How the parameter rests that a value is, or is a cast of."""
@@ -236,24 +236,28 @@ class Opening:
 
     def _dealt(self, number: int, stack: Any) -> Arrays:
         """A stack of layers, sharded over the stages; itself where it is stored so."""
-        rest = self._rest(number)
+        stored = self._rest(number)
         if (
             self.dealing.plain
             and number in self.pipeline.cut.program.inputs
-            and rest is not None
-            and self.places.cuts(rest)
+            and stored is not None
+            and self.places.cuts(stored)
         ):
             return [stack]
-        sharding = self.places.cut(self._tail(() if rest is None else rest.spec[1:]))
+        sharding = self.places.cut(self._tail(() if stored is None else stored.spec[1:]))
         return [
             jax.lax.with_sharding_constraint(part, sharding) for part in self.dealing.dealt(stack)
         ]
 
     def _whole(self, number: int, leaf: Any) -> Any:
         """A value that the stages do not cut; itself where it is stored so."""
-        rest = self._rest(number)
-        spec = PartitionSpec(*self._tail(() if rest is None else rest.spec))
-        if number in self.pipeline.cut.program.inputs and rest is not None and spec == rest.spec:
+        stored = self._rest(number)
+        spec = PartitionSpec(*self._tail(() if stored is None else stored.spec))
+        if (
+            number in self.pipeline.cut.program.inputs
+            and stored is not None
+            and spec == stored.spec
+        ):
             return leaf
         return jax.lax.with_sharding_constraint(
             jnp.asarray(leaf), NamedSharding(self.places.mesh, spec)

@@ -34,9 +34,9 @@ class Places:
     def of(mesh: Mesh) -> Places:
         """The stages of a mesh."""
         axes = parts_of(mesh, ("stage",))
-        ways, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
+        sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
         parts = mesh.devices.reshape(
-            int(np.prod(ways)), *ones, *mesh.devices.shape[len(axes) :]
+            int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :]
         )  # the stage axis is the first one
         return Places(
             mesh=mesh,
@@ -91,13 +91,13 @@ class Places:
     def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """What each stage has of an array."""
         assert isinstance(array.sharding, NamedSharding)
-        held = {shard.device: shard.data for shard in array.addressable_shards}
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
         shape = self.shape(array)
         return tuple(
             jax.make_array_from_single_device_arrays(
                 shape,
                 self.at(array.sharding, stage),
-                [held[device] for device in mesh.devices.flat],
+                [shards[device] for device in mesh.devices.flat],
             )
             for stage, mesh in enumerate(self.stages)
         )

@@ -69,11 +69,11 @@ class StageShapes:
 
     def _partial(self, chunk: int) -> Arrays:
         """Partial sums of every device for what is gathered beforehand, abstract."""
-        own = self.works[chunk].chunk
-        uses = own.known.uses.values() if own.known else ()
+        chunk_layers = self.works[chunk].chunk
+        uses = chunk_layers.known.uses.values() if chunk_layers.known else ()
         return [
             self._like(
-                (own.layers, *use.sums.shape),
+                (chunk_layers.layers, *use.sums.shape),
                 self._in(use.sums.dtype),
                 PartitionSpec(None, *use.cuts),
                 chunk,

@@ -112,7 +112,7 @@ class Chunk:
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
                 [layers, ...]; by default those are lost.
         """
-        cut, roles, walk, known = self.cut, self.cut.roles, self.walk(), self.known
+        cut, roles, walk, gathered = self.cut, self.cut.roles, self.walk(), self.known
         sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
@@ -132,7 +132,7 @@ class Chunk:
         def body(
             carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
         ) -> tuple[tuple[Any, ...], Arrays]:
-            weights, tables, drawn, number, ready, own = sliced
+            weights, tables, drawn, number, ready, partial_sums = sliced
             scanned = (
                 dict(zip(roles.weights, weights, strict=True))
                 | dict(zip(roles.tables, tables, strict=True))
@@ -145,8 +145,8 @@ class Chunk:
             ]
             outputs = (
                 evaluate_program(body_program, values, inner)
-                if known is None
-                else _given(known, values, ready, known.walk(inner, own))
+                if gathered is None
+                else _given(gathered, values, ready, gathered.walk(inner, partial_sums))
             )
             after = outputs[:carried]
             if self.padded:
@@ -233,17 +233,19 @@ class Chunk:
         shape: dict[str, Any] = {}
 
         def all_of(operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
-            def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
-                rest = iter(moving)
+            def run(variables: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
+                remaining = iter(moving)
                 entering = [
-                    next(rest) if float_ else leaf
+                    next(remaining) if float_ else leaf
                     for leaf, float_ in zip(activations, floating, strict=True)
                 ]
                 weights = list(operands.weights)
-                for k, leaf in zip(self.own, wanted.weights, strict=True):
+                for k, leaf in zip(self.own, variables.weights, strict=True):
                     weights[k] = leaf
                 left = self.run(
-                    replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums
+                    replace(operands, weights=weights, shared=variables.shared),
+                    entering,
+                    variables.sums,
                 )
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
@@ -253,9 +255,11 @@ class Chunk:
             return left, leaves
 
         traced = jax.make_jaxpr(all_of)(operands, activations)
-        count, own = len(activations), len(jax.tree.leaves(operands))
+        count, operand_count = len(activations), len(jax.tree.leaves(operands))
         program = flatten(traced)
-        labels = dependence(program, [frozenset()] * own + [frozenset({"microbatch"})] * count)
+        labels = dependence(
+            program, [frozenset()] * operand_count + [frozenset({"microbatch"})] * count
+        )
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *activations)
         saved = tuple(program.outputs[count:])
         return Linearised(
@@ -268,12 +272,12 @@ class Chunk:
         )
 
 
-def _given(known: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
+def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
     """Results of a layer whose operands of matmuls are ready."""
     env = {
-        **known.body.constants,
-        **dict(zip(known.body.inputs, values, strict=True)),
-        **dict(zip(known.operands, ready, strict=True)),
+        **gathered.body.constants,
+        **dict(zip(gathered.body.inputs, values, strict=True)),
+        **dict(zip(gathered.operands, ready, strict=True)),
     }
-    evaluate_equations(known.rest, env, walk)
-    return [env[number] for number in known.body.outputs]
+    evaluate_equations(gathered.rest, env, walk)
+    return [env[number] for number in gathered.body.outputs]

@@ -59,13 +59,13 @@ class Ends:
 
     def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of values that operations use, for partial sums in the order of `uses`."""
-        found: Values = {}
-        for use, own in zip(self.uses.values(), sums, strict=True):
-            gradient = use.reduce(own.astype(use.sums.dtype)).astype(own.dtype)
-            found[operand(use)] = (
-                found[operand(use)] + gradient if operand(use) in found else gradient
+        gradients: Values = {}
+        for use, partial_sums in zip(self.uses.values(), sums, strict=True):
+            gradient = use.reduce(partial_sums.astype(use.sums.dtype)).astype(partial_sums.dtype)
+            gradients[operand(use)] = (
+                gradients[operand(use)] + gradient if operand(use) in gradients else gradient
             )
-        return found
+        return gradients
 
 
 def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
@@ -76,24 +76,24 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
         cut: the loss around its loop.
         mesh: the mesh of the program.
     """
-    machine, kept = placing.machine(mesh), set(cut.kept)
+    machine, derived = placing.machine(mesh), set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if (
             path in equations
             and (path, 0) in placing.placements
-            and use.equation.inputs[use.operand] in kept
+            and use.equation.inputs[use.operand] in derived
         ):
-            found = deferred(
+            deferral = deferred(
                 placing.with_pins(use, mesh),
                 placing.placements[path, 0],
                 placing.parameter(use, mesh),
                 machine,
                 lookups=True,
             )
-            if found is not None:
-                uses[path] = found
+            if deferral is not None:
+                uses[path] = deferral
     others = (
         {
             number

@@ -87,31 +87,32 @@ class Gathered:
             lambda _, weights: (None, self._layer_gathered(weights)), None, list(weights)
         )[1]
 
-    def gather_over(self, weights: Sequence[Value], room: Arrays, slot: Index) -> Arrays:
+    def gather_over(self, weights: Sequence[Value], slots: Arrays, slot: Index) -> Arrays:
         """The gathered operands over what was in one slot of arrays, each layer's in its place:
         zeros, with which a loop stacks up results, would be there from the first to the last loop.
 
         Args:
             weights: stacks [layers, ...], in the order of `sources`.
-            room: arrays [slots, layers, ...], in the order of `operands`.
+            slots: arrays [slots, layers, ...], in the order of `operands`.
             slot: number of the slot, int32 scalar.
         """
 
-        def layer(at: Index, room: Arrays) -> Arrays:
+        def layer(index: Index, slots: Arrays) -> Arrays:
             fresh = self._layer_gathered(
-                [jax.lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False) for leaf in weights]
+                [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in weights]
             )
             return [
-                with_layer(kept, leaf, slot, at) for kept, leaf in zip(room, fresh, strict=True)
+                with_layer(stack, leaf, slot, index)
+                for stack, leaf in zip(slots, fresh, strict=True)
             ]
 
-        return jax.lax.fori_loop(0, weights[0].shape[0], layer, list(room))
+        return jax.lax.fori_loop(0, weights[0].shape[0], layer, list(slots))
 
     def _layer_gathered(self, weights: Sequence[Value]) -> Arrays:
         """The gathered operands of one layer, in the order of `operands`."""
-        ways = {operand(use): use.gather for use in self.uses.values()}
+        gathers = {operand(use): use.gather for use in self.uses.values()}
         pieces = dict(zip(self.made, self.pieces(weights), strict=True))
-        return [ways[number](pieces[number]) for number in self.operands]
+        return [gathers[number](pieces[number]) for number in self.operands]
 
     def reduce(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers,
@@ -133,30 +134,33 @@ class Gathered:
             slot: number of the slot, int32 scalar.
         """
 
-        def layer(sums: Arrays, at: Value) -> tuple[Arrays, Arrays]:
+        def layer(sums: Arrays, index: Value) -> tuple[Arrays, Arrays]:
             sent = [
-                layer_of(leaf, slot, at).astype(use.sums.dtype)
+                layer_of(leaf, slot, index).astype(use.sums.dtype)
                 for use, leaf in zip(self.uses.values(), sums, strict=True)
             ]
-            own, sums = jax.lax.optimization_barrier((sent, sums))
+            partial_sums, sums = jax.lax.optimization_barrier((sent, sums))
             emptied = [
-                with_layer(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), slot, at) for leaf in sums
+                with_layer(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), slot, index)
+                for leaf in sums
             ]
-            return emptied, self._layer_reduced(weights, own)
+            return emptied, self._layer_reduced(weights, partial_sums)
 
-        emptied, found = jax.lax.scan(layer, list(sums), jnp.arange(weights[0].shape[0]))
-        return found, emptied
+        emptied, gradients = jax.lax.scan(layer, list(sums), jnp.arange(weights[0].shape[0]))
+        return gradients, emptied
 
     def _layer_reduced(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of the weights of one layer, in the order of `sources`."""
         shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
-        found = dict[int, Any]()
-        for use, own in zip(self.uses.values(), sums, strict=True):
-            gradient = use.reduce(own.astype(use.sums.dtype))
-            found[operand(use)] = (
-                found[operand(use)] + gradient if operand(use) in found else gradient
+        gradients = dict[int, Any]()
+        for use, partial_sum in zip(self.uses.values(), sums, strict=True):
+            gradient = use.reduce(partial_sum.astype(use.sums.dtype))
+            gradients[operand(use)] = (
+                gradients[operand(use)] + gradient if operand(use) in gradients else gradient
             )
-        return jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[0]
+        return jax.linear_transpose(self.pieces, shapes)(
+            [gradients[number] for number in self.made]
+        )[0]
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
         """Where partial sums go, [*lead, ...], each device's at the device."""
@@ -183,14 +187,14 @@ def no_sums(
         mesh: of the program.
         lead: sizes of dims that come before those of the sums.
     """
-    made = [
+    zeros = [
         (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
     ]
     return [
         jax.lax.with_sharding_constraint(
             leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))
         )
-        for leaf, cuts in made
+        for leaf, cuts in zeros
     ]
 
 
@@ -203,7 +207,7 @@ def leaving_sums(
     """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in
     place of these weights where there are any, by path.
     """
-    places, given = dict(zip(uses, sums, strict=True)), ready or {}
+    places, gathered_by_path = dict(zip(uses, sums, strict=True)), ready or {}
 
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
         if equation.path in places:
@@ -212,8 +216,8 @@ def leaving_sums(
             return [
                 use.run(
                     [
-                        given.get(path, one) if k == weight else one
-                        for k, one in enumerate(operands)
+                        gathered_by_path.get(path, operand_value) if k == weight else operand_value
+                        for k, operand_value in enumerate(operands)
                     ],
                     places[path],
                 )
@@ -248,22 +252,22 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if path in here and (path, 0) in placing.placements:
-            found = deferred(
+            deferral = deferred(
                 placing.with_pins(use, mesh),
                 placing.placements[path, 0],
                 placing.parameter(use, mesh),
                 machine,
             )
             made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
-            if found is not None and reads - {
+            if deferral is not None and reads - {
                 n for equation in made_by for n in equation.outputs
             } <= {*scanned, *body.constants}:
-                uses[path] = found
+                uses[path] = deferral
     if not uses:
         return None
-    made = tuple(dict.fromkeys(operand(use) for use in uses.values()))
+    produced = tuple(dict.fromkeys(operand(use) for use in uses.values()))
     operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
-    made_by, reads = needed(body.equations, made)
+    made_by, reads = needed(body.equations, produced)
     sources = {
         scanned[number]: number
         for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])
@@ -272,7 +276,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
         mesh=mesh,
         body=body,
         sources=sources,
-        made=made,
+        made=produced,
         operands=operands,
         uses=uses,
         made_by=tuple(made_by),
@@ -289,12 +293,12 @@ def _only_read_by(
     weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]
 ) -> bool:
     """Whether all that a layer makes of a weight are operands of certain operations."""
-    known, views = {weight}, {equation.path for equation in made_by}
+    derived, views = {weight}, {equation.path for equation in made_by}
     for equation in body.equations:
-        if known.intersection(equation.inputs):
+        if derived.intersection(equation.inputs):
             if equation.path in uses:
                 continue
             if equation.path not in views:
                 return False
-            known.update(equation.outputs)
-    return not known.intersection(body.outputs)
+            derived.update(equation.outputs)
+    return not derived.intersection(body.outputs)

@@ -79,7 +79,7 @@ def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation
 
     def rank(loop: Equation) -> tuple[bool, int]:
         sliced = [labels[number] for number in loop.inputs[sum(scan_counts(loop.params)) :]]
-        over_layers = any(PARAMETERS in made and BATCH not in made for made in sliced)
+        over_layers = any(PARAMETERS in origins and BATCH not in origins for origins in sliced)
         return over_layers, loop.params["length"]
 
     return max(reversed(loops), key=rank)
@@ -107,8 +107,8 @@ def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int
         if number in alone
     }
 
-    def with_role(found: Mapping[int, str], role: str) -> tuple[int, ...]:
-        return tuple(k for k, one in found.items() if one == role)
+    def with_role(roles: Mapping[int, str], role: str) -> tuple[int, ...]:
+        return tuple(k for k, assigned in roles.items() if assigned == role)
 
     return Roles(
         weights=with_role(scanned, "weights"),
@@ -120,8 +120,10 @@ def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int
     )
 
 
-def _role(number: int, made: Labels, alone: Collection[int], position: int, loop: Equation) -> str:
-    if number not in alone and not made <= {STATE, KEY}:
+def _role(
+    number: int, origins: Labels, alone: Collection[int], position: int, loop: Equation
+) -> str:
+    if number not in alone and not origins <= {STATE, KEY}:
         raise PlanError(
             f"the loop over layers at {loop.scope or loop.path} takes a slice of something made"
             f" from the batch for every layer (operand {position}); a pipeline hands the same"
@@ -132,4 +134,4 @@ def _role(number: int, made: Labels, alone: Collection[int], position: int, loop
             "the loop over layers runs from the last to the first, and stages take layers from the"
             " first to the last\nTry: reverse the stack of parameters instead"
         )
-    return "drawn" if number not in alone else "weights" if PARAMETERS in made else "tables"
+    return "drawn" if number not in alone else "weights" if PARAMETERS in origins else "tables"

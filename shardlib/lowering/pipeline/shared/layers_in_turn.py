@@ -53,11 +53,11 @@ class Saved:
         Args:
             prevent_cse: see `jax.checkpoint`.
         """
-        under, rest = (
+        following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
             for policy in (self.policy, "none")
         )
-        return under, rest
+        return following, saving_all
 
 
 def _named(body: Body) -> Body:
@@ -85,13 +85,15 @@ def as_loop(
         What leaves the last, and results [layers, ...].
     """
     body = _named(body) if saved.offloaded else body
-    under, rest = saved.ways(prevent_cse=False)
+    following, saving_all = saved.ways(prevent_cse=False)
     count = saved.followed(layers)
     if count in (0, layers):
-        return jax.lax.scan((under if count else rest)(body), carry, scanned, length=layers)
+        return jax.lax.scan(
+            (following if count else saving_all)(body), carry, scanned, length=layers
+        )
     parts = [
-        Part(first=0, count=count, kept=under),
-        Part(first=count, count=layers - count, kept=rest if saved.offloaded else keeping),
+        Part(first=0, count=count, kept=following),
+        Part(first=count, count=layers - count, kept=saving_all if saved.offloaded else keeping),
     ]
     return in_parts(
         parts,
@@ -107,15 +109,15 @@ def written_out(
 ) -> tuple[Carry, Arrays]:
     """What `as_loop` gives, with the layers written out; `scanned` may be given layer by layer."""
     body = _named(body) if saved.offloaded else body
-    under, rest = (way(body) for way in saved.ways(prevent_cse=True))
+    following, saving_all = (wrap(body) for wrap in saved.ways(prevent_cse=True))
     count, exits = saved.followed(layers), list[Arrays]()
     for layer in range(layers):
-        carry, own = (under if layer < count else rest)(
+        carry, results = (following if layer < count else saving_all)(
             carry,
             tuple(
                 leaves[layer] if hasattr(leaves, "dtype") else [leaf[layer] for leaf in leaves]
                 for leaves in scanned
             ),
         )
-        exits.append(own)
+        exits.append(results)
     return carry, [jnp.stack(rows) for rows in zip(*exits, strict=True)]

@@ -71,8 +71,8 @@ class Linearised:
 
     def _wants(self, stashed: Arrays) -> Arrays:
         """What the backward pass wants."""
-        known = {**self.saved, **dict(zip(self.kept, stashed, strict=True))}
-        return [known[number] for number in self.order]
+        values = {**self.saved, **dict(zip(self.kept, stashed, strict=True))}
+        return [values[number] for number in self.order]
 
     def _halves(self, cotangents: Arrays) -> Split:
         """The backward pass, split in what gives gradients of what entered and what gives the

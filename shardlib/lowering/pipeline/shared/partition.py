@@ -116,15 +116,15 @@ class Cut:
     @cached_property
     def owners(self) -> Mapping[int, int]:
         """Value -> position of the parameter that it is, or is a cast of."""
-        found = {
+        positions = {
             number: position
             for position, number in enumerate(self.program.inputs)
             if self.labels[number] in (frozenset({PARAMETERS}), frozenset({FROZEN}))
         }
         for equation in self.once:
-            if equation.name == "convert_element_type" and equation.inputs[0] in found:
-                found[equation.outputs[0]] = found[equation.inputs[0]]
-        return found
+            if equation.name == "convert_element_type" and equation.inputs[0] in positions:
+                positions[equation.outputs[0]] = positions[equation.inputs[0]]
+        return positions
 
 
 def cut(
@@ -216,10 +216,10 @@ def _require_own_state(labels: Mapping[int, Labels], state: Sequence[int]) -> No
 
 def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
     """The equations that need nothing but parameters, and all values that are known with them."""
-    known = {*program.constants, *program.inputs[:parameters]}
-    found: list[Equation] = []
+    values = {*program.constants, *program.inputs[:parameters]}
+    equations: list[Equation] = []
     for equation in program.equations:
-        if equation is not loop and known.issuperset(equation.inputs):
-            found.append(equation)
-            known.update(equation.outputs)
-    return found, known
+        if equation is not loop and values.issuperset(equation.inputs):
+            equations.append(equation)
+            values.update(equation.outputs)
+    return equations, values

@@ -15,9 +15,9 @@ def layer_of(stack: Value, slot: Index, layer: Index) -> Value:
         slot: number of the slot, int32 scalar.
         layer: its number in the slot, int32 scalar.
     """
-    rest = stack.shape[2:]
-    start = (slot, layer, *(0 for _ in rest))
-    return jax.lax.dynamic_slice(stack, start, (1, 1, *rest)).reshape(rest)
+    shape = stack.shape[2:]
+    start = (slot, layer, *(0 for _ in shape))
+    return jax.lax.dynamic_slice(stack, start, (1, 1, *shape)).reshape(shape)
 
 
 def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:

@@ -57,9 +57,9 @@ class StageRemat:
             layers: how many it has; where that is fewer than others have, fewer are
                 rematerialised.
         """
-        own = self.count // self.virtual + (number < self.count % self.virtual)
+        rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
         missing = self.layers // self.virtual - layers
-        return self._saved(max(0, own - missing))
+        return self._saved(max(0, rematerialised - missing))
 
     def _saved(self, count: int) -> Saved:
         return Saved(policy=self.policy, count=count, offloaded=self.offloaded)
@@ -81,24 +81,26 @@ def stage_remat(
     Raises:
         PlanError: the loss has no layers that a class of the plan could be.
     """
-    most = fullest_stage(plan, cut.layers)
+    fullest = fullest_stage(plan, cut.layers)
     policies = apart(plan, program, loss, paths)
-    every = StageRemat(
+    uniform = StageRemat(
         policy=plan.remat,
-        count=most,
-        layers=most,
+        count=fullest,
+        layers=fullest,
         virtual=plan.virtual_stages,
         offloaded="activations" in plan.offload,
     )
     if not policies:
-        return every
-    found = {one.path: one.count for one in layers(program, loss)}
+        return uniform
+    counts = {group.path: group.count for group in layers(program, loss)}
     # layers that are written out are one loop in the program that is cut
-    here = cut.loop.path if cut.loop.path in found else max(reversed(found), key=found.__getitem__)
+    here = (
+        cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
+    )
     policy, count = policies[here]
     outside = {
-        path: (name, math.ceil(number * found[path] / fullest_stage(plan, found[path]) - 1e-9))
+        path: (name, math.ceil(number * counts[path] / fullest_stage(plan, counts[path]) - 1e-9))
         for path, (name, number) in policies.items()
         if path != here
     }
-    return replace(every, policy=policy if count else "none", count=count, outside=outside)
+    return replace(uniform, policy=policy if count else "none", count=count, outside=outside)

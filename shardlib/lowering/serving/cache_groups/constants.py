@@ -63,7 +63,7 @@ class Constants:
         if equation.name in _WITHIN or counts_tokens:
             return
         operands = [self.of(number) for number in equation.inputs]
-        values = [one for one in operands if one is not None]
+        values = [operand for operand in operands if operand is not None]
         if len(values) < len(operands):
             return
         with jax.ensure_compile_time_eval():
@@ -81,16 +81,16 @@ class Constants:
         length, before = loop.params["length"], None
         for turn in range(length):
             row = length - 1 - turn if loop.params["reverse"] else turn
-            given: dict[int, Callable[[], Value | None]] = {}
-            for at, number in enumerate(body.inputs):
-                outer = loop.inputs[at]
-                if fixed <= at < fixed + carried and before is not None:
-                    given[number] = _asked(before, body.outputs[at - fixed])
-                elif at < fixed + carried:
-                    given[number] = _asked(self, outer)
+            inputs: dict[int, Callable[[], Value | None]] = {}
+            for index, number in enumerate(body.inputs):
+                outer = loop.inputs[index]
+                if fixed <= index < fixed + carried and before is not None:
+                    inputs[number] = _asked(before, body.outputs[index - fixed])
+                elif index < fixed + carried:
+                    inputs[number] = _asked(self, outer)
                 else:
-                    given[number] = _row(self, outer, row)
-            before = Constants(program=body, given=given)
+                    inputs[number] = _row(self, outer, row)
+            before = Constants(program=body, given=inputs)
             yield before
 
     def inside(self, equation: Equation, body: Program) -> Constants:
@@ -112,8 +112,8 @@ def _asked(constants: Constants, number: int) -> Callable[[], Value | None]:
 
 def _row(constants: Constants, number: int, row: int) -> Callable[[], Value | None]:
     def one() -> Value | None:
-        found = constants.of(number)
-        return None if found is None else np.asarray(found)[row]
+        value = constants.of(number)
+        return None if value is None else np.asarray(value)[row]
 
     return one
 
@@ -125,4 +125,6 @@ def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, 
         window: of the call.
         everywhere: whether a layer sees all tokens; None where that is not known.
     """
-    return tuple(window if one is not None and not bool(one) else 0 for one in everywhere)
+    return tuple(
+        window if sees_all is not None and not bool(sees_all) else 0 for sees_all in everywhere
+    )

@@ -95,8 +95,8 @@ class Where:
             tokens: of those that groups of devices have rows of.
         """
         many = dict.fromkeys(("position", "entry", "table", "chunks"), tokens)
-        one = dict.fromkeys(("first", "pages", "columns"), PartitionSpec())
-        specs: dict[str, Tree] = {**many, **one}
+        replicated = dict.fromkeys(("first", "pages", "columns"), PartitionSpec())
+        specs: dict[str, Tree] = {**many, **replicated}
         return Where(**specs)
 
 
@@ -120,9 +120,9 @@ class Layers:
             windows: tokens that each layer sees; 0 for all.
             groups: the one that keeps the most tokens first.
         """
-        kept = [group.window for group in groups]
+        group_windows = [group.window for group in groups]
         return cls(
-            groups=tuple(group_of(window, kept) for window in windows),
+            groups=tuple(group_of(window, group_windows) for window in windows),
             pages=tuple(group.pages for group in groups),
         )
 
@@ -167,7 +167,7 @@ class Layers:
             chunks=chosen(token.chunks),
             first=jnp.asarray(firsts)[layer],
             pages=number(self.pages),
-            columns=number([one.shape[-1] for one in token.table]),
+            columns=number([table.shape[-1] for table in token.table]),
         )
 
 

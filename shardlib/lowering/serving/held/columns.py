@@ -55,10 +55,10 @@ class Columns:
     @property
     def sharding(self) -> Sharding:
         """Of the array that it stands for: whole on every device."""
-        where = self.parts[0].sharding
-        if isinstance(where, NamedSharding):
-            return NamedSharding(where.mesh, PartitionSpec())
-        return where
+        sharding = self.parts[0].sharding
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        return sharding
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -75,10 +75,10 @@ def in_columns(array: Value, *, summed: tuple[int, ...], parts: int) -> Columns:
         parts: at most so many.
     """
     free = tuple(dim for dim in range(array.ndim) if dim not in summed)
-    kept = math.prod(array.shape[dim] for dim in free)
-    flat = array.transpose(*free, *summed).reshape(kept, -1)
-    count = max(1, min(parts, array.size // LEAST, kept))
-    bounds = [kept * at // count for at in range(count + 1)]
+    rows = math.prod(array.shape[dim] for dim in free)
+    flat = array.transpose(*free, *summed).reshape(rows, -1)
+    count = max(1, min(parts, array.size // LEAST, rows))
+    bounds = [rows * index // count for index in range(count + 1)]
     return Columns(
         parts=tuple(flat[first:last] for first, last in itertools.pairwise(bounds)),
         summed=summed,
@@ -86,26 +86,26 @@ def in_columns(array: Value, *, summed: tuple[int, ...], parts: int) -> Columns:
     )
 
 
-def whole(held: Columns) -> Value:
+def whole(columns: Columns) -> Value:
     """The array that columns stand for.
 
     Args:
-        held: columns.
+        columns: columns.
     """
-    order = *held.free, *held.summed
-    flat = jnp.concatenate(held.parts).reshape([held.shape[dim] for dim in order])
+    order = *columns.free, *columns.summed
+    flat = jnp.concatenate(columns.parts).reshape([columns.shape[dim] for dim in order])
     return flat.transpose(*(order.index(dim) for dim in range(len(order))))
 
 
-def converted(held: Columns, equation: Equation) -> Columns:
+def converted(columns: Columns, equation: Equation) -> Columns:
     """Columns in another dtype.
 
     Args:
-        held: columns.
+        columns: columns.
         equation: of the conversion.
     """
-    parts = tuple(bind(equation, [part])[0] for part in held.parts)
-    return Columns(parts=parts, summed=held.summed, shape=held.shape)
+    parts = tuple(bind(equation, [part])[0] for part in columns.parts)
+    return Columns(parts=parts, summed=columns.summed, shape=columns.shape)
 
 
 def product(equation: Equation, operands: Sequence[Value | Columns]) -> Value:
@@ -115,21 +115,25 @@ def product(equation: Equation, operands: Sequence[Value | Columns]) -> Value:
         equation: of the product, without batch dims.
         operands: of it; one is columns, which sums over `summed`.
     """
-    at = 0 if isinstance(operands[0], Columns) else 1
-    held, rows = operands[at], operands[1 - at]
-    assert isinstance(held, Columns) and not isinstance(rows, Columns)
+    position = 0 if isinstance(operands[0], Columns) else 1
+    columns, rows = operands[position], operands[1 - position]
+    assert isinstance(columns, Columns) and not isinstance(rows, Columns)
     summed, _ = equation.params["dimension_numbers"]
-    pairs = sorted(zip(summed[at], summed[1 - at], strict=True))
+    pairs = sorted(zip(summed[position], summed[1 - position], strict=True))
     along = [dim for _, dim in pairs]
     free = [dim for dim in range(rows.ndim) if dim not in along]
     sizes = [rows.shape[dim] for dim in free]
     flat = rows.transpose(*free, *along).reshape(math.prod(sizes), -1)
-    found = _multiplied(equation, at)(held.parts, flat)
-    kept = [held.shape[dim] for dim in held.free]
-    return found.reshape(*sizes, *kept) if at == 1 else found.T.reshape(*kept, *sizes)
+    result = _multiplied(equation, position)(columns.parts, flat)
+    free_sizes = [columns.shape[dim] for dim in columns.free]
+    return (
+        result.reshape(*sizes, *free_sizes)
+        if position == 1
+        else result.T.reshape(*free_sizes, *sizes)
+    )
 
 
-def _multiplied(equation: Equation, at: int) -> Function:
+def _multiplied(equation: Equation, position: int) -> Function:
     """(parts [n, k], rows [m, k]) -> [m, N]; rows of several tokens are one product. What parts
     make of few rows is turned when it has been put together; many rows cost less where they stand
     first than to turn.
@@ -140,8 +144,8 @@ def _multiplied(equation: Equation, at: int) -> Function:
 
     def product(parts: tuple[Value, ...], rows: Value) -> Value:
         few = rows.shape[0] <= FEW
-        order = pair if few == (at == 0) else pair[::-1]
-        made = [
+        order = pair if few == (position == 0) else pair[::-1]
+        products = [
             bind(
                 equation,
                 [part, rows] if few else [rows, part],
@@ -150,16 +154,16 @@ def _multiplied(equation: Equation, at: int) -> Function:
             )[0]
             for part in parts
         ]
-        return jnp.concatenate(made).T if few else jnp.concatenate(made, axis=1)
+        return jnp.concatenate(products).T if few else jnp.concatenate(products, axis=1)
 
     def of_tokens(
         size: int, batched: tuple[tuple[bool, ...], bool], parts: tuple[Value, ...], rows: Value
     ) -> tuple[Value, bool]:
         if any(batched[0]):
-            dims = tuple(0 if one else None for one in batched[0]), 0 if batched[1] else None
+            dims = tuple(0 if mapped else None for mapped in batched[0]), 0 if batched[1] else None
             return jax.vmap(product, in_axes=dims)(parts, rows), True
-        found = again(parts, rows.reshape(-1, rows.shape[-1]))
-        return found.reshape(size, -1, found.shape[-1]), True
+        result = again(parts, rows.reshape(-1, rows.shape[-1]))
+        return result.reshape(size, -1, result.shape[-1]), True
 
     again = custom_vmap(product)
     again.def_vmap(of_tokens)
