@@ -85,7 +85,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     Raises:
         BatchError: one is neither a number nor an array of numbers; all of them are listed.
     """
-    found: list[tuple[str, Any]] = []
+    arrays: list[tuple[str, Any]] = []
     failures: list[str] = []
     for path, leaf in leaves:
         try:
@@ -97,7 +97,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
             array.dtype, jax.dtypes.prng_key
         ):
             failures.append(f"{path} is an array of {array.dtype}")
-        found.append((path, array))
+        arrays.append((path, array))
     if failures:
         raise_all(
             BatchError,
@@ -105,7 +105,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
             failures,
             hint="leave it out of the batch; tokens are integers",
         )
-    return found
+    return arrays
 
 
 def require_rows(described: tuple[Described, ...]) -> None:
@@ -146,27 +146,27 @@ def _by_convention(batch: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAx
 def _which_rows(batch: Tree, leaves: list[Any]) -> str:
     """How to say which arrays of a batch have rows: as many as most arrays have, for example."""
     sizes = Counter(leaf.shape[0] for leaf in leaves if leaf.shape and not _is_raw_key(leaf))
-    most = sizes.most_common(1)[0][0] if sizes else 0
+    common_size = sizes.most_common(1)[0][0] if sizes else 0
     names = [
-        ("batch" if leaf.shape[:1] == (most,) else None, *(None,) * len(leaf.shape[1:]))
+        ("batch" if leaf.shape[:1] == (common_size,) else None, *(None,) * len(leaf.shape[1:]))
         if leaf.shape
         else ()
         for leaf in leaves
     ]
     axes = jax.tree.unflatten(jax.tree.structure(batch), names)
-    said = f"name the dims, for example batch_axes={fit(_spelled(axes), 600)}"
+    advice = f"name the dims, for example batch_axes={fit(_spelled(axes), 600)}"
     if any(map(_is_raw_key, leaves)):
-        return f"{said}; a jax.random.PRNGKey belongs to no row, and jax.random.key needs no name"
-    return f"{said}, where the {most} are the rows"
+        return f"{advice}; a jax.random.PRNGKey belongs to no row, and jax.random.key needs no name"
+    return f"{advice}, where the {common_size} are the rows"
 
 
 def _spelled(axes: Tree) -> str:
     """A batch of names as its user writes it, by the fields of its own types."""
     if isinstance(axes, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_spelled(one)}' for key, one in axes.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_spelled(entry)}' for key, entry in axes.items())}}}"
     fields = getattr(axes, "_fields", ())
     if not fields and dataclasses.is_dataclass(axes):
-        fields = tuple(one.name for one in dataclasses.fields(axes))
+        fields = tuple(field.name for field in dataclasses.fields(axes))
     if fields:
         parts = ", ".join(f"{name}={_spelled(getattr(axes, name))}" for name in fields)
         return f"{type(axes).__name__}({parts})"
@@ -195,14 +195,14 @@ def _conventional(leaf: Any) -> LogicalAxes:
 def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
     structure = jax.tree.structure(batch)
     try:
-        given = structure.flatten_up_to(batch_axes)
+        names_by_leaf = structure.flatten_up_to(batch_axes)
     except ValueError as error:
         raise BatchError(
             f"batch_axes has another structure than the batch, {structure}: {error}\n"
             "Try: one tuple of names per array, in the same dicts and lists as the batch"
         ) from error
     failures: list[str] = []
-    for (path, leaf), names in zip(leaves, given, strict=True):
+    for (path, leaf), names in zip(leaves, names_by_leaf, strict=True):
         if names is not None and (isinstance(names, str) or not isinstance(names, (tuple, list))):
             failures.append(f"{path}: {names!r} is no tuple of names")
         elif names is not None and len(names) != len(leaf.shape):
@@ -228,7 +228,7 @@ def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> l
         )
     return [
         (None,) * len(leaf.shape) if names is None else tuple(names)
-        for (_, leaf), names in zip(leaves, given, strict=True)
+        for (_, leaf), names in zip(leaves, names_by_leaf, strict=True)
     ]
 
 

@@ -53,13 +53,13 @@ def picked(rows: Value, indices: Value, outside: float | None) -> Value:
         outside: what is found where an index is out of range; None takes the nearest element.
     """
     size = rows.shape[-1]
-    wanted = jnp.clip(indices, 0, size - 1) if outside is None else indices
-    hits = wanted[..., None] == jnp.arange(size, dtype=indices.dtype)
-    found = jnp.sum(jnp.where(hits, rows[..., None, :], jnp.zeros((), rows.dtype)), axis=-1)
+    positions = jnp.clip(indices, 0, size - 1) if outside is None else indices
+    hits = positions[..., None] == jnp.arange(size, dtype=indices.dtype)
+    elements = jnp.sum(jnp.where(hits, rows[..., None, :], jnp.zeros((), rows.dtype)), axis=-1)
     if outside is None:
-        return found
+        return elements
     inside = (indices >= 0) & (indices < size)
-    return jnp.where(inside, found, jnp.asarray(outside, rows.dtype))
+    return jnp.where(inside, elements, jnp.asarray(outside, rows.dtype))
 
 
 def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | None:

@@ -87,18 +87,18 @@ class GraphParts:
         self.regions.append(Region(parent=parent, kind=kind, trips=trips))
         return len(self.regions) - 1
 
-    def note(self, code: str, severity: str, message: str, where: str, hint: str = "") -> None:
+    def note(self, code: str, severity: str, message: str, location: str, hint: str = "") -> None:
         """Adds a finding, unless the same has been said of the same place.
 
         Args:
             code: kebab-case name of the kind of finding.
             severity: "info", "warning" or "error".
             message: one or two sentences.
-            where: scope or path of an equation.
+            location: scope or path of an equation.
             hint: what to try.
         """
-        finding = Finding(code=code, severity=severity, message=message, where=where, hint=hint)
-        self.findings.setdefault((code, message, where), finding)
+        finding = Finding(code=code, severity=severity, message=message, where=location, hint=hint)
+        self.findings.setdefault((code, message, location), finding)
 
     def trips(self, equation: Equation, first: int) -> int:
         """How often a while loop runs; 1 with a finding where that is not known.
@@ -107,8 +107,8 @@ class GraphParts:
             equation: the loop.
             first: position of its first carry among its operands.
         """
-        known = counted_trips(equation, first)
-        if known is None:
+        count = counted_trips(equation, first)
+        if count is None:
             self.note(
                 "unknown-trip-count",
                 "warning",
@@ -116,7 +116,7 @@ class GraphParts:
                 equation.scope or f"equation {equation.path}",
                 "use jax.lax.scan or jax.lax.fori_loop with constant bounds",
             )
-        return 1 if known is None else known
+        return 1 if count is None else count
 
     def cost(self, region: int, above: int) -> float:
         """FLOPs of a region and everything inside it, for one run of the region `above`.
@@ -130,9 +130,9 @@ class GraphParts:
         """
         total = 0.0
         for op in self.ops:
-            trips, at = 1.0, op.region
-            while at not in (above, -1) and at != region:
-                trips *= self.regions[at].trips
-                at = self.regions[at].parent
-            total += op.flops * trips if at == region else 0.0
+            trips, ancestor = 1.0, op.region
+            while ancestor not in (above, -1) and ancestor != region:
+                trips *= self.regions[ancestor].trips
+                ancestor = self.regions[ancestor].parent
+            total += op.flops * trips if ancestor == region else 0.0
         return total

@@ -22,16 +22,16 @@ def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
     Raises:
         TracingError: it does.
     """
-    held = [
-        f"{one.dtype}{list(one.shape)}"
-        for one in _jax_compat.open_jaxpr(closed)[1]
-        if isinstance(one, Tracer)
+    captured = [
+        f"{constant.dtype}{list(constant.shape)}"
+        for constant in _jax_compat.open_jaxpr(closed)[1]
+        if isinstance(constant, Tracer)
     ]
-    if held:
+    if captured:
         raise TracingError(
-            f"the loss uses arrays that model {model!r} holds in functions or static fields, where"
-            f" an initialiser that is traced leaves no numbers: {', '.join(held[:8])}\nTry: NumPy"
-            " for such constants; or make the module once, outside of init, let init return its"
+            f"the loss uses arrays that model {model!r} holds in functions or static fields,"
+            f" where an initialiser that is traced leaves no numbers: {', '.join(captured[:8])}\nTry:"
+            " NumPy for such constants; or make the module once, outside of init, let init return its"
             " arrays alone, and put them together in the loss"
         )
     return closed

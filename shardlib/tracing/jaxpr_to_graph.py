@@ -227,10 +227,10 @@ class _Builder(GraphParts):
             zip(operands[constants + carried :], avals[constants + carried :], strict=True)
         ):
             item = self.value(aval)
-            whole, part = stacking(self.values[stack].shape)
+            stacked_dims, part = stacking(self.values[stack].shape)
             rule = FactorRule(
                 sizes=self.values[stack].shape,
-                operands=(whole,),
+                operands=(stacked_dims,),
                 results=(part,),
                 whole=frozenset({0}),
             )
@@ -250,11 +250,11 @@ class _Builder(GraphParts):
         ]
         for k, output in enumerate(outputs[carried:]):
             stack = self.value(equation.eqn.outvars[carried + k].aval)
-            whole, part = stacking(self.values[stack].shape)
+            stacked_dims, part = stacking(self.values[stack].shape)
             rule = FactorRule(
                 sizes=self.values[stack].shape,
                 operands=(part,),
-                results=(whole,),
+                results=(stacked_dims,),
                 whole=frozenset({0}),
             )
             results.append(

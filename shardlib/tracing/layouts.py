@@ -230,7 +230,7 @@ def _meshes(function: Function) -> list[AbstractMesh]:
             if value.abstract_mesh not in meshes:
                 meshes.append(value.abstract_mesh)
         else:
-            waiting += [(one, depth + 1) for one in _referred(value)]
+            waiting += [(referred, depth + 1) for referred in _referred(value)]
     return meshes
 
 
@@ -244,9 +244,9 @@ def _referred(value: Any) -> Iterator[Any]:
         yield from (cell.cell_contents for cell in value.__closure__ or () if _filled(cell))
         yield from value.__defaults__ or ()
         names = _names(value.__code__)
-        known = [value.__globals__[name] for name in names if name in value.__globals__]
-        yield from known
-        for module in known:
+        referred = [value.__globals__[name] for name in names if name in value.__globals__]
+        yield from referred
+        for module in referred:
             if isinstance(module, ModuleType):
                 yield from (vars(module)[name] for name in names if name in vars(module))
     elif isinstance(value, (list, tuple)):
@@ -260,7 +260,7 @@ def _referred(value: Any) -> Iterator[Any]:
 
 
 def _names(code: CodeType) -> list[str]:
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return [*code.co_names, *itertools.chain(*inner)]
 
 
@@ -342,17 +342,19 @@ class _Results:
     def flat(self, function: Function) -> Callable[..., list[Value]]:
         """The function with its arrays as a list."""
 
-        def flat(*given: Any) -> list[Value]:
-            leaves, self._tree = jax.tree.flatten(function(*given))
-            self._others = [None if _is_array(one) else one for one in leaves]
-            return [one for one in leaves if _is_array(one)]
+        def flat(*arguments: Any) -> list[Value]:
+            leaves, self._tree = jax.tree.flatten(function(*arguments))
+            self._others = [None if _is_array(leaf) else leaf for leaf in leaves]
+            return [leaf for leaf in leaves if _is_array(leaf)]
 
         return flat
 
     def whole(self, arrays: Sequence[Value]) -> Any:
         """The results with these arrays."""
         fresh = iter(arrays)
-        return self._tree.unflatten([next(fresh) if one is None else one for one in self._others])
+        return self._tree.unflatten(
+            [next(fresh) if leaf is None else leaf for leaf in self._others]
+        )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -380,7 +382,7 @@ def _traced(
                 errors.append(error)
                 setting = setting.after(error)
     # What is wrong under any mesh is no matter of meshes; else the user's own setting says it.
-    others = (one for one in errors if not _OF_MESHES.search(str(one)))
+    others = (error for error in errors if not _OF_MESHES.search(str(error)))
     raise next(others, errors[0])
 
 
@@ -471,11 +473,11 @@ class _Free:
             return [self.mark(operands[0], params["sharding"], eqn, "", opened)]
         if name == "reshard":
             explicit = AxisType.Explicit in params["dst_sharding"].mesh.axis_types
-            asked = params["dst_sharding"] if explicit else None
-            return [self.mark(operands[0], asked, eqn)]
-        if name == "device_put" and all(_is_layout(one) for one in params["devices"]):
-            asked = params["devices"]
-            return [self.mark(*one, eqn) for one in zip(operands, asked, strict=True)]
+            requested = params["dst_sharding"] if explicit else None
+            return [self.mark(operands[0], requested, eqn)]
+        if name == "device_put" and all(_is_layout(layout) for layout in params["devices"]):
+            requested = params["devices"]
+            return [self.mark(*pair, eqn) for pair in zip(operands, requested, strict=True)]
         if name == "shard_map":
             return self.shard_map(eqn, operands, manual)
         if name == "custom_vmap_call":  # of `_ragged_dot`, that no axis maps
@@ -521,19 +523,24 @@ class _Free:
     def rule(self, rule: Any, manual: _Manual) -> Function:
         """The rule of a custom derivative: makes a jaxpr of flags, or cotangents of arrays."""
 
-        def made(*given: Any) -> Any:
-            if not any(hasattr(one, "aval") or isinstance(one, jax.Array) for one in given):
+        def made(*arguments: Any) -> Any:
+            if not any(
+                hasattr(argument, "aval") or isinstance(argument, jax.Array)
+                for argument in arguments
+            ):
                 with self.setting.entered():
-                    jaxpr, constants, *rest = manual.called(lambda: rule.call_wrapped(*given))
+                    jaxpr, constants, *others = manual.called(lambda: rule.call_wrapped(*arguments))
                 free, constants = open_jaxpr(self.program(jaxpr, constants, manual))
-                return (free, constants, *rest)
+                return (free, constants, *others)
             results = _Results()
             with self.setting.entered():
                 closed = manual.called(
-                    lambda: jax.make_jaxpr(results.flat(rule.call_wrapped))(*map(_abstract, given))
+                    lambda: jax.make_jaxpr(results.flat(rule.call_wrapped))(
+                        *map(_abstract, arguments)
+                    )
                 )
             jaxpr, constants = open_jaxpr(closed)
-            return results.whole(self.run(jaxpr, constants, given, manual))
+            return results.whole(self.run(jaxpr, constants, arguments, manual))
 
         return made
 
@@ -544,9 +551,9 @@ class _Free:
         if isinstance(form, MarkedLoss):
             return self.loss(form, operands, manual)
         inner = next(params[key] for key in ("jaxpr", "call_jaxpr") if key in params)
-        asked = params.get("in_shardings", ())
-        if any(map(_is_layout, asked)):
-            operands = [self.mark(*one, eqn) for one in zip(operands, asked, strict=True)]
+        layouts = params.get("in_shardings", ())
+        if any(map(_is_layout, layouts)):
+            operands = [self.mark(*pair, eqn) for pair in zip(operands, layouts, strict=True)]
         if id(inner) not in self._jitted or manual.maps:
             jaxpr, constants = open_jaxpr(inner)
 
@@ -557,18 +564,18 @@ class _Free:
             inlined = bool(params.get("inline", False))
             self._jitted[id(inner)] = inner, jax.jit(function, inline=inlined)
         results = self._jitted[id(inner)][1](*operands)
-        asked = params.get("out_shardings", ())
-        if any(map(_is_layout, asked)):
-            results = [self.mark(*one, eqn) for one in zip(results, asked, strict=True)]
+        layouts = params.get("out_shardings", ())
+        if any(map(_is_layout, layouts)):
+            results = [self.mark(*pair, eqn) for pair in zip(results, layouts, strict=True)]
         return results
 
     def loss(self, form: MarkedLoss, operands: list[Value], manual: _Manual) -> Sequence[Value]:
         """The value and gradients of a loss that a step marks."""
         count = form.constants
-        whole = [*form.jaxpr.constvars, *form.jaxpr.invars]
+        variables = [*form.jaxpr.constvars, *form.jaxpr.invars]
         closed = jax.make_jaxpr(
             lambda *values: self.run(form.jaxpr, values[:count], values[count:], manual)
-        )(*map(_abstract, whole))
+        )(*map(_abstract, variables))
         form = replace(
             form,
             function=freed(form.function, self.ambient),
@@ -577,14 +584,14 @@ class _Free:
         return remarked(form, closed, operands)
 
     def mark(
-        self, value: Value, asked: Any, eqn: Eqn, by: str = "", opened: Sequence[int] = ()
+        self, value: Value, sharding: Any, eqn: Eqn, by: str = "", opened: Sequence[int] = ()
     ) -> Value:
         """A value with the layout that is asked for, if it is one."""
-        if not isinstance(asked, NamedSharding) or jax.dtypes.issubdtype(
+        if not isinstance(sharding, NamedSharding) or jax.dtypes.issubdtype(
             value.dtype, jax.dtypes.extended
         ):
             return value
-        return self.marked(value, asked.spec, asked.mesh.shape, eqn, by, opened)
+        return self.marked(value, sharding.spec, sharding.mesh.shape, eqn, by, opened)
 
     def marked(
         self,
@@ -596,14 +603,14 @@ class _Free:
         opened: Sequence[int] = (),
     ) -> Value:
         parts = [_axes_of(part) for part in (*spec, *(None,) * (np.ndim(value) - len(spec)))]
-        known = (
+        mesh_sizes = (
             {}
             if all(size == 1 for size in sizes.values()) and not self.setting.mesh.empty
             else sizes
         ) or self.setting.sizes
         layout = OwnLayout(
             spec=tuple(None if dim in opened else axes for dim, axes in enumerate(parts)),
-            mesh=tuple(known.items()),
+            mesh=tuple(mesh_sizes.items()),
             by=by or _WORDS.get(eqn.primitive.name, f"{eqn.primitive.name}(out_sharding)"),
             line=user_line(eqn),
         )
@@ -637,7 +644,9 @@ class _Free:
                     in_axes=tuple(
                         0 if axis in _used(spec) else None for spec in params["in_specs"]
                     ),
-                    out_axes=[0 if varying or axis in one else None for one in used],
+                    out_axes=[
+                        0 if varying or axis in axes_of_result else None for axes_of_result in used
+                    ],
                     axis_name=axis,
                     axis_size=sizes[axis],
                 )
@@ -740,8 +749,8 @@ def _in_shards(
     first = [places[axis] for axis in large if axis in places]
     if not first:
         return value
-    rest = [dim for dim in range(len(shape)) if dim not in first]
-    return jax.numpy.reshape(value, shape).transpose(*first, *rest)
+    others = [dim for dim in range(len(shape)) if dim not in first]
+    return jax.numpy.reshape(value, shape).transpose(*first, *others)
 
 
 def _ragged_dot(bind: Function, params: EqnParams) -> Function:
@@ -758,8 +767,11 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: Value) -> tuple[Value, bool]:
-        def shard(at: int) -> list[Value]:
-            return [one[at] if of else one for one, of in zip(operands, batched, strict=True)]
+        def shard(index: int) -> list[Value]:
+            return [
+                operand[index] if of else operand
+                for operand, of in zip(operands, batched, strict=True)
+            ]
 
         rows, weights, groups = operands
         if plain and list(batched) == [False, True, False]:
@@ -768,10 +780,10 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
             result = product(rows, side_by_side, groups)
             return result.reshape(len(rows), size, width).transpose(1, 0, 2), True
         if not plain:
-            return jax.numpy.stack([product(*shard(at)) for at in range(size)]), True
+            return jax.numpy.stack([product(*shard(index)) for index in range(size)]), True
         rows, weights, groups = (
-            one if of else jax.numpy.broadcast_to(one, (size, *one.shape))
-            for one, of in zip(operands, batched, strict=True)
+            operand if of else jax.numpy.broadcast_to(operand, (size, *operand.shape))
+            for operand, of in zip(operands, batched, strict=True)
         )
         # The rows of a shard that are in no group are taken for the last one's, and left out.
         count, inside = rows.shape[1], groups.sum(1, keepdims=True, dtype=groups.dtype)
@@ -809,15 +821,15 @@ def _together(value: Value, spec: PartitionSpec, large: Sequence[str], varying: 
 
 def _axis_names(params: EqnParams) -> list[str]:
     """Mesh axes that an equation names among its parameters."""
-    found: list[str] = []
+    names: list[str] = []
     for key in ("axes", "axis_name", "axis_names"):
         named = params.get(key, ())
-        found += [
+        names += [
             axis
             for axis in (named if isinstance(named, (tuple, list, frozenset)) else (named,))
             if isinstance(axis, str)
         ]
-    return found
+    return names
 
 
 def _collective(eqn: Eqn, operands: list[Value], sizes: Mapping[str, int]) -> Sequence[Value]:
@@ -832,7 +844,7 @@ def _collective(eqn: Eqn, operands: list[Value], sizes: Mapping[str, int]) -> Se
         raise TracingError(
             f"the shard_map at {user_line(eqn) or 'an unknown line'} uses {what}{name} over"
             f" {', '.join(sizes)}, which cannot be written for whole arrays\nTry: one of"
-            f" {', '.join(sorted({_NAMES.get(one, one) for one in _COLLECTIVES}))} over whole"
+            f" {', '.join(sorted({_NAMES.get(op, op) for op in _COLLECTIVES}))} over whole"
             " axes, or the same computation without shard_map"
         )
     return run(operands, params, large)
@@ -895,8 +907,8 @@ def _ppermute(operands: list[Value], params: EqnParams, large: list[str]) -> lis
     if len(large) > 1:
         raise NotImplementedError("ppermute over several mesh axes at once")
     if large:
-        return [jax.lax.ppermute(one, large[0], params["perm"]) for one in operands]
-    return [one if params["perm"] else jax.numpy.zeros_like(one) for one in operands]
+        return [jax.lax.ppermute(operand, large[0], params["perm"]) for operand in operands]
+    return [operand if params["perm"] else jax.numpy.zeros_like(operand) for operand in operands]
 
 
 def _axis_index(operands: list[Value], params: EqnParams, large: list[str]) -> list[Value]:

@@ -18,8 +18,8 @@ def user_line(eqn: Eqn) -> str:
     """ "file.py:12" of the innermost line of source around an equation that is no library's; empty
     where there is none.
     """
-    found = eqn.source_info.traceback
-    frames = found.frames if found is not None else ()
+    traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
     return _users((frame.file_name, frame.line_num) for frame in frames)
 
 

@@ -52,7 +52,7 @@ def described_parameters(
         **{f"{STATE}.{path}": axes for path, axes in model.state_axes.items()},
     }
     failures: list[str] = []
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for (path, leaf), role in zip(
         [*leaves, *updated], [*roles, *["updated"] * len(updated)], strict=True
     ):
@@ -60,7 +60,7 @@ def described_parameters(
         if len(axes) != len(leaf.shape):
             failures.append(f"{path}: {len(axes)} names {axes} for shape {tuple(leaf.shape)}")
             continue
-        found.append(
+        parameters.append(
             Parameter(
                 path=path,
                 shape=tuple(leaf.shape),
@@ -78,7 +78,7 @@ def described_parameters(
             failures,
             hint="give one name, or None, per dim",
         )
-    return tuple(found)
+    return tuple(parameters)
 
 
 def _state_bytes(
@@ -139,14 +139,14 @@ def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[st
         shapes: abstract params, model state and batch.
     """
     params, state, batch = shapes
-    found = [
+    inputs = [
         (path or "params", "parameter" if trained else "frozen")
         for (path, _), trained in zip(named(params, ""), model.partition.flags, strict=True)
     ]
-    found += [
+    inputs += [
         (path, "frozen" if trainable(leaf) else "state") for path, leaf in named(state, STATE)
     ]
-    return found + [(path, "batch") for path, _ in named(batch, "batch")]
+    return inputs + [(path, "batch") for path, _ in named(batch, "batch")]
 
 
 def abstract(tree: Tree) -> Tree:

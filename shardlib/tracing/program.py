@@ -231,7 +231,7 @@ def _reduction(eqn: Eqn) -> Jaxpr:
     reduce, axes = _REDUCED[eqn.primitive.name], tuple(map(int, eqn.params["axes"]))
 
     def reduced(*arrays: Value) -> list[Value]:
-        return [reduce(one, axis=axes).astype(one.dtype) if axes else one for one in arrays]
+        return [reduce(array, axis=axes).astype(array.dtype) if axes else array for array in arrays]
 
     return jax.make_jaxpr(reduced)(*(atom.aval for atom in eqn.invars))
 
@@ -278,14 +278,14 @@ def join_scope(outer: str, inner: str) -> str:
 
 def subjaxprs(eqn: Eqn) -> list[Jaxpr]:
     """Every jaxpr among an equation's parameters."""
-    found: list[Any] = []
+    jaxprs: list[Any] = []
     for value in eqn.params.values():
-        found += [
+        jaxprs += [
             item
             for item in (value if isinstance(value, (tuple, list)) else (value,))
             if hasattr(item, "eqns")
         ]
-    return found
+    return jaxprs
 
 
 def has_matmul(eqn: Eqn) -> bool:
@@ -327,7 +327,7 @@ def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
     if equation.name not in (*REMAT, *CUSTOM):
         return path, index
     inner = flatten(callee(eqn), f"{path}/")
-    for made in inner.equations:
-        if inner.outputs[index] in made.outputs:
-            return result_path(made, made.outputs.index(inner.outputs[index]))
+    for producer in inner.equations:
+        if inner.outputs[index] in producer.outputs:
+            return result_path(producer, producer.outputs.index(inner.outputs[index]))
     return None

@@ -24,7 +24,7 @@ def proven_rows(
     closed: jex.ClosedJaxpr,
     out_shape: Tree,
     described: Sequence[Described],
-    how: str,
+    rows: str,
 ) -> Callable[[int], Rows]:
     """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
     one of them, and for 1, by that of another batch.
@@ -36,21 +36,21 @@ def proven_rows(
         closed: jaxpr of the loss for the whole batch.
         out_shape: abstract results of the loss.
         described: arrays of the batch with their logical axes.
-        how: "prove", or "mean" to take the user's word.
+        rows: "prove", or "mean" to take the user's word.
 
     Returns:
         A function of the number of microbatches, 1 or more.
 
     Raises:
-        ArgumentError: `how` is another word.
+        ArgumentError: `rows` is another word.
     """
-    if how not in ("prove", "mean"):
+    if rows not in ("prove", "mean"):
         raise ArgumentError(
-            f"rows is {how!r} and neither 'prove' nor 'mean'\nTry: 'prove', or 'mean' for a loss"
+            f"rows is {rows!r} and neither 'prove' nor 'mean'\nTry: 'prove', or 'mean' for a loss"
             " that is the mean over the rows of a batch, which then is not checked"
         )
     dims, sizes = rows_of(described)
-    if how == "mean" or len(sizes) == 0:
+    if rows == "mean" or len(sizes) == 0:
         return lambda _: Rows(loss=Dependence(kind="mean"), asserted=True)
     if len(sizes) > 1:
         return lambda _: Rows(

@@ -153,7 +153,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(target=bodies())
+@given(asked=bodies())
 def test_no_body_fails_the_server(folder_url: str, asked: tuple[str, bytes]):
     route, body = asked
     begun = time.monotonic()

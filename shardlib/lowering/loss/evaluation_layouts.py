@@ -205,8 +205,8 @@ def _divided(
         message=(
             f"{rows} rows do not divide over {'·'.join(axes)}"
             f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
-            f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'}, and"
-            " the devices along the rest compute the same."
+            f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'},"
+            " and the devices along the rest compute the same."
         ),
         hint="rows that divide",
     )

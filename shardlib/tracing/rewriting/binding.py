@@ -38,9 +38,9 @@ def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) ->
             *arguments, **primitive.get_bind_params({**by_mesh(equation.params), **changed})
         )
     except Exception as error:
-        where = f" in {equation.scope}" if equation.scope else ""
+        location = f" in {equation.scope}" if equation.scope else ""
         raise TracingError(
-            f"primitive {equation.name!r} at equation {equation.path}{where} cannot be evaluated"
+            f"primitive {equation.name!r} at equation {equation.path}{location} cannot be evaluated"
             f" again: {error}\nTry: write the computation with other jax.lax operations, or keep it"
             " out of the loss"
         ) from error
@@ -99,6 +99,8 @@ def last_reads(program: Program) -> dict[int, int]:
     read at the end.
     """
     last = {
-        number: at for at, equation in enumerate(program.equations) for number in equation.inputs
+        number: position
+        for position, equation in enumerate(program.equations)
+        for number in equation.inputs
     }
     return {**last, **dict.fromkeys(program.outputs, len(program.equations))}

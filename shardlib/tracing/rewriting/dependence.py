@@ -25,38 +25,38 @@ def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
     Returns:
         Number of a value -> its labels; constants have none.
     """
-    found: dict[int, Labels] = dict.fromkeys(program.constants, frozenset())
-    found.update(zip(program.inputs, inputs, strict=True))
+    labels: dict[int, Labels] = dict.fromkeys(program.constants, frozenset())
+    labels.update(zip(program.inputs, inputs, strict=True))
     for equation in program.equations:
-        found.update(
+        labels.update(
             zip(
                 equation.outputs,
-                _results(equation, [found[number] for number in equation.inputs]),
+                _results(equation, [labels[number] for number in equation.inputs]),
                 strict=True,
             )
         )
-    return found
+    return labels
 
 
 def needed(
-    equations: Iterable[Equation], wanted: Iterable[int], given: Collection[int] = ()
+    equations: Iterable[Equation], targets: Iterable[int], available: Collection[int] = ()
 ) -> tuple[list[Equation], set[int]]:
     """The equations that some values are made by where others are given, in order, and all values
     that these read or that are wanted, but for the given ones.
 
     Args:
         equations: in execution order.
-        wanted: numbers of the values to make.
-        given: numbers of values that are known.
+        targets: numbers of the values to make.
+        available: numbers of values that are known.
 
     Returns:
         The equations, in execution order, and numbers of values.
     """
-    reads, chosen = set(wanted).difference(given), []
+    reads, chosen = set(targets).difference(available), []
     for equation in reversed(list(equations)):
         if reads.intersection(equation.outputs):
             chosen.append(equation)
-            reads.update(number for number in equation.inputs if number not in given)
+            reads.update(number for number in equation.inputs if number not in available)
     return chosen[::-1], reads
 
 

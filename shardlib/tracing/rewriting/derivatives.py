@@ -31,9 +31,9 @@ class Flag(int):
     mesh: Any
 
     def __new__(cls, value: Any, mesh: Any) -> Flag:
-        made = super().__new__(cls, bool(value))
-        made.mesh = mesh
-        return made
+        flag = super().__new__(cls, bool(value))
+        flag.mesh = mesh
+        return flag
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Flag) and int(self) == int(other) and self.mesh == other.mesh

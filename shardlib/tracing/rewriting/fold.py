@@ -72,18 +72,18 @@ class Folded:
     def stack(self, args: Sequence[Value]) -> list[Value]:
         """Arguments of the folded program, from those of the original."""
         return [
-            jnp.stack([args[i] for i in positions]) if at in self.stacks else args[positions[0]]
-            for at, positions in enumerate(self.inputs)
+            jnp.stack([args[i] for i in positions]) if index in self.stacks else args[positions[0]]
+            for index, positions in enumerate(self.inputs)
         ]
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the folded program's inputs."""
-        found: list[jax.ShapeDtypeStruct] = []
-        for at, positions in enumerate(self.inputs):
+        avals: list[jax.ShapeDtypeStruct] = []
+        for index, positions in enumerate(self.inputs):
             aval = self.program.avals[self.program.inputs[positions[0]]]
-            lead = (len(positions),) if at in self.stacks else ()
-            found.append(jax.ShapeDtypeStruct((*lead, *aval.shape), aval.dtype))
-        return found
+            lead = (len(positions),) if index in self.stacks else ()
+            avals.append(jax.ShapeDtypeStruct((*lead, *aval.shape), aval.dtype))
+        return avals
 
     def evaluate(self, args: Sequence[Value], *, remat: str = "none") -> list[Value]:
         """Results of the program.
@@ -98,18 +98,18 @@ class Folded:
         env: dict[int, Any] = dict(self.program.constants)
         stacks: dict[Column, Any] = {}
         separate = self._separate
-        for at, positions in enumerate(self.inputs):
-            if at in self.stacks:
-                stacks[self.stacks[at]] = args[at]
+        for index, positions in enumerate(self.inputs):
+            if index in self.stacks:
+                stacks[self.stacks[index]] = args[index]
                 env.update(
                     {
-                        number: args[at][layer]
-                        for layer, number in enumerate(self.stacks[at])
+                        number: args[index][layer]
+                        for layer, number in enumerate(self.stacks[index])
                         if number in separate
                     }
                 )
             else:
-                env[self.program.inputs[positions[0]]] = args[at]
+                env[self.program.inputs[positions[0]]] = args[index]
         position = 0
         for loop in self.loops:
             evaluate_equations(self.program.equations[position : loop.run.start], env, walk)
@@ -139,11 +139,11 @@ class Folded:
         }
         within = {n for loop in self.loops for equation in loop.block for n in equation.inputs}
         starts = {start for loop in self.loops for start, _, _ in loop.carried.values()}
-        covered = {at for loop in self.loops for at in range(loop.run.start, loop.run.stop)}
+        covered = {index for loop in self.loops for index in range(loop.run.start, loop.run.stop)}
         free = {
             n
-            for at, equation in enumerate(self.program.equations)
-            if at not in covered
+            for index, equation in enumerate(self.program.equations)
+            if index not in covered
             for n in equation.inputs
         }
         return inside & (others | within | starts | free | set(self.program.outputs))
@@ -161,19 +161,19 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
     loops = tuple(
         loop for run in find_repeats(program) if (loop := _loop(program, run, last)) is not None
     )
-    where = {
+    positions = {
         number: position
         for position, number in enumerate(program.inputs)
-        if any(position in one for one in parameters)
+        if any(position in group for group in parameters)
     }
-    kinds = [{program.inputs[position] for position in one} for one in parameters]
+    kinds = [{program.inputs[position] for position in group} for group in parameters]
     taken: set[int] = set()
     columns: list[Column] = []
     for loop in loops:
         for column in loop.stacked.values():
             if (
                 column not in columns
-                and any(one.issuperset(column) for one in kinds)
+                and any(kind.issuperset(column) for kind in kinds)
                 and len(set(column)) == len(column)
                 and not taken & set(column)
             ):
@@ -185,7 +185,7 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
     for position, number in enumerate(program.inputs):
         if number in first:
             stacks[len(inputs)] = first[number]
-            inputs.append(tuple(where[n] for n in first[number]))
+            inputs.append(tuple(positions[n] for n in first[number]))
         elif number not in taken:
             inputs.append((position,))
     return Folded(program=program, loops=loops, inputs=tuple(inputs), stacks=stacks)
@@ -197,22 +197,26 @@ def _loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
         program.equations[run.start + r * run.period : run.start + (r + 1) * run.period]
         for r in range(run.count)
     ]
-    made = [
-        {n: (at, k) for at, equation in enumerate(rep) for k, n in enumerate(equation.outputs)}
+    producers = [
+        {
+            n: (index, k)
+            for index, equation in enumerate(rep)
+            for k, n in enumerate(equation.outputs)
+        }
         for rep in reps
     ]
     slots: dict[tuple[Any, ...], int] = {}
     stacked: dict[int, Column] = {}
     carried: dict[int, tuple[int, int, int]] = {}
     block: list[Equation] = []
-    for at, equation in enumerate(reps[0]):
+    for index, equation in enumerate(reps[0]):
         inputs: list[int] = []
         for k, number in enumerate(equation.inputs):
-            column = tuple(rep[at].inputs[k] for rep in reps)
-            if number in made[0] or len(set(column)) == 1:
+            column = tuple(rep[index].inputs[k] for rep in reps)
+            if number in producers[0] or len(set(column)) == 1:
                 inputs.append(number)
                 continue
-            source = made[0].get(column[1])
+            source = producers[0].get(column[1])
             key = ("carried", source, number) if source is not None else ("stacked", column)
             slot = slots.setdefault(key, len(program.avals) + len(slots))
             inputs.append(slot)
@@ -238,17 +242,19 @@ def _loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
         return None
     finals = {final for _, _, final in carried.values()}
     columns = [
-        tuple(rep[at].outputs[k] for rep in reps)
-        for at, equation in enumerate(reps[0])
+        tuple(rep[index].outputs[k] for rep in reps)
+        for index, equation in enumerate(reps[0])
         for k in range(len(equation.outputs))
     ]
-    kept = tuple(
+    read_after = tuple(
         column
         for column in columns
         if any(last.get(n, -1) >= run.stop and n not in finals for n in column)
     )
-    read = frozenset(n for column in kept for n in column if last.get(n, -1) >= run.stop)
-    return Loop(run=run, block=tuple(block), stacked=stacked, carried=carried, kept=kept, read=read)
+    read = frozenset(n for column in read_after for n in column if last.get(n, -1) >= run.stop)
+    return Loop(
+        run=run, block=tuple(block), stacked=stacked, carried=carried, kept=read_after, read=read
+    )
 
 
 def _same_type(a: Aval, b: Aval) -> bool:
@@ -279,11 +285,11 @@ def _scan(
             inner[column[0]] for column in loop.kept
         ]
 
-    final, kept = jax.lax.scan(
+    final, results = jax.lax.scan(
         rematerialised(body, walk.remat, prevent_cse=False), init, arrays, length=loop.run.count
     )
     env.update({last: final[slot] for slot, (_, _, last) in loop.carried.items()})
-    for column, values in zip(loop.kept, kept, strict=True):
+    for column, values in zip(loop.kept, results, strict=True):
         env.update(
             {number: values[layer] for layer, number in enumerate(column) if number in loop.read}
         )

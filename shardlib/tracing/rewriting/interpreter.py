@@ -73,10 +73,10 @@ def evaluate_program(program: Program, args: Sequence[Value], walk: Walk) -> lis
     env.update(zip(program.inputs, args, strict=True))
     runs = find_repeats(program) if walk.remat != "none" or walk.apart else ()
     last = last_reads(program) if runs else {}
-    at = 0
+    start = 0
     for run in runs:
         policy, count = walk.policy(program.equations[run.start].path, run.count)
-        evaluate_equations(program.equations[at : run.start], env, walk)
+        evaluate_equations(program.equations[start : run.start], env, walk)
         for repetition in range(run.count):
             _block(
                 program,
@@ -86,8 +86,8 @@ def evaluate_program(program: Program, args: Sequence[Value], walk: Walk) -> lis
                 env,
                 replace(walk, remat=policy if repetition < count else "none"),
             )
-        at = run.stop
-    evaluate_equations(program.equations[at:], env, walk)
+        start = run.stop
+    evaluate_equations(program.equations[start:], env, walk)
     return [env[number] for number in program.outputs]
 
 
@@ -104,11 +104,11 @@ def _block(
     if walk.remat == "none":
         evaluate_equations(equations, env, replace(walk, apart={}))
         return
-    made = {number for equation in equations for number in equation.outputs}
+    produced = {number for equation in equations for number in equation.outputs}
     read = sorted(
-        {n for equation in equations for n in equation.inputs} - made - program.constants.keys()
+        {n for equation in equations for n in equation.inputs} - produced - program.constants.keys()
     )
-    left = sorted(number for number in made if last.get(number, -1) >= first + length)
+    left = sorted(number for number in produced if last.get(number, -1) >= first + length)
 
     def block(*values: Any) -> list[Any]:
         inner = {**program.constants, **dict(zip(read, values, strict=True))}
@@ -125,11 +125,11 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], wal
     """Runs equations in order; `env` holds the values by number and gains the results."""
     done: Call | None = None
     ready: set[str] = set()
-    for at, equation in enumerate(equations):
+    for position, equation in enumerate(equations):
         if equation.path in ready:
             continue
         if equation.path in walk.together:
-            ready |= _together(walk.together[equation.path], equations[at:], env, walk)
+            ready |= _together(walk.together[equation.path], equations[position:], env, walk)
             continue
         call = equation.call
         if call is not None and call.path in walk.calls:
@@ -205,7 +205,11 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     policy, count = walk.policy(path, params["length"]) if repeated else ("none", 0)
     layer, offloaded = policy != "none", walk.offloaded and repeated
     inner = walk.layer() if layer else walk.as_written()
-    arrays = {at: array for at, array in walk.arrays.items() if at.startswith(f"{path}/body/")}
+    arrays = {
+        array_path: array
+        for array_path, array in walk.arrays.items()
+        if array_path.startswith(f"{path}/body/")
+    }
 
     def items(kind: str, values: Sequence[Any]) -> list[Any]:
         return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
@@ -233,7 +237,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         )
 
     options = {"in_pieces": bool(walk.together), "offloaded": offloaded}
-    kept = partial(rematerialised, remat=policy, prevent_cse=False, **options)
+    wrap = partial(rematerialised, remat=policy, prevent_cse=False, **options)
 
     init = tuple(
         strong(value, number)
@@ -245,16 +249,16 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     )
     sliced = tuple(arguments[constants + carried :]), arrays
     if layer and count < params["length"]:
-        rest = partial(kept, remat="none") if offloaded else keeping
+        wrap_others = partial(wrap, remat="none") if offloaded else keeping
         parts = [
-            Part(first=0, count=count, kept=kept),
-            Part(first=count, count=params["length"] - count, kept=rest),
+            Part(first=0, count=count, kept=wrap),
+            Part(first=count, count=params["length"] - count, kept=wrap_others),
         ]
         final, stacked = in_parts(
             parts[::-1] if params["reverse"] else parts, body, init, sliced, looped
         )
     else:
-        final, stacked = looped(kept(body), init, sliced, params["length"])
+        final, stacked = looped(wrap(body), init, sliced, params["length"])
     return [*items("final", final), *items("exit", stacked)]
 
 

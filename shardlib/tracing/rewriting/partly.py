@@ -77,24 +77,26 @@ def in_parts(
     for part in parts:
 
         def layer(carry: Any, sliced: tuple[Any, list[Any]]) -> Any:
-            number, own = sliced
+            number, slices = sliced
             read = [
                 (
-                    one
-                    if whole is None
+                    own_slice
+                    if stack is None
                     else _standing_for(
-                        one, jax.lax.dynamic_index_in_dim(whole, number, keepdims=False)
+                        own_slice, jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
                     )
                 )
-                for one, whole in zip(own, fixed, strict=True)
+                for own_slice, stack in zip(slices, fixed, strict=True)
             ]
             return body(carry, structure.unflatten(read))
 
-        own = [jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves]
+        part_slices = [
+            jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves
+        ]
         carry, results[part.first] = loop(
             part.kept(layer),
             carry,
-            (jnp.arange(part.first, part.first + part.count), own),
+            (jnp.arange(part.first, part.first + part.count), part_slices),
             part.count,
         )
     ordered = [results[first] for first in sorted(results)]
@@ -106,7 +108,7 @@ def _by_number(leaf: Any) -> bool:
 
 
 @jax.custom_vjp
-def _standing_for(own: jax.Array, read: jax.Array) -> jax.Array:
+def _standing_for(own_slice: jax.Array, read: jax.Array) -> jax.Array:
     """The array that was read, whose gradient is that of the slice: the slice itself is never
     looked at.
     """
@@ -114,6 +116,6 @@ def _standing_for(own: jax.Array, read: jax.Array) -> jax.Array:
 
 
 _standing_for.defvjp(
-    lambda own, read: (checkpoint_name(read, READ), None),
+    lambda values, read: (checkpoint_name(read, READ), None),
     lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)),
 )

@@ -18,20 +18,20 @@ def results_wanted(equations: Sequence[Equation], results: Iterable[int]) -> lis
     Returns:
         Numbers of results, one set for each equation; empty where it is not needed.
     """
-    reads, found = set(results), list[set[int]]()
+    reads, needed_results = set(results), list[set[int]]()
     for equation in reversed(equations):
-        asked = reads.intersection(equation.outputs)
-        found.append(asked)
-        if asked:
-            reads.update(_operands(equation, asked))
-    return found[::-1]
+        needed = reads.intersection(equation.outputs)
+        needed_results.append(needed)
+        if needed:
+            reads.update(_operands(equation, needed))
+    return needed_results[::-1]
 
 
-def _operands(equation: Equation, asked: set[int]) -> set[int]:
+def _operands(equation: Equation, results: set[int]) -> set[int]:
     """The operands that some results of an equation are made from."""
     if equation.name != "scan":
         return set(equation.inputs)
-    body, positions = body_of(equation), positions_of(equation, asked)
+    body, positions = body_of(equation), positions_of(equation, results)
     _, reads = closed(equation, body, positions)
     return {
         number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads
@@ -60,11 +60,11 @@ def _reads(program: Program, positions: Collection[int]) -> set[int]:
     """All values that some results of a program are made from, themselves included."""
     results = [program.outputs[k] for k in positions]
     reads = set(results)
-    for equation, asked in zip(
+    for equation, needed in zip(
         program.equations, results_wanted(program.equations, results), strict=True
     ):
-        if asked:
-            reads |= _operands(equation, asked)
+        if needed:
+            reads |= _operands(equation, needed)
     return reads
 
 

@@ -78,12 +78,12 @@ class Tokens:
     made: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        made = {
-            number: (at, k)
-            for at, numbers in enumerate(self.outputs)
+        producers = {
+            number: (position, k)
+            for position, numbers in enumerate(self.outputs)
             for k, number in enumerate(numbers)
         }
-        object.__setattr__(self, "made", made)
+        object.__setattr__(self, "made", producers)
 
 
 def find_repeats(program: Program) -> tuple[Run, ...]:
@@ -110,7 +110,7 @@ def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, in
     """(begin, period, tokens) of the longest stretch with matmuls for every period, best first."""
     kinds = np.asarray(tokens.kinds[start:stop])
     heavy = np.concatenate([[0], np.cumsum(tokens.heavy[start:stop])])
-    found: list[tuple[int, int, int, int]] = []
+    stretches: list[tuple[int, int, int, int]] = []
     for period in range(1, len(kinds) // 2 + 1):
         same = kinds[:-period] == kinds[period:]
         breaks = np.flatnonzero(~same)
@@ -121,8 +121,10 @@ def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, in
         if len(fits):
             best = fits[int(np.argmax(lengths[fits]))]
             length, begin = int(lengths[best]), int(begins[best])
-            found.append((-(length // period + 1) * period, period, begin + start, length + period))
-    return [(begin, period, length) for _, period, begin, length in sorted(found)]
+            stretches.append(
+                (-(length // period + 1) * period, period, begin + start, length + period)
+            )
+    return [(begin, period, length) for _, period, begin, length in sorted(stretches)]
 
 
 def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
@@ -148,14 +150,14 @@ def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray
     start.
     """
     last: dict[int, int] = {}
-    for at in range(begin, min(begin + 3 * period, len(tokens.inputs))):
-        for number in tokens.inputs[at]:
-            last[number] = at
+    for position in range(begin, min(begin + 3 * period, len(tokens.inputs))):
+        for number in tokens.inputs[position]:
+            last[number] = position
     change = np.zeros(2 * period + slack + 2)
-    for at in range(begin, min(begin + period + slack, len(tokens.outputs))):
-        for number in tokens.outputs[at]:
-            until = min(last.get(number, at), at + period)
-            change[at - begin + 1] += tokens.sizes[number]
+    for position in range(begin, min(begin + period + slack, len(tokens.outputs))):
+        for number in tokens.outputs[position]:
+            until = min(last.get(number, position), position + period)
+            change[position - begin + 1] += tokens.sizes[number]
             change[min(until - begin, 2 * period + slack) + 1] -= tokens.sizes[number]
     return np.cumsum(change)[period : period + slack + 1]
 
@@ -194,17 +196,17 @@ def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]
     `begin`.
     """
     wiring: list[Source] = []
-    for at in range(start, start + period):
-        for number in tokens.inputs[at]:
-            where, result = tokens.made.get(number, (-1, 0))
-            if where < begin:
+    for position in range(start, start + period):
+        for number in tokens.inputs[position]:
+            producer, result = tokens.made.get(number, (-1, 0))
+            if producer < begin:
                 wiring.append(("outside",))
-            elif where >= start:
-                wiring.append(("inside", where - start, result))
-            elif where >= start - period:
-                wiring.append(("previous", where - start + period, result))
+            elif producer >= start:
+                wiring.append(("inside", producer - start, result))
+            elif producer >= start - period:
+                wiring.append(("previous", producer - start + period, result))
             else:
-                wiring.append(("older", where))
+                wiring.append(("older", producer))
     return wiring
 
 
@@ -241,18 +243,18 @@ def _params(equation: Equation, texts: dict[int, str]) -> tuple[str, ...]:
     """The parameters as text: jaxprs print with canonical names, functions count by identity, save
     those of derivatives.
     """
-    found: list[str] = []
+    texts_of_params: list[str] = []
     for key, value in sorted(equation.params.items()):
         if hasattr(value, "eqns"):
             texts.setdefault(
                 id(value), f"{value} {[id(constant) for constant in getattr(value, 'consts', ())]}"
             )
-            found.append(f"{key}={texts[id(value)]}")
+            texts_of_params.append(f"{key}={texts[id(value)]}")
         elif not callable(value):
-            found.append(f"{key}={re.sub(' at 0x[0-9a-f]+', '', str(value))}")
+            texts_of_params.append(f"{key}={re.sub(' at 0x[0-9a-f]+', '', str(value))}")
         elif equation.name not in CUSTOM:
-            found.append(f"{key}={id(value)}")
-    return tuple(found)
+            texts_of_params.append(f"{key}={id(value)}")
+    return tuple(texts_of_params)
 
 
 def _bytes(aval: Aval) -> float:

@@ -137,39 +137,41 @@ def split(
         late: numbers of the results that can wait.
         at_hand: numbers of the inputs that the second part has as well.
     """
-    wanted = results_wanted(program.equations, early)
+    needed_early = results_wanted(program.equations, early)
     labels = dependence(
         program,
         [frozenset() if number in at_hand else frozenset({"gone"}) for number in program.inputs],
     )
     fresh = len(program.avals)
     first: dict[int, Equation | Loop] = {
-        at: equation for at, equation in enumerate(program.equations) if wanted[at]
+        position: equation
+        for position, equation in enumerate(program.equations)
+        if needed_early[position]
     }
     second: list[Equation | Loop] = []
     reads, passed = set(late), set[int]()
-    for at in reversed(range(len(program.equations))):
-        equation = program.equations[at]
-        asked = reads.intersection(equation.outputs)
-        made = asked.intersection(wanted[at])
-        if not asked:
+    for position in reversed(range(len(program.equations))):
+        equation = program.equations[position]
+        needed = reads.intersection(equation.outputs)
+        early_results = needed.intersection(needed_early[position])
+        if not needed:
             continue
-        if not wanted[at] or _again(equation, labels):
+        if not needed_early[position] or _again(equation, labels):
             second.append(equation)
             reads.update(equation.inputs)
-        elif equation.name == "scan" and asked != made:
-            loop = _loop(equation, wanted[at], asked - made, fresh)
+        elif equation.name == "scan" and needed != early_results:
+            loop = _loop(equation, needed_early[position], needed - early_results, fresh)
             fresh += len(loop.stacks)
-            first[at] = loop
+            first[position] = loop
             second.append(loop)
-            passed.update(made, loop.stacks)
+            passed.update(early_results, loop.stacks)
             reads.update(_late_operands(loop))
         else:
-            passed.update(asked)
+            passed.update(needed)
     passed |= {number for number in program.inputs if number in reads and number not in at_hand}
     return Split(
         program=program,
-        first=tuple(first[at] for at in sorted(first)),
+        first=tuple(first[position] for position in sorted(first)),
         second=tuple(reversed(second)),
         early=tuple(early),
         late=tuple(late),
@@ -267,9 +269,14 @@ def _scan(
     def step(
         carry: list[Any], sliced: tuple[list[Any], Sequence[Any]]
     ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-        held = dict(zip(carries, carry, strict=True))
+        carries_by_position = dict(zip(carries, carry, strict=True))
         outputs, beside = body(
-            [*operands[:constants], *(held.get(k) for k in range(carried)), *sliced[0]], *sliced[1]
+            [
+                *operands[:constants],
+                *(carries_by_position.get(k) for k in range(carried)),
+                *sliced[0],
+            ],
+            *sliced[1],
         )
         return outputs[: len(carries)], (outputs[len(carries) :], beside)
 

@@ -42,13 +42,13 @@ class Together:
     run: Callable[[Sequence[Sequence[Value]]], Sequence[Value]]
 
     def members(
-        self, equations: Sequence[Equation], known: Collection[int]
+        self, equations: Sequence[Equation], available: Collection[int]
     ) -> tuple[list[Equation], dict[str, Equation]]:
         """The equations themselves, and by path those that make what else they read.
 
         Args:
             equations: from the first of them on.
-            known: numbers of the values that are there.
+            available: numbers of the values that are there.
 
         Raises:
             TracingError: they do not stand in one program.
@@ -63,7 +63,7 @@ class Together:
         waiting = [number for member in members for number in member.inputs]
         while waiting:
             number = waiting.pop()
-            if number not in known and makers[number].path not in early:
+            if number not in available and makers[number].path not in early:
                 early[makers[number].path] = makers[number]
                 waiting += makers[number].inputs
         return members, early

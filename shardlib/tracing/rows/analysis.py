@@ -81,28 +81,32 @@ class Analysis:
         Raises:
             Unlike: the traces differ by more than shapes and numbers.
         """
-        one, two = programs
-        if [(e.path, e.name) for e in one.equations] != [(e.path, e.name) for e in two.equations]:
+        first_program, two = programs
+        if [(e.path, e.name) for e in first_program.equations] != [
+            (e.path, e.name) for e in two.equations
+        ]:
             raise Unlike
-        env = dict(zip(one.inputs, arguments, strict=True))
+        env = dict(zip(first_program.inputs, arguments, strict=True))
 
         def read(first: int, second: int) -> Kind:
-            if (first in one.constants) != (second in two.constants):
+            if (first in first_program.constants) != (second in two.constants):
                 raise Unlike
             return (
-                constant(one.constants[first], two.constants[second], self.sizes)
-                if first in one.constants
+                constant(first_program.constants[first], two.constants[second], self.sizes)
+                if first in first_program.constants
                 else env[first]
             )
 
-        done, asked = None, None
-        for e1, e2 in zip(one.equations, two.equations, strict=True):
+        done, examined = None, None
+        for e1, e2 in zip(first_program.equations, two.equations, strict=True):
             if e1.call is not None and e1.call is done:
                 continue
             declared = None
-            if e1.call is not None and e2.call is not None and e1.call is not asked:
-                declared, asked = (
-                    calls.declared(e1, e2, one, two, lambda pairs: [read(*pair) for pair in pairs]),
+            if e1.call is not None and e2.call is not None and e1.call is not examined:
+                declared, examined = (
+                    calls.declared(
+                        e1, e2, first_program, two, lambda pairs: [read(*pair) for pair in pairs]
+                    ),
                     e1.call,
                 )
             if declared is not None and e1.call is not None:
@@ -110,16 +114,16 @@ class Analysis:
                 done = e1.call
                 continue
             kinds = [read(*pair) for pair in zip(e1.inputs, e2.inputs, strict=True)]
-            found = self.equation(e1, e2, kinds, editable=editable)
-            env.update(zip(e1.outputs, found, strict=True))
-        return [read(*pair) for pair in zip(one.outputs, two.outputs, strict=True)]
+            results = self.equation(e1, e2, kinds, editable=editable)
+            env.update(zip(e1.outputs, results, strict=True))
+        return [read(*pair) for pair in zip(first_program.outputs, two.outputs, strict=True)]
 
     def equation(
-        self, one: Equation, two: Equation, kinds: list[Kind], *, editable: bool
+        self, first: Equation, two: Equation, kinds: list[Kind], *, editable: bool
     ) -> list[Kind]:
         """Kinds of the results of an equation."""
         step = Step(
-            one=one,
+            one=first,
             two=two,
             sizes=self.sizes,
             scales=self.scales if editable else None,
@@ -135,31 +139,41 @@ class Analysis:
                     kinds,
                 )
             ] * len(step.results)
-        if one.name in REMAT:
+        if first.name in REMAT:
             return self.run(self.inside(step, callee), kinds, editable=editable)
         if any(kind.descent.learned for kind in kinds):
             kinds = [
-                self._handed(step, at, kind, editable=editable) for at, kind in enumerate(kinds)
+                self._handed(step, index, kind, editable=editable)
+                for index, kind in enumerate(kinds)
             ]
             bad = next((kind for kind in kinds if kind.family == "mixed"), None)
             if bad is not None:
                 return [bad] * len(step.results)
-        found = self._results(step, kinds)
-        results = found if isinstance(found, list) else [found] * len(step.results)
+        results_or_kind = self._results(step, kinds)
+        results = (
+            results_or_kind
+            if isinstance(results_or_kind, list)
+            else [results_or_kind] * len(step.results)
+        )
         if editable:
             results = [
-                kind.with_(origin=(one.path, at)) if kind.beforehand else kind
-                for at, kind in enumerate(results)
+                kind.with_(origin=(first.path, index)) if kind.beforehand else kind
+                for index, kind in enumerate(results)
             ]
-        if one.name not in ("add", "add_any", "convert_element_type", "copy", *loops.LOOPS):
+        if first.name not in ("add", "add_any", "convert_element_type", "copy", *loops.LOOPS):
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
 
     def inside(self, step: Step, of: Callable[[Eqn], Jaxpr]) -> tuple[Program, Program]:
         """The programs inside of an equation."""
         first, second = (
-            flatten(of(one.eqn), f"{one.path}/", one.scope, within=(one.eqn, *one.within))
-            for one in (step.one, step.two)
+            flatten(
+                of(equation.eqn),
+                f"{equation.path}/",
+                equation.scope,
+                within=(equation.eqn, *equation.within),
+            )
+            for equation in (step.one, step.two)
         )
         return first, second
 
@@ -169,9 +183,12 @@ class Analysis:
         """The programs of a loop or branch."""
         first, second = (
             flatten(
-                jaxpr(one.params), f"{one.path}/{word}", one.scope, within=(one.eqn, *one.within)
+                jaxpr(equation.params),
+                f"{equation.path}/{word}",
+                equation.scope,
+                within=(equation.eqn, *equation.within),
             )
-            for one in (step.one, step.two)
+            for equation in (step.one, step.two)
         )
         return first, second
 
@@ -183,9 +200,9 @@ class Analysis:
             return linalg.linear_solve(self, step, kinds)
         if name in loops.LOOPS:
             return loops.LOOPS[name](self, step, kinds)
-        found = indexing.tagged(step, kinds)
-        if found is not None:
-            return found
+        tagged = indexing.tagged(step, kinds)
+        if tagged is not None:
+            return tagged
         if name in random.TABLE:
             return random.TABLE[name](step, kinds)
         if name not in indexing.LOOKUPS:
@@ -223,7 +240,8 @@ class Analysis:
         ):
             cause = next((kind.cause for kind in kinds if kind.cause), None)
             kinds = [
-                as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)
+                as_number(step.operands[index], kind, self.sizes)
+                for index, kind in enumerate(kinds)
             ]
             if any(kind.family == "data" for kind in kinds) or not any(
                 kind.family == "row" for kind in kinds
@@ -231,7 +249,7 @@ class Analysis:
                 return data(cause=cause)
         return self._by_rule(step, kinds)
 
-    def _handed(self, step: Step, at: int, kind: Kind, *, editable: bool) -> Kind:
+    def _handed(self, step: Step, index: int, kind: Kind, *, editable: bool) -> Kind:
         """An operand beside others that are learned."""
         if (
             not kind.beforehand
@@ -239,20 +257,24 @@ class Analysis:
             or kind.running
         ):
             return kind
-        number = as_number(step.operands[at], kind, self.sizes)
-        made = f": {kind.cause}" if kind.cause else ""
+        number = as_number(step.operands[index], kind, self.sizes)
+        reason = f": {kind.cause}" if kind.cause else ""
         if number.family == "data" or (
             number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
         ):
-            return mixed(f"what the whole batch says meets rows in another order{made}", step.where)
+            return mixed(
+                f"what the whole batch says meets rows in another order{reason}", step.where
+            )
         if self.apart:
             return mixed(
-                f"parts that know nothing of each other need the whole batch{made}", step.where
+                f"parts that know nothing of each other need the whole batch{reason}", step.where
             )
         if not editable or kind.origin is None:
-            return mixed(f"numbers of the whole batch are made inside of a loop{made}", step.where)
+            return mixed(
+                f"numbers of the whole batch are made inside of a loop{reason}", step.where
+            )
         place = number.place
-        self.handed[step.one.path, at] = Handed(
+        self.handed[step.one.path, index] = Handed(
             origin=kind.origin,
             dim=None if place is None else place.start,
             inner=1 if place is None else place.inner,

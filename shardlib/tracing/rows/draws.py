@@ -46,30 +46,30 @@ def by_position(dtype: Any) -> bool:
     return dtype == _threefry() and bool(getattr(jax.config, "jax_threefry_partitionable", True))
 
 
-def own_dims(one: Eqn, two: Eqn) -> list[int]:
+def own_dims(first_eqn: Eqn, two: Eqn) -> list[int]:
     """Dims of the drawn shape that the number of rows changes, in two traces of one draw."""
-    pairs = zip(one.params["shape"], two.params["shape"], strict=True)
+    pairs = zip(first_eqn.params["shape"], two.params["shape"], strict=True)
     return [dim for dim, (first, second) in enumerate(pairs) if first != second]
 
 
-def draw_of(one: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
+def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
     """The rows of a draw; None where they cannot be drawn by their positions.
 
     Args:
         one, two: a primitive of `SHAPED` in the two traces.
         sizes: rows in the two.
     """
-    keys: Any = (one.invars[0].aval, two.invars[0].aval)
-    dims = own_dims(one, two)
+    keys: Any = (first.invars[0].aval, two.invars[0].aval)
+    dims = own_dims(first, two)
     if len(dims) != 1 or keys[0].shape != keys[1].shape or not by_position(keys[0].dtype):
         return None
-    shapes = (one.params["shape"], two.params["shape"])
+    shapes = (first.params["shape"], two.params["shape"])
     inner = {divmod(shape[dims[0]], size) for shape, size in zip(shapes, sizes, strict=True)}
     quotient, remainder = next(iter(inner))
     return None if len(inner) > 1 or remainder else Draw(dim=dims[0], inner=quotient)
 
 
-def draws(one: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
+def draws(first_program: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
     """Every draw whose shape the number of rows changes, by its path, those of loops included; None
     for one whose rows cannot be drawn by their positions.
 
@@ -80,18 +80,20 @@ def draws(one: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw 
     Raises:
         Unlike: they are different programs.
     """
-    if [(e.path, e.name) for e in one.equations] != [(e.path, e.name) for e in two.equations]:
+    if [(e.path, e.name) for e in first_program.equations] != [
+        (e.path, e.name) for e in two.equations
+    ]:
         raise Unlike
-    found: dict[str, Draw | None] = {}
-    for first, second in zip(one.equations, two.equations, strict=True):
+    draw_by_path: dict[str, Draw | None] = {}
+    for first, second in zip(first_program.equations, two.equations, strict=True):
         if first.name in SHAPED:
             if own_dims(first.eqn, second.eqn):
-                found[first.path] = draw_of(first.eqn, second.eqn, sizes)
+                draw_by_path[first.path] = draw_of(first.eqn, second.eqn, sizes)
         else:
             for pair in zip(_inner(first), _inner(second), strict=True):
                 inside = draws(*pair, sizes)
-                found.update(dict.fromkeys(inside) if first.name in CUSTOM else inside)
-    return found
+                draw_by_path.update(dict.fromkeys(inside) if first.name in CUSTOM else inside)
+    return draw_by_path
 
 
 def _inner(equation: Equation) -> Iterator[Program]:

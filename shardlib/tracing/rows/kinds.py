@@ -70,7 +70,7 @@ class Descent:
 
 #: Names of the fields of `Descent`, which the makers of kinds below take as they take those of
 #: `Kind`.
-_DESCENT = frozenset(one.name for one in fields(Descent))
+_DESCENT = frozenset(name.name for name in fields(Descent))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +147,9 @@ class Kind:
 
     def with_(self, **changed: Trait) -> Kind:
         """The kind with some attributes changed, those of `Descent` included."""
-        own = {name: value for name, value in changed.items() if name in _DESCENT}
-        rest = {name: value for name, value in changed.items() if name not in _DESCENT}
-        return replace(self, descent=replace(self.descent, **own), **rest)
+        of_descent = {name: value for name, value in changed.items() if name in _DESCENT}
+        others = {name: value for name, value in changed.items() if name not in _DESCENT}
+        return replace(self, descent=replace(self.descent, **of_descent), **others)
 
 
 def free(**more: Trait) -> Kind:
@@ -177,17 +177,17 @@ def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
     return Kind(family="sum", power=power).with_(**more)
 
 
-def mixed(why: str, where: str) -> Kind:
+def mixed(why: str, location: str) -> Kind:
     """Rows that meet in what is learned.
 
     Args:
         why: what makes them meet, a clause.
-        where: the operation and the user's line.
+        location: the operation and the user's line.
     """
     return Kind(
         family="mixed",
         descent=Descent(learned=True),
-        cause=Cause(why=why, where=where),
+        cause=Cause(why=why, where=location),
     )
 
 
@@ -211,12 +211,12 @@ def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Frac
     Returns:
         The sum of the powers; None where one of them is None.
     """
-    found = Fraction(0)
+    power_sum = Fraction(0)
     for power, sign in zip(powers, signs or [1] * len(powers), strict=True):
         if power is None:
             return None
-        found += sign * power
-    return found
+        power_sum += sign * power
+    return power_sum
 
 
 def common(kinds: list[Kind]) -> dict[str, Trait]:

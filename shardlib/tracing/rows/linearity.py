@@ -33,20 +33,24 @@ class NotLinear(Exception):
     """The operation that is not linear."""
 
 
-def fault(program: Program, given: Sequence[int]) -> str:
+def fault(program: Program, positions: Sequence[int]) -> str:
     """What is not linear in some inputs of a program, by position; empty where all of it is.
 
     Args:
         program: what is looked at.
-        given: positions of inputs; the others are constants.
+        positions: positions of inputs; the others are constants.
     """
     try:
-        found = _run(
-            program, [LINEAR if at in given else CONSTANT for at in range(len(program.inputs))]
+        results = _run(
+            program,
+            [
+                LINEAR if position in positions else CONSTANT
+                for position in range(len(program.inputs))
+            ],
         )
     except NotLinear as error:
         return str(error)
-    return "a term that does not depend on it" if CONSTANT in found else ""
+    return "a term that does not depend on it" if CONSTANT in results else ""
 
 
 def _run(program: Program, arguments: Sequence[int]) -> list[int]:
@@ -59,16 +63,16 @@ def _run(program: Program, arguments: Sequence[int]) -> list[int]:
         zip(program.inputs, arguments, strict=True)
     )
     for equation in program.equations:
-        found = _results(equation, [values[number] for number in equation.inputs])
-        values.update(zip(equation.outputs, found, strict=True))
+        results = _results(equation, [values[number] for number in equation.inputs])
+        values.update(zip(equation.outputs, results, strict=True))
     return [values[number] for number in program.outputs]
 
 
 def _of(constant: Any) -> int:
-    known = not isinstance(constant, Tracer) and not jax.dtypes.issubdtype(
+    concrete = not isinstance(constant, Tracer) and not jax.dtypes.issubdtype(
         jax.numpy.result_type(constant), jax.dtypes.extended
     )
-    return ZERO if known and not np.any(constant) else CONSTANT
+    return ZERO if concrete and not np.any(constant) else CONSTANT
 
 
 def _results(equation: Equation, kinds: list[int]) -> list[int]:
@@ -123,7 +127,7 @@ def _joined(kinds: Sequence[int]) -> int:
 
 def _scan(equation: Equation, kinds: list[int]) -> list[int]:
     constants, carried = scan_counts(equation.params)
-    body, (first, rest) = (
+    body, (first, scanned) = (
         _inner(equation, equation.params["jaxpr"], "body/"),
         (
             kinds[:constants],
@@ -131,10 +135,10 @@ def _scan(equation: Equation, kinds: list[int]) -> list[int]:
         ),
     )
     carry = _settled(
-        lambda carry: _run(body, [*first, *carry, *rest])[:carried],
+        lambda carry: _run(body, [*first, *carry, *scanned])[:carried],
         kinds[constants : constants + carried],
     )
-    return [*carry, *_run(body, [*first, *carry, *rest])[carried:]]
+    return [*carry, *_run(body, [*first, *carry, *scanned])[carried:]]
 
 
 def _while(equation: Equation, kinds: list[int]) -> list[int]:
@@ -156,10 +160,10 @@ def _cond(equation: Equation, kinds: list[int]) -> list[int]:
     if kinds[0] == LINEAR:
         raise NotLinear("cond")
     branches = [
-        _run(_inner(equation, branch, f"branch{at}/"), kinds[1:])
-        for at, branch in enumerate(equation.params["branches"])
+        _run(_inner(equation, branch, f"branch{index}/"), kinds[1:])
+        for index, branch in enumerate(equation.params["branches"])
     ]
-    return [_joined(made) for made in zip(*branches, strict=True)]
+    return [_joined(kinds_of_result) for kinds_of_result in zip(*branches, strict=True)]
 
 
 def _same(kinds: Sequence[int]) -> bool:

@@ -40,12 +40,12 @@ class Inputs:
 
     def kinds(self, program: Program) -> list[Kind]:
         """The kinds of all inputs."""
-        found = [
+        batch_kinds = [
             free() if dim is None else row(Place(start=dim, stop=dim + 1), learned=self.apart)
             for dim in self.dims
         ]
-        assert len(program.inputs) == self.parameters + self.states + len(found)
-        return [free(learned=True)] * self.parameters + [free()] * self.states + found
+        assert len(program.inputs) == self.parameters + self.states + len(batch_kinds)
+        return [free(learned=True)] * self.parameters + [free()] * self.states + batch_kinds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,17 +92,18 @@ def prove(
     if rows < 2:
         return Proof(rows=_alike(Dependence(kind="mean"), names))
     fault: Dependence | None = None
-    for other in candidates(rows):
+    for other_rows in candidates(rows):
         try:
-            again = second(other)
+            again = second(other_rows)
         except Exception as error:  # what a user's loss raises for another batch can be anything
-            fault = fault or _fixed(error, f"{other} rows in place of {rows}")
+            fault = fault or _fixed(error, f"{other_rows} rows in place of {rows}")
             continue
         try:
-            return compare(first, again, inputs, names, (rows, other))
+            return compare(first, again, inputs, names, (rows, other_rows))
         except Unlike:
             fault = fault or Dependence(
-                kind="coupled", why=f"it computes other operations for {other} rows than for {rows}"
+                kind="coupled",
+                why=f"it computes other operations for {other_rows} rows than for {rows}",
             )
     assert fault is not None
     return Proof(rows=_alike(fault, names))
@@ -167,11 +168,13 @@ def compare(
     Raises:
         Unlike: they are different programs.
     """
-    one, two = flatten(first), flatten(second)
-    if len(one.inputs) != len(two.inputs) or len(one.outputs) != len(two.outputs):
+    first_program, two = flatten(first), flatten(second)
+    if len(first_program.inputs) != len(two.inputs) or len(first_program.outputs) != len(
+        two.outputs
+    ):
         raise Unlike
     analysis = Analysis(sizes=sizes, apart=inputs.apart)
-    kinds = analysis.run((one, two), inputs.kinds(one), editable=True)
+    kinds = analysis.run((first_program, two), inputs.kinds(first_program), editable=True)
     loss, metrics, states = (
         kinds[0],
         kinds[1 : 1 + len(names.metrics)],
@@ -180,17 +183,17 @@ def compare(
     unchanged = [
         before == after
         for before, after in zip(
-            one.inputs[inputs.parameters : inputs.parameters + inputs.states],
-            one.outputs[1 + len(names.metrics) :],
+            first_program.inputs[inputs.parameters : inputs.parameters + inputs.states],
+            first_program.outputs[1 + len(names.metrics) :],
             strict=True,
         )
     ]
-    found = Rows(
+    rows = Rows(
         loss=dependence(loss),
         metrics=tuple(
-            (name, _by_row(kind, one.avals[value], sizes[0]) or dependence(kind))
+            (name, _by_row(kind, first_program.avals[value], sizes[0]) or dependence(kind))
             for name, kind, value in zip(
-                names.metrics, metrics, one.outputs[1 : 1 + len(metrics)], strict=True
+                names.metrics, metrics, first_program.outputs[1 : 1 + len(metrics)], strict=True
             )
         ),
         state=tuple(
@@ -199,7 +202,7 @@ def compare(
             if not same
         ),
     )
-    return Proof(rows=found, kinds=tuple(kinds), analysis=analysis, programs=(one, two))
+    return Proof(rows=rows, kinds=tuple(kinds), analysis=analysis, programs=(first_program, two))
 
 
 def dependence(kind: Kind) -> Dependence:
@@ -261,8 +264,10 @@ def _of_state(kind: Kind) -> Dependence:
     return Dependence(kind="coupled", why=cause.why, where=cause.where)
 
 
-def _alike(one: Dependence, names: Names) -> Rows:
-    return Rows(loss=one, metrics=tuple((name, one) for name in names.metrics))
+def _alike(dependence_of_all: Dependence, names: Names) -> Rows:
+    return Rows(
+        loss=dependence_of_all, metrics=tuple((name, dependence_of_all) for name in names.metrics)
+    )
 
 
 def _fixed(error: Exception, what: str) -> Dependence:

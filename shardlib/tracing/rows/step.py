@@ -53,16 +53,16 @@ class Step:
     def operands(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each operand in the two traces."""
         return [
-            (tuple(one.aval.shape), tuple(two.aval.shape))
-            for one, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)
+            (tuple(first.aval.shape), tuple(two.aval.shape))
+            for first, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)
         ]
 
     @cached_property
     def results(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each result in the two traces."""
         return [
-            (tuple(one.aval.shape), tuple(two.aval.shape))
-            for one, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)
+            (tuple(first.aval.shape), tuple(two.aval.shape))
+            for first, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)
         ]
 
     def batch_dims(self, operand: int) -> list[int]:
@@ -105,7 +105,7 @@ class Step:
 
 def differing(shapes: tuple[Shape, Shape]) -> list[int]:
     """The dims in which two shapes of the same rank differ."""
-    return [dim for dim, (one, two) in enumerate(zip(*shapes, strict=True)) if one != two]
+    return [dim for dim, (size, two) in enumerate(zip(*shapes, strict=True)) if size != two]
 
 
 def line_of(equation: Equation) -> str:

@@ -42,7 +42,7 @@ def ragged_dot_general(call: Call) -> Description:
     numbers = call.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     ragged, groups = set(numbers.lhs_ragged_dimensions), set(numbers.rhs_group_dimensions)
-    lhs, rhs, *rest = call.operands
+    lhs, rhs, *group_shapes = call.operands
     factors = Factors()
     left: dict[int, Dim] = {}
     right: dict[int, Dim] = {}
@@ -65,7 +65,7 @@ def ragged_dot_general(call: Call) -> Description:
     )
     if len(result) < len(call.results[0]):  # a ragged contracting dim: the groups lead the result
         result = (factors.keep(call.results[0][0]), *result)
-    sizes = [tuple(factors.keep(size) for size in shape) for shape in rest]
+    sizes = [tuple(factors.keep(size) for size in shape) for shape in group_shapes]
     flops = 2 * elements(lhs) * math.prod(rhs[j] for j in rhs_free)
     return Description(
         factors.rule([_ordered(left), _ordered(right), *sizes], [result]), "matmul", flops

@@ -25,9 +25,9 @@ def matrices(call: Call) -> Description:
     """Each matrix or vector of the stack is worked on as a whole; about n^3 operations for an n x n
     matrix, n for a vector.
     """
-    shape, whole = call.operands[0], whole_dims(call.name, call.params)
-    stack = max(0, len(shape) - whole)
-    flops = elements(shape) * (shape[-1] if whole == 2 and call.name != "fft" else 1)
+    shape, whole_rank = call.operands[0], whole_dims(call.name, call.params)
+    stack = max(0, len(shape) - whole_rank)
+    flops = elements(shape) * (shape[-1] if whole_rank == 2 and call.name != "fft" else 1)
     factors = Factors()
     common: Dims = tuple(factors.parallel(size) for size in call.operands[0][:stack])
 

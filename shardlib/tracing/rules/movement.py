@@ -24,14 +24,14 @@ def broadcast_in_dim(call: Call) -> Description:
     copy.
     """
     operand, result = call.operands[0], call.results[0]
-    where = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
+    targets = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
     factors = Factors()
     dims: Dims = tuple(factors.parallel(size) for size in result)
     source: list[Dim] = [()] * len(operand)
-    for target, i in where.items():
+    for target, i in targets.items():
         source[i] = dims[target] if operand[i] == result[target] else ()
-    rest = [((),) * len(shape) for shape in call.operands[1:]]
-    return Description(factors.rule([tuple(source), *rest], [dims]), "movement")
+    size_operands = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([tuple(source), *size_operands], [dims]), "movement")
 
 
 def reshape(call: Call) -> Description:
@@ -45,8 +45,8 @@ def reshape(call: Call) -> Description:
         return Description(factors.rule(dims[:1], dims[1:]), "movement")
     factors = Factors()
     left, right = _common_factors(factors, operand, result)
-    rest = [((),) * len(shape) for shape in call.operands[1:]]
-    return Description(factors.rule([left, *rest], [right]), "movement")
+    size_operands = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([left, *size_operands], [right]), "movement")
 
 
 def _common_factors(factors: Factors, operand: Shape, result: Shape) -> tuple[Dims, Dims]:
@@ -80,12 +80,12 @@ def _misaligned(
     operand: Shape,
     result: Shape,
     dims: tuple[list[Dim], list[Dim]],
-    at: tuple[int, int, int, int],
+    progress: tuple[int, int, int, int],
 ) -> tuple[int, int, int, int]:
     """Keeps the rest of both dims whole, and further dims until the two sides have the same number
     of elements.
     """
-    i, j, left, right = at
+    i, j, left, right = progress
     dims[0][i] += factors.keep(left)
     dims[1][j] += factors.keep(right)
     while left != right:

@@ -58,10 +58,10 @@ def reverse(call: Call) -> Description:
     return _along(call, set(call.params["dimensions"]), "movement", 0.0)
 
 
-def _along(call: Call, whole: set[int], category: str, flops: float) -> Description:
+def _along(call: Call, unsplit: set[int], category: str, flops: float) -> Description:
     factors = Factors()
     dims: Dims = tuple(
-        factors.keep(size) if i in whole else factors.parallel(size)
+        factors.keep(size) if i in unsplit else factors.parallel(size)
         for i, size in enumerate(call.operands[0])
     )
     return Description(
@@ -124,9 +124,9 @@ def select_and_scatter_add(call: Call) -> Description:
     pairs = [_window(call, factors, i, shape[i], source[i]) for i in range(len(shape))]
     operand: Dims = tuple(inside for inside, _ in pairs)
     window = elements(tuple(call.params["window_dimensions"]))
-    rest = [((),) * len(s) for s in call.operands[2:]]
+    scalars = [((),) * len(s) for s in call.operands[2:]]
     return Description(
-        factors.rule([tuple(outside for _, outside in pairs), operand, *rest], [operand]),
+        factors.rule([tuple(outside for _, outside in pairs), operand, *scalars], [operand]),
         "scatter",
         elements(source) * window,
     )

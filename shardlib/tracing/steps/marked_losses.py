@@ -57,18 +57,18 @@ class FoundLoss:
     @property
     def trained(self) -> tuple[int, ...]:
         """Positions of the leaves whose gradients are asked for."""
-        return tuple(at for at, flag in enumerate(self.form.trained) if flag)
+        return tuple(position for position, flag in enumerate(self.form.trained) if flag)
 
     @property
     def frozen(self) -> tuple[int, ...]:
         """Positions of other leaves that are weights."""
-        known = {at for at, root in enumerate(self.roots) if root is not None}
-        return tuple(sorted(known - {*self.trained}))
+        rooted = {position for position, root in enumerate(self.roots) if root is not None}
+        return tuple(sorted(rooted - {*self.trained}))
 
     @property
     def others(self) -> tuple[int, ...]:
         """Positions of the leaves that are no weights."""
-        return tuple(at for at, root in enumerate(self.roots) if root is None)
+        return tuple(position for position, root in enumerate(self.roots) if root is None)
 
     @cached_property
     def rows(self) -> Mapping[int, int] | None:
@@ -77,18 +77,23 @@ class FoundLoss:
         """
         ratio = Fraction(2)
         try:
-            shapes = [one.shape for one in self._other(ratio).shapes]
-            pairs = zip([one.shape for one in self.form.shapes], shapes, strict=True)
+            shapes = [aval.shape for aval in self._other(ratio).shapes]
+            pairs = zip([aval.shape for aval in self.form.shapes], shapes, strict=True)
             grown = [
-                [at for at, (old, new) in enumerate(zip(one, two, strict=True)) if new != old]
-                for one, two in pairs
+                [
+                    dim
+                    for dim, (old, new) in enumerate(zip(traced_shape, two, strict=True))
+                    if new != old
+                ]
+                for traced_shape, two in pairs
             ]
         except Exception:  # whatever a user's step raises for another batch
             return None
         return {
-            at: dims[0]
-            for at, dims in enumerate(grown)
-            if dims and shapes[at][dims[0]] == ratio * self.form.shapes[at].shape[dims[0]]
+            position: dims[0]
+            for position, dims in enumerate(grown)
+            if dims
+            and shapes[position][dims[0]] == ratio * self.form.shapes[position].shape[dims[0]]
         }
 
     def function(self, leaves: Sequence[Value]) -> tuple[Value, Any]:
@@ -104,9 +109,9 @@ class FoundLoss:
             return self.form.function(leaves)
         shapes = [jnp.shape(leaf) for leaf in leaves]
         form = self.form
-        if shapes != [one.shape for one in form.shapes]:
+        if shapes != [aval.shape for aval in form.shapes]:
             form = self._other(self._ratio(shapes))
-        if shapes != [one.shape for one in form.shapes]:
+        if shapes != [aval.shape for aval in form.shapes]:
             raise TracingError(
                 f"the loss {form.name} closes over arrays whose sizes do not follow the rows of the"
                 " batch"
@@ -119,8 +124,8 @@ class FoundLoss:
         """How many times as many rows arrays have as those that were traced."""
         return next(
             Fraction(new, old)
-            for one, shape in zip(self.form.shapes, shapes, strict=True)
-            for old, new in zip(one.shape, shape, strict=True)
+            for aval, shape in zip(self.form.shapes, shapes, strict=True)
+            for old, new in zip(aval.shape, shape, strict=True)
             if old != new
         )
 
@@ -156,26 +161,26 @@ def found_losses(
         (call, values) for call, values in calls.values() if isinstance(call.form, MarkedLoss)
     ]
     numbers = {
-        value: at
-        for at, value in enumerate(graph.inputs[:state])
+        value: number
+        for number, value in enumerate(graph.inputs[:state])
         if "float" in graph.values[value].dtype
     }
     of_rows = {value for value, _ in rows}
     forms = list(dict.fromkeys(call.form for call, _ in marked))
-    found: list[FoundLoss] = []
+    losses: list[FoundLoss] = []
     for call, values in marked:
         form: MarkedLoss = call.form
         operands = values[form.constants :]
-        known = {value: at for value, at in numbers.items() if at in weights}
+        weight_numbers = {value: number for value, number in numbers.items() if number in weights}
         roots = [
-            _first(_root(graph, value, known), _root(graph, value, numbers))
+            _first(_root(graph, value, weight_numbers), _root(graph, value, numbers))
             if flag
             else None
             if value in of_rows
-            else _root(graph, value, known)
+            else _root(graph, value, weight_numbers)
             for value, flag in zip(operands, form.trained, strict=True)
         ]
-        found.append(
+        losses.append(
             FoundLoss(
                 call=call,
                 form=form,
@@ -186,11 +191,11 @@ def found_losses(
             )
         )
     rootless = [
-        f"{one.form.name}: {one.form.paths[at]}, {graph.values[one.operands[at]].dtype}"
-        f"{list(graph.values[one.operands[at]].shape)}"
-        for one in found
-        for at in one.trained
-        if one.roots[at] is None
+        f"{loss.form.name}: {loss.form.paths[leaf]}, {graph.values[loss.operands[leaf]].dtype}"
+        f"{list(graph.values[loss.operands[leaf]].shape)}"
+        for loss in losses
+        for leaf in loss.trained
+        if loss.roots[leaf] is None
     ]
     if rootless:
         raise_all(
@@ -200,11 +205,11 @@ def found_losses(
             rootless,
             hint="params from the state; or jax.value_and_grad, which marks nothing",
         )
-    return tuple(found)
+    return tuple(losses)
 
 
-def _first(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one
+def _first(preferred: int | None, fallback: int | None) -> int | None:
+    return fallback if preferred is None else preferred
 
 
 def _root(graph: Graph, value: int, state: Mapping[int, int]) -> int | None:
@@ -219,8 +224,8 @@ def _root(graph: Graph, value: int, state: Mapping[int, int]) -> int | None:
         op = makers.get(now)
         if op is None or op.category in _OTHERS:
             continue
-        for one in op.operands:
-            if one not in seen and graph.values[one].shape == shape:
-                seen.add(one)
-                waiting.append(one)
+        for operand in op.operands:
+            if operand not in seen and graph.values[operand].shape == shape:
+                seen.add(operand)
+                waiting.append(operand)
     return None

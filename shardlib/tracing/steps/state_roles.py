@@ -74,26 +74,33 @@ def state_roles(graph: Graph, count: int, batch: frozenset[tuple[int, int]]) -> 
     state = graph.inputs[:count]
     used = _used(graph, state, batch)
     floats = [
-        at
-        for at, value in enumerate(state)
+        number
+        for number, value in enumerate(state)
         if graph.values[value].shape and "float" in graph.values[value].dtype
     ]
-    weights = [at for at in floats if state[at] in used]
-    found = {at: _gradient(graph, state[at], graph.outputs[at]) for at in weights}
-    numbers = {state[at]: at for at in weights}
-    read = {
-        at: {numbers[value] for value in values if value in numbers} - {at}
-        for at, (_, values) in found.items()
+    weights = [number for number in floats if state[number] in used]
+    gradients = {
+        number: _gradient(graph, state[number], graph.outputs[number]) for number in weights
     }
-    followed = {at for at in weights for other in read[at] if at not in read[other]}
+    numbers = {state[number]: number for number in weights}
+    read = {
+        number: {numbers[value] for value in values if value in numbers} - {number}
+        for number, (_, values) in gradients.items()
+    }
+    followed = {
+        number
+        for number in weights
+        for other_number in read[number]
+        if number not in read[other_number]
+    }
     return StateRoles(
         weights=tuple(weights),
         gradients={
-            at: value
-            for at, (value, _) in found.items()
-            if value is not None and at not in followed
+            number: value
+            for number, (value, _) in gradients.items()
+            if value is not None and number not in followed
         },
-        followers=tuple(at for at in floats if state[at] not in used),
+        followers=tuple(number for number in floats if state[number] not in used),
     )
 
 
@@ -128,7 +135,7 @@ def _gradient(graph: Graph, weight: int, new: int) -> tuple[int | None, set[int]
         return None, set()
     size = math.prod(graph.values[weight].shape)
     producers = {value: op for op in graph.ops for value in op.results}
-    order = {value: at for at, op in enumerate(graph.ops) for value in op.results}
+    order = {value: position for position, op in enumerate(graph.ops) for value in op.results}
 
     def like(value: int) -> bool:
         return math.prod(graph.values[value].shape) == size
@@ -143,10 +150,10 @@ def _gradient(graph: Graph, weight: int, new: int) -> tuple[int | None, set[int]
         if op.category in _SOURCES or op.region != 0 or "/join/" in op.path:
             sources.add(value)
             continue
-        for one in op.operands:
-            if one not in seen and like(one):
-                seen.add(one)
-                waiting.append(one)
+        for operand in op.operands:
+            if operand not in seen and like(operand):
+                seen.add(operand)
+                waiting.append(operand)
     if not sources:
         return None, seen
     summed = set(sources)
@@ -159,7 +166,9 @@ def _gradient(graph: Graph, weight: int, new: int) -> tuple[int | None, set[int]
             summed.update(
                 value
                 for value in op.results
-                if value in seen and like(value) and any(one in summed for one in op.operands)
+                if value in seen
+                and like(value)
+                and any(operand in summed for operand in op.operands)
             )
     return max(summed, key=lambda value: order[value]), seen
 

@@ -45,11 +45,11 @@ def total_loss(
         unmarked: for weights by number, the values of the program that are gradients of them,
             taken outside of the losses.
     """
-    total = _Total(losses={one.call.path: one for one in losses}, weights=weights)
+    total = _Total(losses={loss.call.path: loss for loss in losses}, weights=weights)
     env = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
     value = total.run(program, env, frozenset((unmarked or {}).values()))
-    for at, number in (unmarked or {}).items():
-        value = value + _taken(weights[at], env[number])
+    for position, number in (unmarked or {}).items():
+        value = value + _taken(weights[position], env[number])
     return value
 
 
@@ -59,29 +59,30 @@ class _Total:
     weights: Mapping[int, Value]
 
     def run(
-        self, program: Program, env: dict[int, Any], wanted: frozenset[int] = frozenset()
+        self, program: Program, env: dict[int, Any], targets: frozenset[int] = frozenset()
     ) -> Any:
         """The sum of the losses of a program, whose inputs and constants are in `env`; computes
         what is wanted beside it.
         """
-        needed, inputs = self._needed(program, wanted), {*program.inputs}
-        found: list[Any] = []
+        needed, inputs = self._needed(program, targets), {*program.inputs}
+        values: list[Any] = []
         done: set[str] = set()
-        for at, equation in enumerate(program.equations):
+        for position, equation in enumerate(program.equations):
             loss = self._loss(equation)
             if loss is not None:
                 if loss.call.path not in done:
                     done.add(loss.call.path)
-                    found.append(self._value(loss, env, program))
+                    values.append(self._value(loss, env, program))
             elif self._around(equation):
-                found.append(self._inside(equation, env))
-            elif at in needed:
-                if wanted:  # no gradient is taken of a gradient
+                values.append(self._inside(equation, env))
+            elif position in needed:
+                if targets:  # no gradient is taken of a gradient
                     env.update(
-                        (one, _stopped(env[one])) for one in sorted({*equation.inputs} & inputs)
+                        (number, _stopped(env[number]))
+                        for number in sorted({*equation.inputs} & inputs)
                     )
                 evaluate_equations([equation], env, Walk())
-        return sum(found, start=jnp.zeros((), jnp.float32))
+        return sum(values, start=jnp.zeros((), jnp.float32))
 
     def _loss(self, equation: Equation) -> FoundLoss | None:
         return None if equation.call is None else self.losses.get(equation.call.path)
@@ -90,12 +91,12 @@ class _Total:
         """Whether a loss stands inside of a loop, a branch or the like."""
         return any(path.startswith(f"{equation.path}/") for path in self.losses)
 
-    def _needed(self, program: Program, wanted: frozenset[int]) -> set[int]:
+    def _needed(self, program: Program, targets: frozenset[int]) -> set[int]:
         """Positions of the equations that some loss needs, or what is wanted."""
-        numbers: set[int] = {*wanted}
-        found: set[int] = set()
-        for at in reversed(range(len(program.equations))):
-            equation = program.equations[at]
+        numbers: set[int] = {*targets}
+        positions: set[int] = set()
+        for position in reversed(range(len(program.equations))):
+            equation = program.equations[position]
             loss = self._loss(equation)
             if loss is not None:
                 first = loss.form.constants
@@ -107,9 +108,9 @@ class _Total:
             elif self._around(equation):
                 numbers |= {*equation.inputs}
             elif not numbers.isdisjoint(equation.outputs):
-                found.add(at)
+                positions.add(position)
                 numbers |= {*equation.inputs}
-        return found
+        return positions
 
     def _value(self, loss: FoundLoss, env: dict[int, Any], program: Program) -> Any:
         def taken(number: int) -> Any:  # what a loss is given and does not look at is not there
@@ -117,12 +118,14 @@ class _Total:
             return _zeros(program.avals[number]) if value is None else value
 
         first = loss.form.constants
-        given = [_stopped(taken(number)) for number in loss.call.inputs[:first]]
-        for at, (number, root) in enumerate(zip(loss.call.inputs[first:], loss.roots, strict=True)):
+        arguments = [_stopped(taken(number)) for number in loss.call.inputs[:first]]
+        for position, (number, root) in enumerate(
+            zip(loss.call.inputs[first:], loss.roots, strict=True)
+        ):
             value = taken(number) if root is None else self.weights[root]
-            given.append(value if at in loss.trained else _stopped(value))
-        value, *aux = loss.form.evaluated(given)
-        gradients = [given[first + at] for at in loss.trained]
+            arguments.append(value if position in loss.trained else _stopped(value))
+        value, *aux = loss.form.evaluated(arguments)
+        gradients = [arguments[first + position] for position in loss.trained]
         env.update(zip(loss.call.outputs, [value, *aux, *gradients], strict=True))
         return value.astype(jnp.float32)
 
@@ -152,23 +155,25 @@ class _Total:
 
     def _scan(self, equation: Equation, arguments: list[Any]) -> tuple[Any, list[Any]]:
         constants, carried = scan_counts(equation.params)
-        kept, sliced = arguments[: constants + carried], arguments[constants + carried :]
+        fixed, sliced = arguments[: constants + carried], arguments[constants + carried :]
         body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
 
         def one(_: None, items: list[Any]) -> tuple[None, Any]:
-            return None, self._body(body, [*kept, *items])[0]
+            return None, self._body(body, [*fixed, *items])[0]
 
         values = jax.lax.scan(one, None, sliced, length=equation.params["length"])[1]
         stacked = [_zeros(var.aval) for var in equation.eqn.outvars[carried:]]
-        return values.sum(), [*kept[constants:], *stacked]
+        return values.sum(), [*fixed[constants:], *stacked]
 
     def _cond(self, equation: Equation, arguments: list[Any]) -> tuple[Any, list[Any]]:
         value, results = jnp.zeros((), jnp.float32), list[Any]()
-        for at, branch in enumerate(equation.params["branches"]):
-            path = f"{equation.path}/branch{at}/"
-            if any(one.startswith(path) for one in self.losses):
-                found, results = self._body(flatten(branch, path, equation.scope), arguments[1:])
-                value = value + found
+        for index, branch in enumerate(equation.params["branches"]):
+            path = f"{equation.path}/branch{index}/"
+            if any(loss_path.startswith(path) for loss_path in self.losses):
+                branch_value, results = self._body(
+                    flatten(branch, path, equation.scope), arguments[1:]
+                )
+                value = value + branch_value
         return value, results
 
 
@@ -182,8 +187,8 @@ def _known(weight: Any, gradient: Any) -> tuple[Any, Any]:
     return jnp.zeros((), jnp.float32), gradient.reshape(weight.shape).astype(weight.dtype)
 
 
-def _as_known(kept: Any, _: Any) -> tuple[Any, None]:
-    return kept, None
+def _as_known(carry: Any, _: Any) -> tuple[Any, None]:
+    return carry, None
 
 
 _taken.defvjp(_known, _as_known)

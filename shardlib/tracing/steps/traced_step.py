@@ -92,8 +92,8 @@ class TracedStep:
         """Numbers of the arrays of the state that its marked losses train."""
         return frozenset(
             root
-            for one in self.losses
-            for root in (one.roots[at] for at in one.trained)
+            for loss in self.losses
+            for root in (loss.roots[position] for position in loss.trained)
             if root is not None
         )
 
@@ -146,8 +146,8 @@ def trace_step(
     _requiresame_form(shapes[0], new)
     program = flatten(closed)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
-    found = translated(program, inputs)
-    graph, calls = found.graph, found.calls
+    translation = translated(program, inputs)
+    graph, calls = translation.graph, translation.calls
     rows = _rows(graph, len(paths), described)
     graph = tied_parts(graph, rows)
     roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
@@ -160,7 +160,7 @@ def trace_step(
         _rows(graph, len(paths), described),
         _again(step, shapes, described),
     )
-    unmarked = unmarked_gradients(program, found.values, roles.gradients, losses, len(paths))
+    unmarked = unmarked_gradients(program, translation.values, roles.gradients, losses, len(paths))
     named, findings = of_state(shapes[0], axes, stacks, roles.weights)
     return TracedStep(
         name=name,
@@ -179,7 +179,7 @@ def trace_step(
         others=frozenset(
             call.form.kind for call, _ in calls.values() if not isinstance(call.form, MarkedLoss)
         ),
-        layouts=found.layouts,
+        layouts=translation.layouts,
     )
 
 
@@ -190,10 +190,10 @@ def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
     Args:
         leaf: of a state or a batch.
     """
-    found = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
-    typed_key = jax.dtypes.issubdtype(found.dtype, jax.dtypes.extended)
-    dtype = found.dtype if typed_key else jax.dtypes.canonicalize_dtype(found.dtype)
-    return jax.ShapeDtypeStruct(found.shape, dtype)
+    array = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
+    typed_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    dtype = array.dtype if typed_key else jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, dtype)
 
 
 def _traced(
@@ -251,24 +251,24 @@ def _is_pair(state: Tree, out: Any, name: str) -> bool:
     return False
 
 
-def same_form(one: Tree, other: Tree) -> bool:
+def same_form(first: Tree, second: Tree) -> bool:
     """Whether two trees have the same form, shapes and dtypes; functions may be made anew.
 
     Args:
-        one: tree of abstract arrays.
-        other: the same.
+        first: tree of abstract arrays.
+        second: the same.
     """
-    same = not static_difference(jax.tree.structure(one), jax.tree.structure(other))
+    same = not static_difference(jax.tree.structure(first), jax.tree.structure(second))
     return same and all(
         (a.shape, a.dtype) == (b.shape, b.dtype)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     )
 
 
 def _requiresame_form(before: Tree, after: Tree) -> None:
     difference = static_difference(jax.tree.structure(before), jax.tree.structure(after))
     if difference:
-        was, now = ([path_text(path) for path, _ in _with_paths(one)] for one in (before, after))
+        was, now = ([path_text(path) for path, _ in _with_paths(tree)] for tree in (before, after))
         failures = [f"{path}: gone after a step" for path in was if path not in now]
         failures += [f"{path}: new after a step" for path in now if path not in was]
         raise_all(
@@ -289,8 +289,8 @@ def _requiresame_form(before: Tree, after: Tree) -> None:
 
 def _rows(graph: Graph, count: int, described: tuple[Described, ...]) -> frozenset[tuple[int, int]]:
     """(value, dim) of dims that some operations tie to the rows of the batch."""
-    given = zip(graph.inputs[count:], described, strict=True)
-    return rows_of(graph, [(value, axes) for value, (_, _, _, axes) in given])
+    inputs = zip(graph.inputs[count:], described, strict=True)
+    return rows_of(graph, [(value, axes) for value, (_, _, _, axes) in inputs])
 
 
 def _problem(
@@ -303,40 +303,44 @@ def _problem(
     mapped: Sequence[str],
 ) -> Problem:
     count = len(paths)
-    kind = {at: "parameter" if at in roles.gradients else "frozen" for at in roles.weights}
+    kind = {
+        number: "parameter" if number in roles.gradients else "frozen" for number in roles.weights
+    }
     values = list(graph.values)
-    for at, role in kind.items():
-        values[graph.inputs[at]] = replace(values[graph.inputs[at]], role=role)
+    for number, role in kind.items():
+        values[graph.inputs[number]] = replace(values[graph.inputs[number]], role=role)
     findings = (*graph.findings, *mapped_finding(mapped))
-    whole = replace(graph, values=tuple(values), findings=findings)
-    trained = [at for at in roles.weights if at in roles.gradients]
-    gradients = tuple(roles.gradients[at] for at in trained)
-    step = prune(replace(whole, outputs=(*graph.outputs[count:], *gradients)))
+    full_graph = replace(graph, values=tuple(values), findings=findings)
+    trained = [number for number in roles.weights if number in roles.gradients]
+    gradients = tuple(roles.gradients[number] for number in trained)
+    step = prune(replace(full_graph, outputs=(*graph.outputs[count:], *gradients)))
     check(step)
-    kept = _bytes_kept(whole, roles)
+    bytes_per_element = _bytes_kept(full_graph, roles)
     parameters = tuple(
         Parameter(
-            path=paths[at],
-            shape=whole.values[whole.inputs[at]].shape,
-            dtype=whole.values[whole.inputs[at]].dtype,
-            axes=axes.get(paths[at], (None,) * len(whole.values[whole.inputs[at]].shape)),
-            state_bytes_per_element=kept.get(at, 0.0),
-            state_arrays=round(kept.get(at, 0.0) / 4),
-            role="trained" if at in roles.gradients else "frozen",
+            path=paths[number],
+            shape=full_graph.values[full_graph.inputs[number]].shape,
+            dtype=full_graph.values[full_graph.inputs[number]].dtype,
+            axes=axes.get(
+                paths[number], (None,) * len(full_graph.values[full_graph.inputs[number]].shape)
+            ),
+            state_bytes_per_element=bytes_per_element.get(number, 0.0),
+            state_arrays=round(bytes_per_element.get(number, 0.0) / 4),
+            role="trained" if number in roles.gradients else "frozen",
         )
-        for at in roles.weights
+        for number in roles.weights
     )
     inputs = tuple(InputDim(paths=(graph.values[value].path,)) for value in graph.inputs)
     return Problem(
         model=name,
-        forward=whole,
+        forward=full_graph,
         steps={"none": StepGraph(graph=step, inputs=inputs, gradients=gradients)},
         parameters=parameters,
         batch=described,
         state_bytes=sum(
-            whole.values[whole.inputs[at]].bytes
-            for at in range(count)
-            if at not in kind and at not in roles.followers
+            full_graph.values[full_graph.inputs[number]].bytes
+            for number in range(count)
+            if number not in kind and number not in roles.followers
         ),
         tokens=tokens_of(described),
         compute_dtype=_compute_dtype(step),
@@ -348,21 +352,24 @@ def _bytes_kept(graph: Graph, roles: StateRoles) -> Mapping[int, float]:
     evenly among the weights of that shape; the rest is spread over all.
     """
     shapes: dict[tuple[int, ...], list[int]] = {}
-    for at in roles.gradients:
-        shapes.setdefault(graph.values[graph.inputs[at]].shape, []).append(at)
-    kept: dict[int, float] = dict.fromkeys(roles.gradients, 0.0)
-    rest = 0.0
+    for number in roles.gradients:
+        shapes.setdefault(graph.values[graph.inputs[number]].shape, []).append(number)
+    bytes_per_element: dict[int, float] = dict.fromkeys(roles.gradients, 0.0)
+    remaining = 0.0
     for follower in roles.followers:
         value = graph.values[graph.inputs[follower]]
         alike = shapes.get(value.shape, [])
-        for at in alike:
-            kept[at] += value.itemsize / len(alike)
-        rest += 0.0 if alike else value.bytes
+        for number in alike:
+            bytes_per_element[number] += value.itemsize / len(alike)
+        remaining += 0.0 if alike else value.bytes
     elements = sum(
-        graph.values[graph.inputs[at]].bytes / graph.values[graph.inputs[at]].itemsize
-        for at in kept
+        graph.values[graph.inputs[number]].bytes / graph.values[graph.inputs[number]].itemsize
+        for number in bytes_per_element
     )
-    return {at: each + (rest / elements if elements else 0.0) for at, each in kept.items()}
+    return {
+        number: each + (remaining / elements if elements else 0.0)
+        for number, each in bytes_per_element.items()
+    }
 
 
 def _compute_dtype(graph: Graph) -> str:

@@ -18,25 +18,28 @@ Read = Callable[[list[tuple[int, int]]], list[Kind]]
 
 
 def declared(
-    one: Equation, two: Equation, first: Program, second: Program, read: Read
+    first_equation: Equation, two: Equation, first: Program, second: Program, read: Read
 ) -> list[Kind] | None:
     """Kinds of the results of a call, by what the function says of itself; None where it says
     nothing, or not of such operands.
 
     Args:
-        one: an equation of the call, in the first trace.
+        first_equation: an equation of the call, in the first trace.
         two: the same in the second.
         first: the program around it, in the first trace.
         second: the same in the second.
         read: gives kinds of values, by their numbers in the two traces.
     """
-    assert one.call is not None and two.call is not None
-    form, pairs = one.call.form, list(zip(one.call.inputs, two.call.inputs, strict=True))
+    assert first_equation.call is not None and two.call is not None
+    form, pairs = (
+        first_equation.call.form,
+        list(zip(first_equation.call.inputs, two.call.inputs, strict=True)),
+    )
     if isinstance(form, WeightedMeanForm):
         kinds = read(pairs)
         why = _no_sums(kinds)
         return (
-            [mixed(why, f"shardlib.WeightedMean at {line_of(one)}")]
+            [mixed(why, f"shardlib.WeightedMean at {line_of(first_equation)}")]
             if why
             else [total(weighted=True, vouched=True, **_of(kinds))]
         )
@@ -61,8 +64,8 @@ def _no_sums(kinds: list[Kind]) -> str:
     for name, kind in zip(("total", "weight"), kinds, strict=True):
         if kind.cause is not None and kind.cause.why == NOT_LINEAR:
             return f"the {name} is no sum over rows, but {kind.cause}"
-    found = [_growth(kind) for kind in kinds]
-    if None not in found and found[0] != found[1]:
+    growths = [_growth(kind) for kind in kinds]
+    if None not in growths and growths[0] != growths[1]:
         return (
             "the total and the weight do not grow alike with the number of rows: one of them is no"
             " sum over them"
@@ -84,15 +87,15 @@ def _of(kinds: list[Kind]) -> dict[str, Any]:
 def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] | None:
     """Tokens that visit experts without being dropped do so one by one, whoever else does."""
     tokens, parameters = kinds[:3], kinds[3:]
-    found = [kind for kind in tokens if kind.family == "row"]
+    row_kinds = [kind for kind in tokens if kind.family == "row"]
     if (
-        not found
-        or len({kind.rows for kind in found}) > 1
+        not row_kinds
+        or len({kind.rows for kind in row_kinds}) > 1
         or any(kind.power != 0 for kind in kinds)
         or any(kind.family != "free" for kind in parameters)
     ):
         return None
-    place = found[0].rows
+    place = row_kinds[0].rows
     if (
         any(kind.family not in ("free", "row") for kind in tokens)
         or place.stop >= len(shapes[0][0])

@@ -44,17 +44,17 @@ _UNIFORM = frozenset(
 _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 
-def constant(one: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
+def constant(left: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
     """A literal or a captured array, as it is in the two traces.
 
     Args:
-        one: in the first trace.
+        left: in the first trace.
         two: in the second.
         sizes: rows in the two.
     """
-    if _opaque(one) or _opaque(two):
+    if _opaque(left) or _opaque(two):
         return free()
-    first, second = np.asarray(one), np.asarray(two)
+    first, second = np.asarray(left), np.asarray(two)
     if (
         first.dtype.kind not in "fiubc"
         and first.dtype.name not in ("bfloat16",)
@@ -134,8 +134,8 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
         return _joined(step, kinds)
     power, batch = (
         result_power(step, kinds),
-        any(step.batch_dims(at) for at in range(len(kinds)))
-        or any(step.result_dims(at) for at in range(len(step.results))),
+        any(step.batch_dims(index) for index in range(len(kinds)))
+        or any(step.result_dims(index) for index in range(len(step.results))),
     )
     if batch and name not in _UNIFORM and not _along_others(step):
         return step.mixed("positions in the batch", kinds)
@@ -184,9 +184,9 @@ def _reshaped(step: Step, kinds: list[Kind]) -> Kind:
         ]
         if inner[0] == inner[1] == int(inner[0]):
             place = Place(start=dim, stop=dim + 1, inner=int(inner[0]))
-            found = regrouped_alike(place, step)
-            if found is not None:
-                return row(found, power=kind.power, **more)
+            regrouped = regrouped_alike(place, step)
+            if regrouped is not None:
+                return row(regrouped, power=kind.power, **more)
     return step.mixed("rows are regrouped in a way that depends on their number", kinds)
 
 
@@ -196,7 +196,7 @@ def _joined(step: Step, kinds: list[Kind]) -> Kind:
     more, zero = common(kinds), all(kind.zero for kind in kinds)
     if step.name == "concatenate":
         along = step.params["dimension"] in {
-            dim for at in range(len(kinds)) for dim in step.batch_dims(at)
+            dim for index in range(len(kinds)) for dim in step.batch_dims(index)
         }
     else:
         along = any(

@@ -30,13 +30,13 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     if len(inner[0].inputs) != len(kinds):
         return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
     beneath = walk.beneath()
-    found = beneath.run(inner, kinds, editable=False)
+    kinds_inside = beneath.run(inner, kinds, editable=False)
     if (
         walk.derivatives_are_judged
         or not any(kind.descent.learned for kind in kinds)
-        or any(kind.family == "mixed" for kind in found)
+        or any(kind.family == "mixed" for kind in kinds_inside)
     ):
-        return found
+        return kinds_inside
     rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
     key = (
         step.name,
@@ -46,9 +46,9 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
         tuple(map(str, step.operands)),
     )
     if key not in walk.judged:
-        walk.judged[key] = _fault(beneath, step, kinds, found)
+        walk.judged[key] = _fault(beneath, step, kinds, kinds_inside)
     why = walk.judged[key]
-    return [step.mixed(why, kinds)] * len(found) if why else found
+    return [step.mixed(why, kinds)] * len(kinds_inside) if why else kinds_inside
 
 
 def _told_apart(rule: Any) -> Any:
@@ -60,22 +60,24 @@ def _told_apart(rule: Any) -> Any:
     return rule
 
 
-def _fault(walk: Walk, step: Step, kinds: list[Kind], found: list[Kind]) -> str:
+def _fault(walk: Walk, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
     """What is wrong with the derivative; empty where nothing is."""
     moving = [
-        at
-        for at, variable in enumerate(step.one.eqn.invars)
+        index
+        for index, variable in enumerate(step.one.eqn.invars)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
     leaving = [
-        at
-        for at, variable in enumerate(step.one.eqn.outvars)
+        index
+        for index, variable in enumerate(step.one.eqn.outvars)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
     if not moving or not leaving:
         return ""
     try:
-        first, second = (flatten(_pulled(one, moving, leaving)) for one in (step.one, step.two))
+        first, second = (
+            flatten(_pulled(equation, moving, leaving)) for equation in (step.one, step.two)
+        )
     except (TracingError, TypeError, ValueError) as error:
         return f"its derivative cannot be taken alone ({type(error).__name__})"
     bent = (
@@ -89,19 +91,26 @@ def _fault(walk: Walk, step: Step, kinds: list[Kind], found: list[Kind]) -> str:
     if not any(kind.family == "row" for kind in kinds):
         return ""
     powers = {
-        kind.power for at, kind in enumerate(found) if at in leaving and kind.family == "sum"
+        kind.power
+        for index, kind in enumerate(kinds_inside)
+        if index in leaving and kind.family == "sum"
     } or {Fraction(0)}
     if len(powers) > 1:
         return "its results are sums that the number of rows scales differently"
     (power,) = powers
     cotangents = [
-        row(found[at].rows, learned=True) if found[at].family == "row" else free(learned=True)
-        for at in leaving
+        row(kinds_inside[index].rows, learned=True)
+        if kinds_inside[index].family == "row"
+        else free(learned=True)
+        for index in leaving
     ]
     gradients = walk.run((first, second), [*kinds, *cotangents], editable=False)
-    for at, gradient in zip(moving, gradients, strict=True):
+    for index, gradient in zip(moving, gradients, strict=True):
         if not _allowed(
-            kinds[at], gradient, power, summed=any(found[k].family == "sum" for k in leaving)
+            kinds[index],
+            gradient,
+            power,
+            summed=any(kinds_inside[k].family == "sum" for k in leaving),
         ):
             return (
                 "its derivative, which was written by hand, mixes"
@@ -127,18 +136,18 @@ def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: b
     )
 
 
-def _pulled(one: Equation, moving: list[int], leaving: list[int]) -> Any:
+def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
     """The jaxpr of (operands, cotangents) -> gradients of the operands."""
 
     def gradients(operands: list[Any], cotangents: list[Any]) -> list[Any]:
         def run(*values: Any) -> list[Any]:
-            given = list(operands)
-            for at, value in zip(moving, values, strict=True):
-                given[at] = value
-            made = bind(one, given)
-            return [made[at] for at in leaving]
+            arguments = list(operands)
+            for index, value in zip(moving, values, strict=True):
+                arguments[index] = value
+            outputs = bind(equation, arguments)
+            return [outputs[index] for index in leaving]
 
-        _, pull = jax.vjp(run, *(operands[at] for at in moving))
+        _, pull = jax.vjp(run, *(operands[index] for index in moving))
         return list(pull(cotangents))
 
     def abstract(variables: Any) -> list[jax.ShapeDtypeStruct]:
@@ -147,5 +156,5 @@ def _pulled(one: Equation, moving: list[int], leaving: list[int]) -> Any:
         ]
 
     return jax.make_jaxpr(gradients)(
-        abstract(one.eqn.invars), abstract([one.eqn.outvars[at] for at in leaving])
+        abstract(equation.eqn.invars), abstract([equation.eqn.outvars[index] for index in leaving])
     )

@@ -26,19 +26,19 @@ def elementwise(step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
         return list(kinds)
     if step.name in COPIES and len(kinds) > 1:
         return step.mixed("nothing is known about its rows", kinds)
-    found = [kind for kind in kinds if kind.family == "row"]
+    row_kinds = [kind for kind in kinds if kind.family == "row"]
     sums = [kind for kind in kinds if kind.family == "sum"]
-    if found and sums:
+    if row_kinds and sums:
         return (
             _running(step, kinds)
             if any(kind.running for kind in sums)
             else step.mixed("a row meets a sum over rows", kinds)
         )
-    return _rows(step, kinds, found) if found else _sums(step, kinds, sums)
+    return _rows(step, kinds, row_kinds) if row_kinds else _sums(step, kinds, sums)
 
 
-def _rows(step: Step, kinds: list[Kind], found: list[Kind]) -> Kind:
-    places = {kind.rows for kind in found}
+def _rows(step: Step, kinds: list[Kind], row_kinds: list[Kind]) -> Kind:
+    places = {kind.rows for kind in row_kinds}
     if len(places) > 1:
         return step.mixed("rows meet other rows", kinds)
     (place,) = places
@@ -110,22 +110,24 @@ def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
         kinds: of its operands.
         positions: of the operands that are the terms.
     """
-    terms = [(at, kinds[at]) for at in positions if not kinds[at].zero]
+    terms = [(index, kinds[index]) for index in positions if not kinds[index].zero]
     more = common(kinds)
     powers = {kind.power for _, kind in terms if kind.family == "sum"}
-    rest = {kind.power for _, kind in terms if kind.family == "free"}
-    if None in powers or None in rest:
+    free_powers = {kind.power for _, kind in terms if kind.family == "free"}
+    if None in powers or None in free_powers:
         return step.mixed("the number of rows goes into a term", kinds)
-    if len(powers) <= 1 and (not rest or (rest == {Fraction(0)} and powers == {Fraction(-1)})):
+    if len(powers) <= 1 and (
+        not free_powers or (free_powers == {Fraction(0)} and powers == {Fraction(-1)})
+    ):
         return total(power=next(iter(powers), Fraction(0)), **more)
     if not more["learned"] or step.scales is None:
         return step.mixed(
             "terms that the number of rows scales differently are added up in a loop", kinds
         )
-    for at, kind in terms:
+    for index, kind in terms:
         exponent = (kind.power or Fraction(0)) + (1 if kind.family == "sum" else 0)
         if exponent:
-            step.scales[step.one.path, at] = exponent
+            step.scales[step.one.path, index] = exponent
     return total(power=Fraction(-1), **{**more, "scaled": True})
 
 

@@ -58,8 +58,10 @@ def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
 
 def _components(step: Step, kinds: list[Kind]) -> Kind | None:
     """Positions beside other components of an index."""
-    rest = [kind for kind in kinds if kind.tag != "positions"]
-    batch = {tuple(step.batch_dims(at)) for at, kind in enumerate(kinds) if kind.tag == "positions"}
+    others = [kind for kind in kinds if kind.tag != "positions"]
+    batch = {
+        tuple(step.batch_dims(index)) for index, kind in enumerate(kinds) if kind.tag == "positions"
+    }
     if len(batch) != 1 or len(dims := batch.pop()) != 1 or step.params["dimension"] in dims:
         return None
     place = Place(start=dims[0], stop=dims[0] + 1)
@@ -68,10 +70,10 @@ def _components(step: Step, kinds: list[Kind]) -> Kind | None:
             kind.family == "free"
             or (kind.family == "row" and kind.place == place and not kind.descent.weighted)
         )
-        for kind in rest
+        for kind in others
     ):
         return None
-    return row(place, tag=tuple(kind.tag for kind in kinds), **common(rest))
+    return row(place, tag=tuple(kind.tag for kind in kinds), **common(others))
 
 
 def gather(step: Step, kinds: list[Kind]) -> Kind:
@@ -88,15 +90,15 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
             else step.mixed("a row looks up a sum over rows", kinds)
         )
     if source.family == "free":
-        found = (
+        moved_rows = (
             moved(index, lambda dim: places[dim] if dim < len(places) else None)
             if index.family == "row" and not positional(index) and _alongside(step, index)
             else None
         )
         return (
             step.mixed("rows are looked up by position", kinds)
-            if found is None or not set(step.result_dims()) <= set(found.rows.dims)
-            else row(found.rows, power=source.power, **more)
+            if moved_rows is None or not set(step.result_dims()) <= set(moved_rows.rows.dims)
+            else row(moved_rows.rows, power=source.power, **more)
         )
     if source.family != "row":
         return step.mixed("rows are looked up by position", kinds)
@@ -234,20 +236,22 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
         at for at in range(len(step.operands[2][0])) if at not in numbers.update_window_dims
     ]
 
-    def at(kind: Kind, wanted: int) -> bool:
+    def at(kind: Kind, row_dim: int) -> bool:
         return kind.family == "free" or (
-            kind.family == "row" and not positional(kind) and list(kind.rows.dims) == [wanted]
+            kind.family == "row" and not positional(kind) and list(kind.rows.dims) == [row_dim]
         )
 
     if dim in batching:
-        where = numbers.scatter_indices_batching_dims[batching.index(dim)]
+        batching_dim = numbers.scatter_indices_batching_dims[batching.index(dim)]
         return (
-            dim if at(target, dim) and at(index, where) and at(updates, scattered[where]) else None
+            dim
+            if at(target, dim) and at(index, batching_dim) and at(updates, scattered[batching_dim])
+            else None
         )
     window = [
-        one
-        for one in range(len(step.operands[0][0]))
-        if one not in (*numbers.inserted_window_dims, *batching)
+        axis
+        for axis in range(len(step.operands[0][0]))
+        if axis not in (*numbers.inserted_window_dims, *batching)
     ]
     to = dict(zip(window, numbers.update_window_dims, strict=True))
     if dim in to and index.family == "free":
@@ -261,13 +265,13 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
     if dim in numbers.inserted_window_dims and dim in numbers.scatter_dims_to_operand_dims:
         rows = Place(start=dim, stop=dim + 1)
         along = step.batch_dims(1)
-        own = (
+        in_place = (
             _by_position(step, index, list(numbers.scatter_dims_to_operand_dims), rows)
             and len(along) == 1
             and at(updates, scattered[along[0]])
             and at(target, dim)
         )
-        return dim if own else None
+        return dim if in_place else None
     return None
 
 

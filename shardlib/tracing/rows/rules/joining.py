@@ -16,13 +16,17 @@ def slice_(step: Step, kinds: list[Kind]) -> Kind:
     if kind.family == "sum":
         return kind
     place, (before, after) = kind.rows, (step.operands[0], step.results[0])
-    if all(before[at][dim] == after[at][dim] for at in (0, 1) for dim in place.dims):
+    if all(before[trace][dim] == after[trace][dim] for trace in (0, 1) for dim in place.dims):
         return kind
     if len(place.dims) == 1 and not place.scans and step.params["strides"] is None:
         (dim,) = place.dims
         bounds = [
-            (one.params["start_indices"][dim], one.params["limit_indices"][dim], size * place.inner)
-            for one, size in ((step.one, step.sizes[0]), (step.two, step.sizes[1]))
+            (
+                equation.params["start_indices"][dim],
+                equation.params["limit_indices"][dim],
+                size * place.inner,
+            )
+            for equation, size in ((step.one, step.sizes[0]), (step.two, step.sizes[1]))
         ]
         if (
             all(low % unit == 0 and high % unit == 0 for low, high, unit in bounds)
@@ -38,30 +42,32 @@ def split(step: Step, kinds: list[Kind]) -> Kind:
     if kind.family == "sum" or dim not in kind.rows.dims:
         return kind
     unit = [size * kind.rows.inner for size in step.sizes]
-    whole = all(shapes[at][dim] % unit[at] == 0 for shapes in step.results for at in (0, 1))
+    undivided = all(
+        shapes[trace][dim] % unit[trace] == 0 for shapes in step.results for trace in (0, 1)
+    )
     return (
         kind
-        if len(kind.rows.dims) == 1 and not kind.rows.scans and whole
+        if len(kind.rows.dims) == 1 and not kind.rows.scans and undivided
         else step.mixed("rows are picked by their position", kinds)
     )
 
 
 def concatenate(step: Step, kinds: list[Kind]) -> Kind:
     """Arrays, one after the other along one dim."""
-    dim, found = step.params["dimension"], [kind for kind in kinds if kind.family == "row"]
-    if not found:
+    dim, row_kinds = step.params["dimension"], [kind for kind in kinds if kind.family == "row"]
+    if not row_kinds:
         return joined(step, kinds, list(range(len(kinds))))
     powers = {kind.power for kind in kinds if not kind.zero}
     if (
-        len({kind.rows for kind in found}) > 1
+        len({kind.rows for kind in row_kinds}) > 1
         or any(kind.family == "sum" for kind in kinds)
         or len(powers) > 1
     ):
         return step.mixed("rows of two orders are joined", kinds)
-    place = found[0].rows
-    if any(not set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds))):
+    place = row_kinds[0].rows
+    if any(not set(step.batch_dims(index)) <= set(place.dims) for index in range(len(kinds))):
         return step.mixed("rows meet other rows", kinds)
-    result = row(place, power=next(iter(powers), found[0].power), **common(kinds))
+    result = row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
     if dim not in place.dims:
         uniform = len(place.dims) == 1 or all(kind.family == "row" or kind.splat for kind in kinds)
         return (
@@ -69,7 +75,7 @@ def concatenate(step: Step, kinds: list[Kind]) -> Kind:
             if uniform
             else step.mixed("rows are weighted by their position in the batch", kinds)
         )
-    if len(place.dims) == 1 and len(found) == len(kinds) and not place.scans:
+    if len(place.dims) == 1 and len(row_kinds) == len(kinds) and not place.scans:
         return result
     return step.mixed("rows are joined with others that are none", kinds)
 
@@ -84,21 +90,21 @@ def unstack(step: Step, kinds: list[Kind]) -> Kind:
 
 def stack(step: Step, kinds: list[Kind]) -> Kind:
     """Arrays side by side along a dim of their own."""
-    axis, found = step.params["axis"], [kind for kind in kinds if kind.family == "row"]
-    if not found:
+    axis, row_kinds = step.params["axis"], [kind for kind in kinds if kind.family == "row"]
+    if not row_kinds:
         return joined(step, kinds, list(range(len(kinds))))
-    place, powers = found[0].rows, {kind.power for kind in kinds if not kind.zero}
+    place, powers = row_kinds[0].rows, {kind.power for kind in kinds if not kind.zero}
     splat = len(place.dims) <= 1 or all(kind.family == "row" or kind.splat for kind in kinds)
-    aligned = all(set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds)))
+    aligned = all(set(step.batch_dims(index)) <= set(place.dims) for index in range(len(kinds)))
     if (
-        len({kind.rows for kind in found}) > 1
+        len({kind.rows for kind in row_kinds}) > 1
         or any(kind.family == "sum" for kind in kinds)
         or len(powers) > 1
         or not splat
         or not aligned
     ):
         return step.mixed("rows of two orders are joined", kinds)
-    result = row(place, power=next(iter(powers), found[0].power), **common(kinds))
+    result = row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
     return kept(step, kinds, moved(result, lambda dim: dim + (dim >= axis)))
 
 
@@ -121,16 +127,16 @@ def pad(step: Step, kinds: list[Kind]) -> Kind:
 def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
     """A part of each dim, at a position that the program computes."""
     kind = kinds[0]
-    if any(one.family != "free" or one.power != 0 for one in kinds[1:]):
+    if any(position.family != "free" or position.power != 0 for position in kinds[1:]):
         return step.mixed("a position that depends on rows", kinds)
-    whole = kind.family == "sum" or all(
-        step.operands[0][at][dim] == step.results[0][at][dim]
-        for at in (0, 1)
+    complete = kind.family == "sum" or all(
+        step.operands[0][trace][dim] == step.results[0][trace][dim]
+        for trace in (0, 1)
         for dim in kind.rows.dims
     )
     return (
         kind.with_(**_shared(kinds))
-        if whole
+        if complete
         else step.mixed("rows are picked by their position", kinds)
     )
 
@@ -143,11 +149,11 @@ def _shared(kinds: list[Kind]) -> dict[str, bool]:
 
 def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
     """A part is written into an array."""
-    found = [kind for kind in kinds[:2] if kind.family == "row"]
+    row_kinds = [kind for kind in kinds[:2] if kind.family == "row"]
     powers = {kind.power for kind in kinds[:2] if not kind.zero}
     if (
-        not found
-        or len({kind.rows for kind in found}) > 1
+        not row_kinds
+        or len({kind.rows for kind in row_kinds}) > 1
         or any(
             kind.family != "free"
             for kind in (*kinds[2:], *(k for k in kinds[:2] if k.family != "row"))
@@ -155,14 +161,14 @@ def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
         or len(powers) > 1
     ):
         return step.mixed("rows are written by their position", kinds)
-    place = found[0].rows
+    place = row_kinds[0].rows
     same = all(
-        step.operands[0][at][dim] == step.operands[1][at][dim]
-        for at in (0, 1)
+        step.operands[0][trace][dim] == step.operands[1][trace][dim]
+        for trace in (0, 1)
         for dim in place.dims
     )
     return (
-        row(place, power=next(iter(powers), found[0].power), **common(kinds))
+        row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
         if same and len(place.dims) <= 1
         else step.mixed("rows are written by their position", kinds)
     )

@@ -46,28 +46,28 @@ def linear_solve(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """A solver and the product that it inverts, by which it is differentiated."""
     lengths = step.params["const_lengths"]
     product, transposed, solver, _ = (
-        kinds[sum(lengths[:at]) : sum(lengths[: at + 1])] for at in range(4)
+        kinds[sum(lengths[:index]) : sum(lengths[: index + 1])] for index in range(4)
     )
-    given = kinds[sum(lengths) :]
-    found = walk.run(
+    right_sides = kinds[sum(lengths) :]
+    solutions = walk.run(
         walk.inside_of(step, lambda params: params["jaxprs"].solve, "solve/"),
-        [*solver, *given],
+        [*solver, *right_sides],
         editable=False,
     )
     for name, constants in (("matvec", product), ("vecmat", transposed)):
         if step.params["jaxprs"]._asdict()[name] is None:
             continue
-        made = walk.run(
+        products = walk.run(
             walk.inside_of(
                 step, lambda params, name=name: getattr(params["jaxprs"], name), f"{name}/"
             ),
-            [*constants, *found],
+            [*constants, *solutions],
             editable=False,
         )
-        coupled = next((kind for kind in made if kind.family == "mixed"), None)
+        coupled = next((kind for kind in products if kind.family == "mixed"), None)
         if coupled is not None:
-            return [coupled] * len(found)
-    return found
+            return [coupled] * len(solutions)
+    return solutions
 
 
 TABLE: Mapping[str, Rule] = dict.fromkeys(

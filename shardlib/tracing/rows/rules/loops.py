@@ -22,20 +22,21 @@ def scan(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     scanned = kinds[constants + carried :]
     over = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
     items = [
-        _item(step, constants + carried + at, kind, over=over) for at, kind in enumerate(scanned)
+        _item(step, constants + carried + index, kind, over=over)
+        for index, kind in enumerate(scanned)
     ]
     carry = [_entering(kind, over=over) for kind in kinds[constants : constants + carried]]
     if over:
-        kept = body[0].inputs[constants : constants + carried]
+        entering = body[0].inputs[constants : constants + carried]
         carry = [
             _by_position(step, kind) if before != after else kind
-            for kind, before, after in zip(carry, kept, body[0].outputs, strict=False)
+            for kind, before, after in zip(carry, entering, body[0].outputs, strict=False)
         ]
     for _ in range(_ROUNDS):
-        found = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
+        results = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
         after = [
-            _after(step, before, made, over=over)
-            for before, made in zip(carry, found, strict=False)
+            _after(step, before, result, over=over)
+            for before, result in zip(carry, results, strict=False)
         ]
         if after == carry:
             break
@@ -43,13 +44,13 @@ def scan(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     else:
         return [
             step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
-        ] * len(found)
+        ] * len(results)
     return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [
-        _stacked(step, kind, over=over) for kind in found[carried:]
+        _stacked(step, kind, over=over) for kind in results[carried:]
     ]
 
 
-def _item(step: Step, at: int, kind: Kind, *, over: bool) -> Kind:
+def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
     """A slice of what is scanned over."""
     kind = replace(kind, value=None, tag=None)
     if kind.family == "row":
@@ -66,9 +67,9 @@ def _item(step: Step, at: int, kind: Kind, *, over: bool) -> Kind:
                 scans=(*place.scans, (step.one.path, place.stop, place.inner)),
             )
         )
-    if kind.family == "data" and 0 in step.batch_dims(at):
+    if kind.family == "data" and 0 in step.batch_dims(index):
         return kind
-    uniform = kind.splat or kind.zero or 0 in step.batch_dims(at)
+    uniform = kind.splat or kind.zero or 0 in step.batch_dims(index)
     if over and kind.family == "free" and not uniform:
         return step.mixed("rows are weighted by their position in the batch", [kind])
     return kind
@@ -93,11 +94,11 @@ def _by_position(step: Step, kind: Kind) -> Kind:
     return kind
 
 
-def _after(step: Step, before: Kind, made: Kind, *, over: bool) -> Kind:
+def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
     """What is carried into the next turn."""
-    if over and made.family == "sum" and not made.running:
-        return step.mixed("a loop over rows carries what is no sum over them", [made])
-    joined = meet(step, before, made)
+    if over and result.family == "sum" and not result.running:
+        return step.mixed("a loop over rows carries what is no sum over them", [result])
+    joined = meet(step, before, result)
     if (
         over
         and joined.family in ("free", "row")
@@ -133,36 +134,38 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
     return replace(kind, value=None, tag=None, running=False)
 
 
-def meet(step: Step, one: Kind, two: Kind) -> Kind:
+def meet(step: Step, first: Kind, two: Kind) -> Kind:
     """A value that is one or the other."""
-    if one == two:
-        return one
-    kinds = [one, two]
+    if first == two:
+        return first
+    kinds = [first, two]
     mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
     if mixed is not None:
         return mixed
-    learned = one.descent.learned or two.descent.learned
-    power = one.power if one.power == two.power or two.zero else two.power if one.zero else None
+    learned = first.descent.learned or two.descent.learned
+    power = (
+        first.power if first.power == two.power or two.zero else two.power if first.zero else None
+    )
     more = {
         "learned": learned,
-        "weighted": one.descent.weighted or two.descent.weighted,
-        "scaled": one.descent.scaled or two.descent.scaled,
-        "notes": one.descent.notes | two.descent.notes,
-        "zero": one.zero and two.zero,
+        "weighted": first.descent.weighted or two.descent.weighted,
+        "scaled": first.descent.scaled or two.descent.scaled,
+        "notes": first.descent.notes | two.descent.notes,
+        "zero": first.zero and two.zero,
     }
-    families = {one.family, two.family}
+    families = {first.family, two.family}
     if power is None and families != {"data"}:
         return step.mixed("the number of rows goes into it differently", kinds)
     if families == {"free"}:
-        return free(power=power, splat=one.splat and two.splat, **more)
-    if families == {"row"} and one.place == two.place:
-        return row(one.rows, power=power, **more)
+        return free(power=power, splat=first.splat and two.splat, **more)
+    if families == {"row"} and first.place == two.place:
+        return row(first.rows, power=power, **more)
     if families == {"free", "row"}:
-        return row((one if one.family == "row" else two).rows, power=power, **more)
+        return row((first if first.family == "row" else two).rows, power=power, **more)
     if families <= {"free", "sum"}:
-        rest = next((kind for kind in kinds if kind.family == "free"), None)
-        if rest is None or rest.zero or power == Fraction(-1):
-            return total(power=power, running=one.running or two.running, **more)
+        constant = next((kind for kind in kinds if kind.family == "free"), None)
+        if constant is None or constant.zero or power == Fraction(-1):
+            return total(power=power, running=first.running or two.running, **more)
     return step.mixed("a loop or branch gives rows, or sums over them, by turns", kinds)
 
 
@@ -173,10 +176,10 @@ def while_(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     test = walk.inside_of(step, lambda params: params["cond_jaxpr"], "cond/")
     state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
     for _ in range(_ROUNDS):
-        found = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
+        results = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
         after = [
-            replace(meet(step, before, made), value=None, tag=None)
-            for before, made in zip(state, found, strict=True)
+            replace(meet(step, before, result), value=None, tag=None)
+            for before, result in zip(state, results, strict=True)
         ]
         if after == state:
             break
@@ -198,11 +201,11 @@ def cond(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
         branch = walk.inside_of(
             step, lambda params, number=number: params["branches"][number], f"branch{number}/"
         )
-        found = walk.run(branch, kinds[1:], editable=False)
+        branch_results = walk.run(branch, kinds[1:], editable=False)
         results = (
-            found
+            branch_results
             if results is None
-            else [meet(step, *pair) for pair in zip(results, found, strict=True)]
+            else [meet(step, *pair) for pair in zip(results, branch_results, strict=True)]
         )
     chosen = kinds[0]
     if chosen.family == "free" and chosen.power == 0:

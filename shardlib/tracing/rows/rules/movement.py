@@ -11,31 +11,31 @@ from shardlib.tracing.rows.rules.elementwise import NOT_LINEAR, Rule
 from shardlib.tracing.rows.step import Shape, Step
 
 
-def moved(kind: Kind, where: Callable[[int], int | None]) -> Kind | None:
+def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
     """A kind whose dim d is dim where(d) of the result; None where the rows do not stay together,
     in their order.
 
     Args:
         kind: of the operand.
-        where: dim of the operand -> dim of the result, None where the dim is gone.
+        target_dim: dim of the operand -> dim of the result, None where the dim is gone.
     """
     if kind.family != "row" or not kind.rows.dims:
         return kind
-    new = [where(dim) for dim in kind.rows.dims]
+    new = [target_dim(dim) for dim in kind.rows.dims]
     if new[0] is None or new != list(range(new[0], new[0] + len(new))):
         return None
     return kind.with_(place=replace(kind.rows, start=new[0], stop=new[0] + len(new)), tag=None)
 
 
-def kept(step: Step, kinds: list[Kind], found: Kind | None) -> Kind:
+def kept(step: Step, kinds: list[Kind], result: Kind | None) -> Kind:
     """A kind, or "mixed" where there is none since the rows lost their order.
 
     Args:
         step: the operation.
         kinds: of its operands.
-        found: kind of its result.
+        result: kind of its result.
     """
-    return step.mixed("the order of the rows is lost", kinds) if found is None else found
+    return step.mixed("the order of the rows is lost", kinds) if result is None else result
 
 
 def _of_sum(step: Step, kinds: list[Kind]) -> Kind:
@@ -52,16 +52,16 @@ def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
     kind, dims = kinds[0], step.params["broadcast_dimensions"]
     if kind.family == "sum":
         return _of_sum(step, kinds)
-    found = moved(kind, lambda dim: dims[dim])
-    if found is not None and not set(step.result_dims()) <= set(found.rows.dims):
+    result = moved(kind, lambda dim: dims[dim])
+    if result is not None and not set(step.result_dims()) <= set(result.rows.dims):
         return step.mixed("rows meet other rows", kinds)
     if (
-        found is not None
-        and len(found.rows.dims)
+        result is not None
+        and len(result.rows.dims)
         and any(step.operands[0][0][dim] != step.results[0][0][dims[dim]] for dim in kind.rows.dims)
     ):
         return step.mixed("the order of the rows is lost", kinds)
-    return kept(step, kinds, found)
+    return kept(step, kinds, result)
 
 
 def transpose(step: Step, kinds: list[Kind]) -> Kind:
@@ -92,11 +92,11 @@ def reshape(step: Step, kinds: list[Kind]) -> Kind:
         return kind.with_(place=replace(place, start=0, stop=0))
     if place.scans:
         return _in_scan(step, kinds)
-    found = regrouped_alike(place, step)
+    regrouped_place = regrouped_alike(place, step)
     return (
         step.mixed("rows are regrouped in a way that depends on their number", kinds)
-        if found is None
-        else kind.with_(place=found, tag=None)
+        if regrouped_place is None
+        else kind.with_(place=regrouped_place, tag=None)
     )
 
 
@@ -104,14 +104,14 @@ def regrouped_alike(place: Place, step: Step) -> Place | None:
     """Where rows are after a reshape, for both numbers of rows; None where they are elsewhere, or
     nowhere. Of a single row any dim of size 1 could be the one: there the other trace says which.
     """
-    found = [
-        regrouped(place, step.operands[0][at], step.results[0][at], size)
-        for at, size in enumerate(step.sizes)
+    places = [
+        regrouped(place, step.operands[0][trace], step.results[0][trace], size)
+        for trace, size in enumerate(step.sizes)
     ]
     many = step.sizes.index(max(step.sizes))
-    if found[0] == found[1] or step.sizes[1 - many] != 1:
-        return found[0] if found[0] == found[1] else None
-    new, (before, after) = found[many], (step.operands[0][1 - many], step.results[0][1 - many])
+    if places[0] == places[1] or step.sizes[1 - many] != 1:
+        return places[0] if places[0] == places[1] else None
+    new, (before, after) = places[many], (step.operands[0][1 - many], step.results[0][1 - many])
     if new is None:
         return None
     repeats = (
@@ -179,16 +179,16 @@ def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
 
 def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
     """Decompositions and solutions of matrices, which the last two dims hold."""
-    found = [kind for kind in kinds if kind.family == "row"]
+    row_kinds = [kind for kind in kinds if kind.family == "row"]
     if (
-        len({kind.rows for kind in found}) != 1
+        len({kind.rows for kind in row_kinds}) != 1
         or any(kind.family == "sum" for kind in kinds)
         or any(kind.power != 0 for kind in kinds)
     ):
         return step.mixed(NOT_LINEAR, kinds)
-    place = found[0].rows
+    place = row_kinds[0].rows
     within = all(place.stop <= len(shapes[0]) - 2 for shapes in step.operands) and all(
-        set(step.result_dims(at)) <= set(place.dims) for at in range(len(step.results))
+        set(step.result_dims(index)) <= set(place.dims) for index in range(len(step.results))
     )
     return (
         row(place, **common(kinds))
@@ -206,19 +206,21 @@ def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
     """
 
     def rule(step: Step, kinds: list[Kind]) -> Kind:
-        found = [kind for kind in kinds if kind.family == "row"]
-        if not found and linear and len(kinds) == 1:
+        row_kinds = [kind for kind in kinds if kind.family == "row"]
+        if not row_kinds and linear and len(kinds) == 1:
             return kinds[0]
-        if len({kind.rows for kind in found}) != 1 or any(kind.family == "sum" for kind in kinds):
+        if len({kind.rows for kind in row_kinds}) != 1 or any(
+            kind.family == "sum" for kind in kinds
+        ):
             return step.mixed(NOT_LINEAR, kinds)
-        place, powers = found[0].rows, {kind.power for kind in kinds if not kind.zero}
+        place, powers = row_kinds[0].rows, {kind.power for kind in kinds if not kind.zero}
         if any(dim in place.dims for dim in dims_of(step)):
             return step.mixed("rows are mixed along the batch", kinds)
-        if powers != {found[0].power} or (not linear and powers != {0}):
+        if powers != {row_kinds[0].power} or (not linear and powers != {0}):
             return step.mixed("the number of rows goes into what is made of each row", kinds)
-        if any(not set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds))):
+        if any(not set(step.batch_dims(index)) <= set(place.dims) for index in range(len(kinds))):
             return step.mixed("rows meet other rows", kinds)
-        return row(place, power=found[0].power, **common(kinds))
+        return row(place, power=row_kinds[0].power, **common(kinds))
 
     return rule
 

@@ -24,7 +24,7 @@ def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> 
     """
     if pair is None:
         return Fraction(0)
-    one, two = (
+    first, two = (
         (
             complex(np.asarray(number).item())
             if np.iscomplexobj(number)
@@ -32,20 +32,20 @@ def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> 
         )
         for number in pair
     )
-    if one == two or (one != one and two != two):
+    if first == two or (first != first and two != two):
         return Fraction(0)
     if (
-        isinstance(one, complex)
+        isinstance(first, complex)
         or isinstance(two, complex)
-        or one == 0
+        or first == 0
         or two == 0
-        or one * two < 0
-        or not (math.isfinite(one) and math.isfinite(two))
+        or first * two < 0
+        or not (math.isfinite(first) and math.isfinite(two))
     ):
         return None
-    found = math.log(one / two) / math.log(sizes[0] / sizes[1])
-    near = Fraction(found).limit_denominator(4)
-    return near if abs(float(near) - found) < 1e-5 else None
+    power = math.log(first / two) / math.log(sizes[0] / sizes[1])
+    near = Fraction(power).limit_denominator(4)
+    return near if abs(float(near) - power) < 1e-5 else None
 
 
 def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
@@ -62,17 +62,17 @@ def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
         pair = tuple(np.asarray(number).astype(dtype) for number in kinds[0].value or ())
     elif step.name == "div" and np.issubdtype(dtype, np.floating):
         pair = tuple(
-            (np.asarray(one / other).astype(dtype) if other else np.asarray(np.nan, dtype))
-            for one, other in zip(kinds[0].value or (), kinds[1].value or (), strict=True)
+            (np.asarray(dividend / divisor).astype(dtype) if divisor else np.asarray(np.nan, dtype))
+            for dividend, divisor in zip(kinds[0].value or (), kinds[1].value or (), strict=True)
         )
     elif step.name in _NUMBERS:
         extra = (step.params["y"],) if step.name == "integer_pow" else ()
         with np.errstate(all="ignore"):
             pair = tuple(
                 np.asarray(
-                    _NUMBERS[step.name](*((kind.value or ())[at] for kind in kinds), *extra)
+                    _NUMBERS[step.name](*((kind.value or ())[trace] for kind in kinds), *extra)
                 ).astype(dtype)
-                for at in (0, 1)
+                for trace in (0, 1)
             )
     else:
         return None

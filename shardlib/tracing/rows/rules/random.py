@@ -15,10 +15,10 @@ _TOGETHER = "random numbers of all rows are drawn together"
 def shaped(step: Step, kinds: list[Kind]) -> Kind:
     """An array drawn from each key: what is drawn for a position of the batch is that row's."""
     (keys,), dims, rank = kinds, step.result_dims(), len(step.operands[0][0])
-    own, more = own_dims(step.one.eqn, step.two.eqn), common(kinds)
-    if keys.family == "free" and not own:
+    drawn_dims, more = own_dims(step.one.eqn, step.two.eqn), common(kinds)
+    if keys.family == "free" and not drawn_dims:
         return free(**more)
-    if keys.family == "row" and not own:
+    if keys.family == "row" and not drawn_dims:
         exact = by_position(step.one.eqn.invars[0].aval.dtype) and set(dims) <= set(keys.rows.dims)
         return row(keys.rows, **more) if exact else step.mixed(_TOGETHER, kinds)
     draw = draw_of(step.one.eqn, step.two.eqn, step.sizes) if keys.family == "free" else None

@@ -39,21 +39,21 @@ def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:
     if axes & set(place.dims):
         return step.mixed(why, kinds)
     left = [dim for dim in range(len(step.operands[0][0])) if dim not in axes]
-    found = moved(kinds[0], lambda dim: left.index(dim))
-    assert found is not None
-    return found
+    result = moved(kinds[0], lambda dim: left.index(dim))
+    assert result is not None
+    return result
 
 
 def window(step: Step, kinds: list[Kind]) -> Kind:
     """Reduces over windows."""
-    found = [kind for kind in kinds if kind.family == "row"]
+    row_kinds = [kind for kind in kinds if kind.family == "row"]
     if (
-        len({kind.rows for kind in found}) != 1
+        len({kind.rows for kind in row_kinds}) != 1
         or any(kind.family == "sum" for kind in kinds)
-        or any(kind.power != 0 for kind in found)
+        or any(kind.power != 0 for kind in row_kinds)
     ):
         return step.mixed("windows over sums of rows", kinds)
-    place = found[0].rows
+    place = row_kinds[0].rows
     still = all(step.params["window_dimensions"][dim] == 1 for dim in place.dims)
     still = still and all(
         tuple(step.params.get("padding", ((0, 0),) * (dim + 1))[dim]) == (0, 0)
@@ -70,42 +70,49 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed("the number of rows goes into a factor", kinds)
     if any(kind.family == "sum" for kind in kinds):
         return _with_sum(step, kinds)
-    more, at = common(kinds), [at for at in (0, 1) if kinds[at].family == "row"]
-    if len(at) == 2:
+    more, row_operands = (
+        common(kinds),
+        [row_operands for row_operands in (0, 1) if kinds[row_operands].family == "row"],
+    )
+    if len(row_operands) == 2:
         return _rows_by_rows(step, kinds)
-    one, other, (contracted, _, place) = at[0], 1 - at[0], _dims(step)
-    rows, batch = kinds[one].rows, set(step.batch_dims(other))
-    if rows.dims and set(rows.dims) <= contracted[one].keys():
-        partners = {contracted[one][dim] for dim in rows.dims}
-        uniform = len(rows.dims) == 1 or kinds[other].splat
+    row_operand, other_operand, (contracted, _, place) = (
+        row_operands[0],
+        1 - row_operands[0],
+        _dims(step),
+    )
+    rows, batch = kinds[row_operand].rows, set(step.batch_dims(other_operand))
+    if rows.dims and set(rows.dims) <= contracted[row_operand].keys():
+        partners = {contracted[row_operand][dim] for dim in rows.dims}
+        uniform = len(rows.dims) == 1 or kinds[other_operand].splat
         return (
             total(power=power, **more)
             if batch <= partners and uniform
             else step.mixed("rows are weighted by their position in the batch", kinds)
         )
-    if contracted[one].keys() & set(rows.dims):
+    if contracted[row_operand].keys() & set(rows.dims):
         return step.mixed("parts of the batch are added up", kinds)
-    found = moved(kinds[one], place[one].get)
-    if found is None or not set(step.result_dims()) <= set(found.rows.dims):
+    result = moved(kinds[row_operand], place[row_operand].get)
+    if result is None or not set(step.result_dims()) <= set(result.rows.dims):
         return step.mixed("rows meet other rows", kinds)
-    if batch and not batch <= _paired(step, other, rows):
+    if batch and not batch <= _paired(step, other_operand, rows):
         return step.mixed("rows meet other rows", kinds)
     if (
         len(rows.dims) > 1
-        and not kinds[other].splat
-        and set(rows.dims) & set(step.params["dimension_numbers"][1][one])
+        and not kinds[other_operand].splat
+        and set(rows.dims) & set(step.params["dimension_numbers"][1][row_operand])
     ):
         return step.mixed("rows are weighted by their position in the batch", kinds)
-    return row(found.rows, power=power, **more)
+    return row(result.rows, power=power, **more)
 
 
-def _paired(step: Step, other: int, rows: Place) -> set[int]:
+def _paired(step: Step, operand: int, rows: Place) -> set[int]:
     """The dims of one operand that run along the rows of the other."""
     pairs = step.params["dimension_numbers"][1]
     return {
         theirs
-        for theirs, mine in zip(pairs[other], pairs[1 - other], strict=True)
-        if mine in rows.dims
+        for theirs, dim in zip(pairs[operand], pairs[1 - operand], strict=True)
+        if dim in rows.dims
     }
 
 
@@ -134,9 +141,9 @@ def _rows_by_rows(step: Step, kinds: list[Kind]) -> Kind:
     if together:
         return total(power=power, **more)
     if [batched[0].get(dim) for dim in first.dims] == list(second.dims):
-        found = moved(kinds[0], place[0].get)
-        if found is not None and set(step.result_dims()) <= set(found.rows.dims):
-            return row(found.rows, power=power, **more)
+        result = moved(kinds[0], place[0].get)
+        if result is not None and set(step.result_dims()) <= set(result.rows.dims):
+            return row(result.rows, power=power, **more)
     return step.mixed("rows meet other rows", kinds)
 
 
@@ -146,8 +153,8 @@ def _dims(step: Step) -> tuple[list[dict[int, int]], list[dict[int, int]], list[
     """
     (lc, rc), (lb, rb) = step.params["dimension_numbers"]
     free = [
-        [dim for dim in range(len(step.operands[at][0])) if dim not in (*c, *b)]
-        for at, (c, b) in enumerate(((lc, lb), (rc, rb)))
+        [dim for dim in range(len(step.operands[operand][0])) if dim not in (*c, *b)]
+        for operand, (c, b) in enumerate(((lc, lb), (rc, rb)))
     ]
     shared = len(lb)
     left = {
