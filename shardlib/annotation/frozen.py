@@ -93,10 +93,13 @@ class _Moving:
 
     def back(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Trees before the move, of those after."""
-        mine, theirs = _by_path(params), _by_path(state)
-        ours = [leaf for path, leaf in mine.items() if path not in self.moved]
+        params_by_path, theirs = _by_path(params), _by_path(state)
+        ours = [leaf for path, leaf in params_by_path.items() if path not in self.moved]
         return self._params.unflatten(ours), self._state[1].unflatten(
-            [mine[path] if path in self.moved else theirs[path] for path in self._state[0]]
+            [
+                params_by_path[path] if path in self.moved else theirs[path]
+                for path in self._state[0]
+            ]
         )
 
     @cached_property
@@ -110,23 +113,23 @@ class _Moving:
 
 def _movable(model: Model, paths: Collection[str]) -> frozenset[str]:
     """Those whose way leads through dicts, here and there, to a place that is free."""
-    found = set[str]()
+    movable = set[str]()
     for path, _ in jax.tree_util.tree_leaves_with_path(model.state):
         if (
             path_text(path) in paths
             and all(isinstance(key, jax.tree_util.DictKey) for key in path)
             and _free(model.params, path_parts(path))
         ):
-            found.add(path_text(path))
-    apart = all(
+            movable.add(path_text(path))
+    distinct = all(
         len(_by_path(tree)) == len(jax.tree.leaves(tree)) for tree in (model.params, model.state)
     )
-    return frozenset(found.difference(_by_path(model.params))) if apart else frozenset()
+    return frozenset(movable.difference(_by_path(model.params))) if distinct else frozenset()
 
 
 def _free(tree: Any, keys: KeyPath) -> bool:
     for key in keys:
-        if type(tree) is not dict or any(type(other) is not type(key) for other in tree):
+        if type(tree) is not dict or any(type(sibling) is not type(key) for sibling in tree):
             return False
         if key not in tree:
             return True
@@ -142,23 +145,26 @@ def _grafted(tree: Tree, leaves: list[tuple[tuple[Any, ...], Any]]) -> Tree:
 
 
 def _put(tree: Mapping[Any, Any], keys: KeyPath, leaf: Any) -> dict[Any, Any]:
-    first, *rest = keys
-    return {**tree, first: _put(tree.get(first, {}), tuple(rest), leaf) if rest else leaf}
+    first, *inner_keys = keys
+    return {
+        **tree,
+        first: _put(tree.get(first, {}), tuple(inner_keys), leaf) if inner_keys else leaf,
+    }
 
 
-def _without(tree: Any, gone: Collection[str], at: str) -> Any:
+def _without(tree: Any, gone: Collection[str], prefix: str) -> Any:
     """Nested dicts without some leaves, and without what held nothing else."""
     if type(tree) is not dict:
         return tree
-    found: dict[Any, Any] = {}
+    left: dict[Any, Any] = {}
     for key, branch in tree.items():
-        path = f"{at}.{key}" if at else str(key)
+        path = f"{prefix}.{key}" if prefix else str(key)
         if path in gone and type(branch) is not dict:
             continue
-        rest = _without(branch, gone, path)
-        if type(branch) is not dict or rest or not branch:
-            found[key] = rest
-    return found
+        inner = _without(branch, gone, path)
+        if type(branch) is not dict or inner or not branch:
+            left[key] = inner
+    return left
 
 
 def _by_path(tree: Tree) -> dict[str, Any]:

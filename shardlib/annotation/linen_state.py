@@ -54,16 +54,18 @@ def loss_metrics_and_updates(
     failures: list[str] = []
     kinds: list[str] = []
     for part in parts:
-        found, own, wrong = _sorted(part, state, unboxed)
+        named_metrics, collections, wrong = _sorted(part, state, unboxed)
         failures += wrong + [
             f"{name!r} is returned twice"
-            for name in (*found, *own)
+            for name in (*named_metrics, *collections)
             if name in metrics or name in updates
         ]
         kinds += (
-            ["both" if found and own else "metrics" if found else "updates"] if found or own else []
+            ["both" if named_metrics and collections else "metrics" if named_metrics else "updates"]
+            if named_metrics or collections
+            else []
         )
-        metrics, updates = {**metrics, **found}, {**updates, **own}
+        metrics, updates = {**metrics, **named_metrics}, {**updates, **collections}
     if len(parts) == 2 and kinds in (
         ["updates", "updates"],
         ["metrics", "metrics"],
@@ -106,7 +108,7 @@ def _sorted(
     return metrics, updates, wrong
 
 
-def _misfits(name: str, found: Tree, wanted: Tree) -> list[str]:
+def _misfits(name: str, returned: Tree, expected: Tree) -> list[str]:
     """Where a collection is not what the model has."""
 
     def spelt(tree: Tree) -> dict[str, str]:
@@ -117,7 +119,7 @@ def _misfits(name: str, found: Tree, wanted: Tree) -> list[str]:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
 
-    ours, theirs = spelt(wanted), spelt(found)
+    ours, theirs = spelt(expected), spelt(returned)
     return [
         f"{path}: {theirs.get(path, 'nothing')} returned, the model has"
         f" {ours.get(path, 'no such variable')}"

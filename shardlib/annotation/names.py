@@ -81,13 +81,13 @@ def of_dims(names: LogicalAxes, rank: int, stacks: Sequence[int] = ()) -> Logica
         rank: number of dims.
         stacks: dims that a transform has added and not named.
     """
-    rest = iter(names)
+    remaining = iter(names)
     called = stacks[0] if stacks and STACK not in names else None
     axes = [
-        (STACK if dim == called else None) if dim in stacks else next(rest, None)
+        (STACK if dim == called else None) if dim in stacks else next(remaining, None)
         for dim in range(rank)
     ]
-    return (*axes, *rest)
+    return (*axes, *remaining)
 
 
 def holds_names(node: object) -> bool:
@@ -143,23 +143,25 @@ def beside(tree: Tree, axes: Tree, what: str) -> list[object]:
     paths: list[str] = []
     for path, holder in jax.tree_util.tree_leaves_with_path(tree, is_leaf=holds_names):
         inner = [
-            path_text((*path, *rest)) for rest, _ in jax.tree_util.tree_leaves_with_path(holder)
+            path_text((*path, *inner_path))
+            for inner_path, _ in jax.tree_util.tree_leaves_with_path(holder)
         ]
         places[path_text(path)] = range(len(paths), len(paths) + len(inner))
         places |= {
-            text: range(len(paths) + at, len(paths) + at + 1) for at, text in enumerate(inner)
+            text: range(len(paths) + offset, len(paths) + offset + 1)
+            for offset, text in enumerate(inner)
         }
         paths += inner
-    found: list[object] = [None] * len(paths)
+    names_by_leaf: list[object] = [None] * len(paths)
     unknown: list[str] = []
     for text, names in _entries(axes, (), places):
         if text not in places:
             unknown.append(text)
-        for at in places.get(text, ()):
-            found[at] = names
+        for position in places.get(text, ()):
+            names_by_leaf[position] = names
     if unknown:
         _unknown(unknown, list(places), what)
-    return found
+    return names_by_leaf
 
 
 def _entries(
@@ -194,7 +196,10 @@ def _unknown(keys: list[str], paths: list[str], what: str) -> NoReturn:
     raise_all(
         AnnotationError,
         f"axes name arrays that the {what} {'does' if what == 'state' else 'do'} not have",
-        [f"{key!r}{f'; did you mean {one[0]!r}?' if one else ''}" for key, one in near.items()],
+        [
+            f"{key!r}{f'; did you mean {matches[0]!r}?' if matches else ''}"
+            for key, matches in near.items()
+        ],
         hint=(
             "one tuple of names, or None, in the place of each array; or names by dotted path:"
             f" arrays are {', '.join(paths[:NAMED])}"
@@ -219,13 +224,19 @@ def of_state(
         AnnotationError: names do not fit the weights, or `axes` names what is not there.
     """
     names = [
-        own if one is None else one
-        for one, own in zip(beside(state, axes, "state"), written(state), strict=True)
+        written_name if beside_name is None else beside_name
+        for beside_name, written_name in zip(
+            beside(state, axes, "state"), written(state), strict=True
+        )
     ]
     named, findings = fitted(
-        state, [one if at in weights else None for at, one in enumerate(names)], stacks
+        state, [entry if index in weights else None for index, entry in enumerate(names)], stacks
     )
-    others = {at: one for at, one in enumerate(names) if one is not None and at not in weights}
+    others = {
+        index: entry
+        for index, entry in enumerate(names)
+        if entry is not None and index not in weights
+    }
     return named, (*findings, *_unread(state, named, others))
 
 
@@ -241,8 +252,8 @@ def optimizer_names(params: Tree) -> tuple[Finding, ...]:
         [
             path_text(path)
             for path, holder in holders
-            for own in [metadata_of(holder).get("optimizer_sharding")]
-            if own is not None and own != _names(holder)
+            for optimizer_axes in [metadata_of(holder).get("optimizer_sharding")]
+            if optimizer_axes is not None and optimizer_axes != _names(holder)
         ]
     )
 
@@ -253,12 +264,16 @@ def _unread(
 ) -> tuple[Finding, ...]:
     """A finding where arrays that follow weights have names that no weight of their shape has."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    known = {(leaf.shape, named.get(path_text(path))) for path, leaf in leaves}
+    shapes_and_names = {(leaf.shape, named.get(path_text(path))) for path, leaf in leaves}
     paths = list[str]()
-    for at, one in others.items():
-        path, leaf = leaves[at]
-        own = of_dims(spelled(one), len(leaf.shape))
-        if any(own) and len(own) == len(leaf.shape) and (leaf.shape, own) not in known:
+    for index, entry in others.items():
+        path, leaf = leaves[index]
+        axes = of_dims(spelled(entry), len(leaf.shape))
+        if (
+            any(axes)
+            and len(axes) == len(leaf.shape)
+            and (leaf.shape, axes) not in shapes_and_names
+        ):
             paths.append(path_text(path))
     return _unread_finding(paths)
 
@@ -302,20 +317,20 @@ def fitted(
     axes: dict[str, LogicalAxes] = {}
     failures: list[str] = []
     stacked: list[str] = []
-    for at, (key_path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-        if names[at] is None:
+    for index, (key_path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        if names[index] is None:
             continue
-        path, added = path_text(key_path), stacks[at] if stacks else ()
+        path, added = path_text(key_path), stacks[index] if stacks else ()
         try:
-            own = of_dims(spelled(names[at]), len(leaf.shape), added)
+            own_axes = of_dims(spelled(names[index]), len(leaf.shape), added)
         except TypeError as error:
             failures.append(f"{path}: {error}")
             continue
-        problem = _misfit(own, leaf.shape)
+        problem = _misfit(own_axes, leaf.shape)
         if problem:
             failures.append(f"{path}: {problem}")
-        elif any(own):
-            axes[path] = own
+        elif any(own_axes):
+            axes[path] = own_axes
             stacked += [path] if added else []
     if failures:
         raise_all(
@@ -365,12 +380,12 @@ def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
     """
     names = written(tree)
     ranks = [len(leaf.shape) for leaf in jax.tree.leaves(tree)]
-    if not any(_ambiguous(one, rank) for one, rank in zip(names, ranks, strict=True)):
+    if not any(_ambiguous(entry, rank) for entry, rank in zip(names, ranks, strict=True)):
         return [()] * len(ranks)
     marks: list[object] = []
 
-    def marked(value: Value, own: object, *_: object) -> Value:
-        marks.append(own)
+    def marked(value: Value, mark: object, *_: object) -> Value:
+        marks.append(mark)
         mesh = AbstractMesh((1,), (f"mark {len(marks) - 1}",), axis_types=(AxisType.Auto,))
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
 
@@ -380,9 +395,9 @@ def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
     except Exception:  # its dims are those that Flax reads, then
         return [()] * len(ranks)
     dims = list[tuple[int, ...]]()
-    for own, rank, var in zip(names, ranks, jaxpr.outvars, strict=True):
-        mark, added = _mark(jaxpr, var) if _ambiguous(own, rank) else (None, ())
-        unnamed = mark is not None and tuple(marks[mark]) == tuple(own)  # pyright: ignore
+    for entry, rank, var in zip(names, ranks, jaxpr.outvars, strict=True):
+        mark, added = _mark(jaxpr, var) if _ambiguous(entry, rank) else (None, ())
+        unnamed = mark is not None and tuple(marks[mark]) == tuple(entry)  # pyright: ignore
         dims.append(added if unnamed else ())
     return dims
 
@@ -396,7 +411,9 @@ def _ambiguous(names: object, rank: int) -> bool:
 
 def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
     """(number of the mark on a value, dims that were added to it since it was marked)."""
-    eqn = next((one for one in jaxpr.eqns if any(out is var for out in one.outvars)), None)
+    eqn = next(
+        (equation for equation in jaxpr.eqns if any(out is var for out in equation.outvars)), None
+    )
     name, params = (eqn.primitive.name, eqn.params) if eqn is not None else ("", {})
     if eqn is None:
         return None, ()
@@ -407,16 +424,18 @@ def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
         return _mark(jaxpr, eqn.invars[0])
     if name == "transpose":
         mark, added = _mark(jaxpr, eqn.invars[0])
-        return mark, tuple(at for at, dim in enumerate(params["permutation"]) if dim in added)
+        return mark, tuple(index for index, dim in enumerate(params["permutation"]) if dim in added)
     if name == "broadcast_in_dim":
         mark, added = _mark(jaxpr, eqn.invars[0])
-        kept = [dim for at, dim in enumerate(params["broadcast_dimensions"]) if at not in added]
-        return mark, tuple(dim for dim in range(len(params["shape"])) if dim not in kept)
+        added_before = [
+            dim for index, dim in enumerate(params["broadcast_dimensions"]) if index not in added
+        ]
+        return mark, tuple(dim for dim in range(len(params["shape"])) if dim not in added_before)
     if "jaxpr" not in params:
         return None, ()
-    at = next(at for at, out in enumerate(eqn.outvars) if out is var)
+    index = next(index for index, out in enumerate(eqn.outvars) if out is var)
     inner = _jax_compat.open_jaxpr(params["jaxpr"])[0]
-    mark, added = _mark(inner, inner.outvars[at])
-    if name == "scan" and at >= _jax_compat.scan_counts(params)[1]:
+    mark, added = _mark(inner, inner.outvars[index])
+    if name == "scan" and index >= _jax_compat.scan_counts(params)[1]:
         added = (0, *(dim + 1 for dim in added))
     return mark, added

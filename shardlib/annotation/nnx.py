@@ -57,20 +57,20 @@ def from_nnx(
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
     with _jax_compat.unsharded_variables():
-        graph, whole = _abstract(build, name, free)
-        trained = _chosen(whole, wrt)
-        params, state = nnx.split_state(whole, trained, ...)
+        graph, variables = _abstract(build, name, free)
+        trained = _chosen(variables, wrt)
+        params, state = nnx.split_state(variables, trained, ...)
     stacks = dict(
         zip(
-            (path for path, _ in nnx.to_flat_state(whole)),
-            stack_dims(lambda: nnx.state(_with_arrays(build(nnx.Rngs(0)))), whole),
+            (path for path, _ in nnx.to_flat_state(variables)),
+            stack_dims(lambda: nnx.state(_with_arrays(build(nnx.Rngs(0)))), variables),
             strict=True,
         )
     )
     trees = _Trees(graph, params, state, trained)
     axes, findings = _names(params, trees.params, stacks)
     state_axes, others = _names(state, trees.state, stacks)
-    told = base_is_trained(dict(nnx.to_flat_state(params))) if wrt is None else ()
+    adapter_findings = base_is_trained(dict(nnx.to_flat_state(params))) if wrt is None else ()
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         with _jax_compat.unsharded_variables():
@@ -86,7 +86,7 @@ def from_nnx(
         axes=axes,
         bind=trees.bind,
         rebuild=trees.rebuild,
-        findings=(*findings, *others, *told, *optimizer_names(params)),
+        findings=(*findings, *others, *adapter_findings, *optimizer_names(params)),
         state_axes=state_axes,
         evaluating=_in_eval_mode,
     )
@@ -107,12 +107,12 @@ def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
     if wrt is None:
         return _trained
     variables = dict(nnx.to_flat_state(state))
-    found = selected(
+    selected_paths = selected(
         nnx_predicate(wrt),
         variables,
         {path: type(variable).__name__ for path, variable in variables.items()},
     )
-    return lambda path, value: path in found
+    return lambda path, value: path in selected_paths
 
 
 def _names(
@@ -122,8 +122,8 @@ def _names(
     them.
     """
     names = [
-        one if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
-        for one, leaf in zip(written(state), jax.tree.leaves(state), strict=True)
+        entry if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+        for entry, leaf in zip(written(state), jax.tree.leaves(state), strict=True)
     ]
     return fitted(form.abstract, names, [stacks[path] for path in form.paths])
 
@@ -141,11 +141,12 @@ def _with_rngs(constructor: Callable[..., Tree], name: str) -> Callable[[nnx.Rng
         for p in parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    others = [other for other in required if other != "rngs"]
+    others = [parameter for parameter in required if parameter != "rngs"]
     if others and required != others[:1]:
         raise AnnotationError(
             f"init {name!r} needs {', '.join(required)}; shardlib calls it with nnx.Rngs alone\n"
-            f"Try: lambda rngs: {name}({', '.join(f'{other}=...' for other in others)}, rngs=rngs)"
+            f"Try: lambda rngs: {name}({', '.join(f'{parameter}=...' for parameter in others)},"
+            " rngs=rngs)"
         )
     rngs = parameters.get("rngs")
     if rngs is not None and rngs.kind is not rngs.POSITIONAL_ONLY:
@@ -233,13 +234,13 @@ class _Form:
         """The variables of `self.paths` of a state as plain arrays; variables that were added since
         are left out.
         """
-        found = dict(nnx.to_flat_state(state))
-        lost = [".".join(map(str, path)) for path in self.paths if path not in found]
+        variables = dict(nnx.to_flat_state(state))
+        lost = [".".join(map(str, path)) for path in self.paths if path not in variables]
         if lost:
             raise AnnotationError(f"the loss removed variables of the model: {', '.join(lost)}")
         return jax.tree.unflatten(
             jax.tree.structure(self.abstract),
-            [jax.tree.leaves(found[path])[0] for path in self.paths],
+            [jax.tree.leaves(variables[path])[0] for path in self.paths],
         )
 
 

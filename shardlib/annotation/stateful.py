@@ -37,24 +37,24 @@ class Pair:
     state: Parts
 
     @staticmethod
-    def of(made: Tree, name: str) -> Pair:
+    def of(initialised: Tree, name: str) -> Pair:
         """Reads what an initialiser made.
 
         Args:
-            made: the pair, with abstract arrays.
+            initialised: the pair, with abstract arrays.
             name: of the initialiser, for messages.
 
         Raises:
             AnnotationError: it is no pair, its first part has no floating-point arrays, or its
                 second no arrays.
         """
-        if not isinstance(made, tuple) or len(made) != 2:
+        if not isinstance(initialised, tuple) or len(initialised) != 2:
             raise AnnotationError(
-                f"initialiser {name!r} made a {type(made).__name__}; with stateful=True it makes a"
-                " pair (params, state)\nTry: what hk.transform_with_state(f).init and"
+                f"initialiser {name!r} made a {type(initialised).__name__}; with stateful=True it"
+                " makes a pair (params, state)\nTry: what hk.transform_with_state(f).init and"
                 " eqx.nn.make_with_state(Module) make"
             )
-        pair = Pair(model=Parts.of(made[0]), state=Parts.of(made[1]))
+        pair = Pair(model=Parts.of(initialised[0]), state=Parts.of(initialised[1]))
         if not pair.model.trained:
             raise AnnotationError(
                 f"initialiser {name!r} made no floating-point arrays as the first of its pair, of"
@@ -72,14 +72,14 @@ class Pair:
         """Positions of the arrays of the state among its leaves."""
         return tuple(sorted(self.state.trained + self.state.fixed))
 
-    def split(self, made: Tree) -> tuple[Tree, Tree]:
+    def split(self, pair: Tree) -> tuple[Tree, Tree]:
         """(what is trained, the arrays of everything else by path)."""
-        params, constants = self.model.split(made[0])
-        return params, {"model": constants, "state": self._by_path(made[1])}
+        params, constants = self.model.split(pair[0])
+        return params, {"model": constants, "state": self._by_path(pair[1])}
 
     def _by_path(self, state: Tree) -> dict[str, Tree]:
         leaves = jax.tree.leaves(state)
-        return {self.state.paths[at]: leaves[at] for at in self.arrays}
+        return {self.state.paths[index]: leaves[index] for index in self.arrays}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
         """The pair around what is trained and the arrays of everything else.
@@ -89,8 +89,8 @@ class Pair:
             state: the other arrays, as `split` gives them.
         """
         leaves = [
-            self.state.kept[at] if at in self.state.kept else state["state"][path]
-            for at, path in enumerate(self.state.paths)
+            self.state.kept[index] if index in self.state.kept else state["state"][path]
+            for index, path in enumerate(self.state.paths)
         ]
         return (
             self.model.whole(params, state["model"]),
@@ -111,11 +111,11 @@ class Pair:
             TracingError: it is neither form, or the state is not like the one before.
         """
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            found = (
+            returned = (
                 f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
             )
             raise TracingError(
-                f"the loss of a model with state returned {found}; expected {FORMS}\nTry: return"
+                f"the loss of a model with state returned {returned}; expected {FORMS}\nTry: return"
                 " the new state last, in an evaluation, too"
             )
         self._require_like(result[-1], state["state"])

@@ -98,24 +98,26 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
     )
 
     try:
-        made = made_abstractly(described.initialise)
+        initialised = made_abstractly(described.initialise)
     except Exception as error:
         raise AnnotationError(
             f"initialiser {name!r} failed when called with jax.random.key(0):"
             f" {type(error).__name__}: {error}"
         ) from error
     if described.stateful:
-        return _stateful(described, made, name, wrt)
-    if not is_plain(jax.tree.leaves(made)):
-        return _module(described, made, name, wrt)
+        return _stateful(described, initialised, name, wrt)
+    if not is_plain(jax.tree.leaves(initialised)):
+        return _module(described, initialised, name, wrt)
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         return described.initialise(key_of(seed)), {}
 
     params = (
-        jax.eval_shape(lambda: made) if not jax.tree.leaves(made) else jax.tree.map(_abstract, made)
+        jax.eval_shape(lambda: initialised)
+        if not jax.tree.leaves(initialised)
+        else jax.tree.map(_abstract, initialised)
     )
-    _check_trainable(params, name, every=wrt is None)
+    _check_trainable(params, name, all_trained=wrt is None)
     axes, findings = _named(params, params, described.axes)
     return Model(
         name=name,
@@ -130,10 +132,10 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
     )
 
 
-def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
+def _module(described: TreeInit, initialised: Tree, name: str, wrt: Filter) -> Model:
     """The model of a tree with leaves that are no arrays."""
-    parts = Parts.of(made)
-    params, state = parts.split(made)
+    parts = Parts.of(initialised)
+    params, state = parts.split(initialised)
     if not parts.trained:
         raise AnnotationError(
             f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves"
@@ -142,7 +144,7 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     def init(seed: Index) -> tuple[Tree, Tree]:
         return parts.split(described.initialise(key_of(seed)))
 
-    axes, findings = _named(params, made, described.axes)
+    axes, findings = _named(params, initialised, described.axes)
     return Model(
         name=name,
         init=op_by_op(init),
@@ -156,15 +158,15 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     )
 
 
-def _stateful(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
+def _stateful(described: TreeInit, initialised: Tree, name: str, wrt: Filter) -> Model:
     """The model of a pair (params, state)."""
-    pair = Pair.of(made, name)
-    params, state = pair.split(made)
+    pair = Pair.of(initialised, name)
+    params, state = pair.split(initialised)
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         return pair.split(described.initialise(key_of(seed)))
 
-    axes, findings = _named(params, made[0], described.axes)
+    axes, findings = _named(params, initialised[0], described.axes)
     return Model(
         name=name,
         init=op_by_op(init),
@@ -179,14 +181,17 @@ def _stateful(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
 
 
 def _named(
-    params: Tree, whole: Tree, axes: Tree
+    params: Tree, tree: Tree, axes: Tree
 ) -> tuple[Mapping[str, LogicalAxes], tuple[Finding, ...]]:
     """The names of the trained arrays: in `axes`, or in boxes and variables of the whole tree."""
-    given = zip(beside(whole, axes, "params"), written(whole), strict=True)
+    pairs = zip(beside(tree, axes, "params"), written(tree), strict=True)
     names = dict(
         zip(
-            (path for path, _ in jax.tree_util.tree_leaves_with_path(whole)),
-            (own if one is None else one for one, own in given),
+            (path for path, _ in jax.tree_util.tree_leaves_with_path(tree)),
+            (
+                written_name if beside_name is None else beside_name
+                for beside_name, written_name in pairs
+            ),
             strict=True,
         )
     )
@@ -201,7 +206,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
+def _check_trainable(params: Tree, name: str, *, all_trained: bool) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise AnnotationError(f"initialiser {name!r} made no arrays")
@@ -210,7 +215,7 @@ def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
         for path, leaf in leaves
         if not jax.dtypes.issubdtype(leaf.dtype, jax.numpy.inexact)
     ]
-    if fixed and every:
+    if fixed and all_trained:
         raise_all(
             AnnotationError,
             f"initialiser {name!r} made arrays that cannot be trained",

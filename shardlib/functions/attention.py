@@ -105,7 +105,7 @@ def attention(
         segments=segments,
         numbers={"scale": 1.0 if scale is None else scale, "softcap": softcap},
     )
-    width = sum(one.shape[-1] for one in queries)
+    width = sum(part.shape[-1] for part in queries)
     biased, offsets = bias_form(bias, heads=queries[0].shape[2], causal=causal)
     form = Attention(
         scale=float(width**-0.5 if scale is None else scale),
@@ -119,7 +119,7 @@ def attention(
         bias=biased,
     )
     beside = (global_layer, form.chosen), (segments, form.packed), (offsets, biased is not None)
-    extra = [one for one, wanted in beside if wanted]
+    extra = [operand for operand, present in beside if present]
     return marked(form, attend)(*queries, *keys, value, *extra)
 
 
@@ -165,43 +165,43 @@ class Operands:
 
 def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
     """What one device computes, for the arrays of a custom call."""
-    given = Operands.of(form, arrays)
-    groups, (batch, seq, heads) = given.value.shape[2], given.queries[0].shape[:3]
+    operands = Operands.of(form, arrays)
+    groups, (batch, seq, heads) = operands.value.shape[2], operands.queries[0].shape[:3]
     queries = [
         query.reshape(batch, seq, groups, heads // groups, query.shape[3])
-        for query in given.queries
+        for query in operands.queries
     ]
-    columns = jnp.arange(given.value.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(operands.value.shape[1], dtype=jnp.int32)
 
     def part(
         queries: Sequence[jax.Array], rows: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
         scores = (
             sum(
-                (_products(query, key) for query, key in zip(queries, given.keys, strict=True)),
+                (_products(query, key) for query, key in zip(queries, operands.keys, strict=True)),
                 start=jnp.zeros((), jnp.float32),
             )
             if form.parts > 1
-            else _products(queries[0], given.keys[0])
+            else _products(queries[0], operands.keys[0])
         )
         documents = (
-            None if given.segments is None or segments is None else (segments, given.segments)
+            None if operands.segments is None or segments is None else (segments, operands.segments)
         )
         return _mixed(
             form,
             scores * form.scale,
-            given.value,
-            mask_of(form, rows, columns, given.global_layer, documents),
+            operands.value,
+            mask_of(form, rows, columns, operands.global_layer, documents),
             None
-            if form.bias is None or given.bias is None
-            else form.bias.of(given.bias, columns - rows[:, None]),
+            if form.bias is None or operands.bias is None
+            else form.bias.of(operands.bias, columns - rows[:, None]),
         )
 
     rows = jnp.arange(seq, dtype=jnp.int32)
     mixed = (
-        part(queries, rows, given.segments)
+        part(queries, rows, operands.segments)
         if not form.block or seq <= form.block
-        else _in_blocks(form.block, part, queries, rows, given.segments)
+        else _in_blocks(form.block, part, queries, rows, operands.segments)
     )
     return mixed.reshape(batch, seq, heads, mixed.shape[-1])
 
@@ -283,14 +283,14 @@ def _in_blocks(
         )
 
     def one(
-        _: None, given: tuple[list[jax.Array], jax.Array, jax.Array | None]
+        _: None, blocked: tuple[list[jax.Array], jax.Array, jax.Array | None]
     ) -> tuple[None, jax.Array]:
-        return None, part(*given)
+        return None, part(*blocked)
 
-    given = (
+    blocked = (
         [blocks(query, 1) for query in queries],
         blocks(rows, 0),
         None if segments is None else blocks(segments, 1),
     )
-    mixed = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), None, given)[1]
+    mixed = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), None, blocked)[1]
     return jnp.moveaxis(mixed, 0, 1).reshape(mixed.shape[1], seq, *mixed.shape[3:])

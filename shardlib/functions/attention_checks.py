@@ -82,11 +82,11 @@ def check(
                 f" of queries and keys alike, {(batch, seq)} and {(batch, length)}"
             ),
         ),
-        *((not said, said) for said in _no_numbers(numbers)),
+        *((not message, message) for message in _no_numbers(numbers)),
     ]
-    found = [message for fits, message in failures if not fits]
-    if found:
-        raise_all(ModelError, "attention does not fit its operands", found)
+    messages = [message for fits, message in failures if not fits]
+    if messages:
+        raise_all(ModelError, "attention does not fit its operands", messages)
 
 
 def _no_numbers(numbers: Mapping[str, float]) -> list[str]:

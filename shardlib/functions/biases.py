@@ -93,14 +93,14 @@ class BiasForm:
         array = array.astype(jnp.float32)
         if self.kind == "alibi":
             return -array.reshape(-1, *[1] * distance.ndim) * jnp.abs(distance)
-        found = distance_buckets(
+        bucket_numbers = distance_buckets(
             distance, buckets=array.shape[0], max_distance=self.max_distance, both=self.both
         )
         # A product with rows of ones, as in T5X: of a gather, TPUs pad each row of heads to 128.
         return jnp.einsum(
             "bh,b...->h...",
             array,
-            jax.nn.one_hot(found, array.shape[0], axis=0, dtype=jnp.float32),
+            jax.nn.one_hot(bucket_numbers, array.shape[0], axis=0, dtype=jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
 
@@ -151,9 +151,9 @@ def bias_form(
 
 
 def _check(conditions: list[tuple[bool, str]]) -> None:
-    found = [message for fits, message in conditions if not fits]
-    if found:
-        raise_all(ModelError, "the bias does not fit attention", found)
+    messages = [message for fits, message in conditions if not fits]
+    if messages:
+        raise_all(ModelError, "the bias does not fit attention", messages)
 
 
 def distance_buckets(

@@ -131,7 +131,7 @@ def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     """
     x, weights, chosen, *parameters = arrays
     per_token = chosen.shape[-1]
-    tokens, given, numbers = (
+    tokens, token_weights, numbers = (
         x.reshape(-1, x.shape[-1]),
         weights.reshape(-1, per_token),
         chosen.reshape(-1, per_token),
@@ -142,7 +142,9 @@ def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     else:
         with jax.named_scope(form.scope):
             home, dropped = _capped(form, tokens, numbers, *used)
-    return jnp.einsum("nk,nkd->nd", given.astype(home.dtype), home).reshape(x.shape), dropped
+    return jnp.einsum("nk,nkd->nd", token_weights.astype(home.dtype), home).reshape(
+        x.shape
+    ), dropped
 
 
 def _dropless(
@@ -198,13 +200,13 @@ def _capped(
         None if gate is None else jnp.einsum("ecd,edf->ecf", rows, gate),
     )
     results = jnp.einsum("ecf,efd->ecd", hidden, down).reshape(count * slots, -1)
-    kept = position < slots
+    accepted = position < slots
     home = jnp.where(
-        kept[:, None],
+        accepted[:, None],
         jnp.take(results, queue * slots + jnp.minimum(position, slots - 1), axis=0, mode="clip"),
         0,
     )
-    return home.reshape(per_token, number, -1).swapaxes(0, 1), jnp.sum(~kept, dtype=jnp.int32)
+    return home.reshape(per_token, number, -1).swapaxes(0, 1), jnp.sum(~accepted, dtype=jnp.int32)
 
 
 def _check(
@@ -227,7 +229,7 @@ def _check(
             failures or ["x and chosen have a dim of features and one of choices"],
         )
     count, width, inner = up.shape
-    wanted = {
+    shapes = {
         "x": (x.shape, (*x.shape[:-1], width)),
         "chosen": (chosen.shape, (*x.shape[:-1], chosen.shape[-1])),
         "weights": (weights.shape, chosen.shape),
@@ -235,9 +237,9 @@ def _check(
         **({} if gate is None else {"gate": (gate.shape, up.shape)}),
     }
     failures = [
-        f"{name} is {found}; with up {up.shape} and x {x.shape} it must be {right}"
-        for name, (found, right) in wanted.items()
-        if found != right
+        f"{name} is {actual}; with up {up.shape} and x {x.shape} it must be {right}"
+        for name, (actual, right) in shapes.items()
+        if actual != right
     ]
     if chosen.shape[-1] > count:
         failures.append(f"a token cannot visit {chosen.shape[-1]} of {count} experts")

@@ -62,13 +62,13 @@ class Wanted:
             form: of the call.
             arrays: operands, or their abstract values.
         """
-        given = Operands.of(form, arrays)
+        operands = Operands.of(form, arrays)
         return Wanted(
-            queries=given.queries[0].shape[1],
-            keys=given.value.shape[1],
-            width=sum(query.shape[3] for query in given.queries),
-            value_width=given.value.shape[3],
-            dtype=given.queries[0].dtype,
+            queries=operands.queries[0].shape[1],
+            keys=operands.value.shape[1],
+            width=sum(query.shape[3] for query in operands.queries),
+            value_width=operands.value.shape[3],
+            dtype=operands.queries[0].dtype,
             causal=form.causal,
             window=form.window,
             capped=bool(form.softcap),

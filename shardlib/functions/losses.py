@@ -110,21 +110,23 @@ def marked_loss(
         *abstract
     )
     inner, constants = open_jaxpr(closed)
-    captured = [one for one in constants if isinstance(one, Tracer)]
+    captured = [constant for constant in constants if isinstance(constant, Tracer)]
     if captured:
 
-        def whole(*every: Value) -> list[Value]:
-            taken = iter(every[len(leaves) :])
-            given = [next(taken) if isinstance(one, Tracer) else one for one in constants]
-            closed = jex.ClosedJaxpr(inner, given)
-            return jex.jaxpr_as_fun(closed)(*every[: len(leaves)])
+        def whole(*values: Value) -> list[Value]:
+            taken = iter(values[len(leaves) :])
+            filled = [
+                next(taken) if isinstance(constant, Tracer) else constant for constant in constants
+            ]
+            closed = jex.ClosedJaxpr(inner, filled)
+            return jex.jaxpr_as_fun(closed)(*values[: len(leaves)])
 
-        abstract += [jax.eval_shape(lambda leaf: leaf, one) for one in captured]
+        abstract += [jax.eval_shape(lambda leaf: leaf, constant) for constant in captured]
         inner, constants = open_jaxpr(jax.make_jaxpr(whole)(*abstract))
     form = MarkedLoss(
         name=name,
         function=function,
-        paths=(*paths, *(f"closure.{at}" for at in range(len(captured)))),
+        paths=(*paths, *(f"closure.{index}" for index in range(len(captured)))),
         trained=(*trained, *(False,) * len(captured)),
         captured=len(captured),
         arrays=tuple(constants),
@@ -159,13 +161,13 @@ def remarked(form: MarkedLoss, closed: jex.ClosedJaxpr, operands: Sequence[Value
 
 def _computed(form: MarkedLoss, *operands: Any) -> tuple[Any, ...]:
     first = form.constants
-    chosen = [first + at for at, flag in enumerate(form.trained) if flag]
+    chosen = [first + index for index, flag in enumerate(form.trained) if flag]
 
     def loss(trained: list[Any]) -> tuple[Any, list[Any]]:
-        given = list(operands)
-        for at, leaf in zip(chosen, trained, strict=True):
-            given[at] = leaf
-        value, *aux = form.evaluated(given)
+        arguments = list(operands)
+        for position, leaf in zip(chosen, trained, strict=True):
+            arguments[position] = leaf
+        value, *aux = form.evaluated(arguments)
         return value, aux
 
     (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)([operands[k] for k in chosen])

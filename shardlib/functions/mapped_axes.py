@@ -45,8 +45,8 @@ def unbound_axis(error: Exception) -> str:
     Args:
         error: that JAX has raised.
     """
-    found = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
-    return found[1] if found else ""
+    match = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
+    return match[1] if match else ""
 
 
 def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
@@ -108,8 +108,8 @@ def whole_batch(function: Function, names: Sequence[str]) -> Function:
             )(*args)
         inner, constants = open_jaxpr(closed)
         alone = jex.ClosedJaxpr(of_one_member(inner, names), list(constants))
-        found = jex.jaxpr_as_fun(alone)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), found)
+        results = jex.jaxpr_as_fun(alone)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return bound
 
@@ -135,10 +135,10 @@ def of_one_member(jaxpr: AnyJaxpr, names: Collection[str]) -> AnyJaxpr:
     """
     if not names:
         return jaxpr
-    known: dict[Any, Any] = {}
+    replaced: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
-        return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
+        return atom if isinstance(atom, jex.Literal) else replaced.get(atom, atom)
 
     equations: list[Any] = []
     for eqn in jaxpr.eqns:
@@ -157,8 +157,11 @@ def of_one_member(jaxpr: AnyJaxpr, names: Collection[str]) -> AnyJaxpr:
         def taken(atom: Any, inner: dict[Any, Any] = inner) -> Any:
             return atom if isinstance(atom, jex.Literal) else inner.get(atom, atom)
 
-        equations += [one.replace(invars=[taken(atom) for atom in one.invars]) for one in body.eqns]
-        known.update(zip(eqn.outvars, map(taken, body.outvars), strict=True))
+        equations += [
+            equation.replace(invars=[taken(atom) for atom in equation.invars])
+            for equation in body.eqns
+        ]
+        replaced.update(zip(eqn.outvars, map(taken, body.outvars), strict=True))
     return jaxpr.replace(
         eqns=equations,
         outvars=[read(atom) for atom in jaxpr.outvars],
@@ -168,8 +171,8 @@ def of_one_member(jaxpr: AnyJaxpr, names: Collection[str]) -> AnyJaxpr:
 
 def _inside(value: Any, names: Collection[str]) -> Any:
     """A parameter of an equation, with the jaxprs in it."""
-    if isinstance(value, (tuple, list)) and any(hasattr(one, "eqns") for one in value):
-        return type(value)(_inside(one, names) for one in value)
+    if isinstance(value, (tuple, list)) and any(hasattr(item, "eqns") for item in value):
+        return type(value)(_inside(item, names) for item in value)
     if not hasattr(value, "eqns"):
         return value
     if not hasattr(value, "consts"):
@@ -180,13 +183,13 @@ def _inside(value: Any, names: Collection[str]) -> Any:
 
 def _axes(params: EqnParams) -> tuple[Any, ...]:
     """The named axes of a collective; none of other equations."""
-    found = params.get("axes", params.get("axis_name", ()))
-    every = found if isinstance(found, (tuple, list)) else (found,)
-    return tuple(one for one in every if isinstance(one, str))
+    named_axes = params.get("axes", params.get("axis_name", ()))
+    axes = named_axes if isinstance(named_axes, (tuple, list)) else (named_axes,)
+    return tuple(axis for axis in axes if isinstance(axis, str))
 
 
 def _effects(effects: Any, names: Collection[str]) -> Any:
-    return type(effects)(one for one in effects if getattr(one, "name", None) not in names)
+    return type(effects)(effect for effect in effects if getattr(effect, "name", None) not in names)
 
 
 def _meaning(eqn: Eqn) -> Callable[..., Any]:
@@ -201,8 +204,8 @@ def _meaning(eqn: Eqn) -> Callable[..., Any]:
     if name == "reduce_scatter":
         return lambda array: jnp.squeeze(array, params["scatter_dimension"])
     if name == "ppermute":
-        kept = (0, 0) in {tuple(pair) for pair in params["perm"]}
-        return lambda *arrays: arrays if kept else tuple(map(jnp.zeros_like, arrays))
+        from_itself = (0, 0) in {tuple(pair) for pair in params["perm"]}
+        return lambda *arrays: arrays if from_itself else tuple(map(jnp.zeros_like, arrays))
     raise TracingError(
         f"{name} over the axis {', '.join(_axes(params))} of jax.pmap has no meaning on the whole"
         " batch\nTry: without jax.pmap, the same computed of all rows"

@@ -79,17 +79,17 @@ def route(
     """
     _check(logits, k, scores, bias, groups, groups_per_token)
     wide = logits.astype(jnp.float32)
-    found = jax.nn.softmax(wide, axis=-1) if scores == "softmax" else jax.nn.sigmoid(wide)
-    ranking = jax.lax.stop_gradient(found if bias is None else found + bias.astype(jnp.float32))
+    scored = jax.nn.softmax(wide, axis=-1) if scores == "softmax" else jax.nn.sigmoid(wide)
+    ranking = jax.lax.stop_gradient(scored if bias is None else scored + bias.astype(jnp.float32))
     if groups > 1:
         ranking = jnp.where(
             _allowed(ranking, groups, groups_per_token, group_score), ranking, -jnp.inf
         )
     chosen = _best(ranking, k)
-    weights = jnp.sum(jnp.where(_hot(chosen, found.shape[-1]), found[..., None, :], 0.0), axis=-1)
+    weights = jnp.sum(jnp.where(_hot(chosen, scored.shape[-1]), scored[..., None, :], 0.0), axis=-1)
     if normalise:
         weights = weights / weights.sum(-1, keepdims=True)
-    shares = found if scores == "softmax" else found / found.sum(-1, keepdims=True)
+    shares = scored if scores == "softmax" else scored / scored.sum(-1, keepdims=True)
     return Routing(weights=weights * scaling, chosen=chosen, shares=shares)
 
 

@@ -28,13 +28,13 @@ def check(graph: Graph, before: Graph | None = None) -> None:
     Raises:
         AssertionError: it is not; the message lists every broken law.
     """
-    kept = set[int]()
+    checked = set[int]()
     if before is not None and graph.values is before.values:
-        kept = {id(op) for op in before.ops}
+        checked = {id(op) for op in before.ops}
     broken = [
         *_regions(graph),
         *_order(graph),
-        *(line for op in graph.ops if id(op) not in kept for line in _rule(graph, op)),
+        *(line for op in graph.ops if id(op) not in checked for line in _rule(graph, op)),
     ]
     assert not broken, "the graph is not well formed:\n  - " + "\n  - ".join(broken)
 

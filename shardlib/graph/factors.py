@@ -104,7 +104,9 @@ class FactorRule:
         """Every dim of every operand and result."""
         for result, values in ((False, self.operands), (True, self.results)):
             for position, dims in enumerate(values):
-                yield from (((result, position, at), dim) for at, dim in enumerate(dims))
+                yield from (
+                    ((result, position, dim_position), dim) for dim_position, dim in enumerate(dims)
+                )
 
     def __str__(self) -> str:
         def letter(factor: int) -> str:
@@ -117,10 +119,10 @@ class FactorRule:
             listed = " ".join(map(letter, sorted(factors)))
             return f", {label} {listed}" if listed else ""
 
-        where = " ".join(f"{letter(i)}={size}" for i, size in enumerate(self.sizes))
+        sizes = " ".join(f"{letter(i)}={size}" for i, size in enumerate(self.sizes))
         return (
             f"{' '.join(map(text, self.operands))} -> {' '.join(map(text, self.results))} where"
-            f" {where}" + names("sum", self.summed) + names("whole", self.whole)
+            f" {sizes}" + names("sum", self.summed) + names("whole", self.whole)
         )
 
 

@@ -34,14 +34,22 @@ def forward_pass(graph: Graph, *, saves: bool) -> Graph:
             region = graph.regions[region].parent
         return False
 
-    kept = [inside(op.region) or op.path in needed for op in graph.ops]
-    made = {value for op, keep in zip(graph.ops, kept, strict=True) if keep for value in op.results}
-    read = {
-        value for op, keep in zip(graph.ops, kept, strict=True) if not keep for value in op.operands
+    in_forward = [inside(op.region) or op.path in needed for op in graph.ops]
+    produced = {
+        value
+        for op, keep in zip(graph.ops, in_forward, strict=True)
+        if keep
+        for value in op.results
     }
-    saved = sorted((made & read) - set(results))
+    read = {
+        value
+        for op, keep in zip(graph.ops, in_forward, strict=True)
+        if not keep
+        for value in op.operands
+    }
+    saved = sorted((produced & read) - set(results))
     return replace(
         graph,
-        ops=tuple(op for op, keep in zip(graph.ops, kept, strict=True) if keep),
+        ops=tuple(op for op, keep in zip(graph.ops, in_forward, strict=True) if keep),
         outputs=(*results, *saved),
     )

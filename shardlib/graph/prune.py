@@ -21,18 +21,18 @@ def prune(graph: Graph) -> Graph:
     position: dict[str | None, int] = {
         op.path: index for index, op in enumerate(graph.ops) if op.kind == "carry"
     }
-    kept: set[int] = set()
+    reached: set[int] = set()
     waiting = [producers[value] for value in graph.outputs if value in producers]
     while waiting:
         index = waiting.pop()
-        if index in kept:
+        if index in reached:
             continue
-        kept.add(index)
+        reached.add(index)
         op = graph.ops[index]
         waiting += [producers[value] for value in op.operands if value in producers]
         partner = position.get(_final(op.path)) if op.kind == "carry" else None
         waiting += [] if partner is None else [partner]
-    return replace(graph, ops=tuple(op for index, op in enumerate(graph.ops) if index in kept))
+    return replace(graph, ops=tuple(op for index, op in enumerate(graph.ops) if index in reached))
 
 
 def _final(path: str) -> str | None:

@@ -97,8 +97,8 @@ class Rows:
         """Every result with what to call it."""
         return (
             ("the loss", self.loss),
-            *((f"metric {path!r}", one) for path, one in self.metrics),
-            *((f"model state {path!r}", one) for path, one in self.state),
+            *((f"metric {path!r}", dependence) for path, dependence in self.metrics),
+            *((f"model state {path!r}", dependence) for path, dependence in self.state),
         )
 
     @property
@@ -106,7 +106,9 @@ class Rows:
         """Why the batch cannot be worked through in parts; empty where it can."""
         if self.loss.fixed:
             return (f"the loss: {self.loss}",)
-        return tuple(f"{name}: {one}" for name, one in self.all if one.kind == "coupled")
+        return tuple(
+            f"{name}: {dependence}" for name, dependence in self.all if dependence.kind == "coupled"
+        )
 
     @property
     def splits(self) -> bool:
@@ -118,9 +120,11 @@ class Rows:
         """The results that have a value for every row, with what to call them; microbatches are put
         together to the rows of the whole batch, which are kept until the last.
         """
-        return tuple((name, one.rows) for name, one in self.all if one.rows is not None)
+        return tuple(
+            (name, dependence.rows) for name, dependence in self.all if dependence.rows is not None
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What every part computes by itself, see `Dependence.notes`."""
-        return tuple(dict.fromkeys(note for _, one in self.all for note in one.notes))
+        return tuple(dict.fromkeys(note for _, dependence in self.all for note in dependence.notes))

@@ -37,8 +37,8 @@ def text(graph: Graph) -> str:
 
 
 def _value(value: Value) -> str:
-    where = f" {value.path}" if value.path else ""
-    return f"{_type(value)}{where} ({value.role})"
+    location = f" {value.path}" if value.path else ""
+    return f"{_type(value)}{location} ({value.role})"
 
 
 def _type(value: Value) -> str:

@@ -36,30 +36,31 @@ _rounds: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 _known: dict[str, str] = {}
 
 
-def agree(name: str, mine: Mapping[str, str], *, seconds: float = AGREE_SECONDS) -> None:
+def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECONDS) -> None:
     """Compares values with those of all other processes; to be called by all, in the same order.
     Alone it does nothing.
 
     Args:
         name: of what is compared, for messages.
-        mine: value by key; keys that begin with `OPTIONAL` are compared among those who have them.
+        values: value by key; keys that begin with `OPTIONAL` are compared among the processes that
+            have them.
         seconds: how long to wait for the others.
 
     Raises:
         LaunchError: values differ, all of them listed with the processes that have them; in all
             processes alike. Or processes are missing, and are named.
     """
-    found = _jax_compat.coordination()
-    if found is None or found[2] == 1:
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
         return
-    client, process, processes = found
+    client, process, processes = coordination
     folder = f"shardlib/agree/{name}/{next(_rounds[name])}"
-    client.key_value_set(f"{folder}/said/{process}", json.dumps(dict(mine)))
+    client.key_value_set(f"{folder}/said/{process}", json.dumps(dict(values)))
     if process == 0:
-        said = _said(client, f"{folder}/said", processes, seconds)
-        absent = [number for number in range(processes) if number not in said]
+        answers = _said(client, f"{folder}/said", processes, seconds)
+        absent = [number for number in range(processes) if number not in answers]
         client.key_value_set(
-            f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(said)})
+            f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(answers)})
         )
     verdict = json.loads(_waited(client, f"{folder}/verdict", seconds + 10, f"compare its {name}"))
     if verdict["absent"]:
@@ -90,10 +91,10 @@ def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECON
     Raises:
         LaunchError: process 0 did not say it in time.
     """
-    found = _jax_compat.coordination()
-    if found is None or found[2] == 1:
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
         return make()
-    client, process, _ = found
+    client, process, _ = coordination
     if name not in _known:
         key = f"shardlib/first/{name}"
         if process == 0:
@@ -102,16 +103,16 @@ def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECON
     return _known[name]
 
 
-def differences(said: Mapping[int, Mapping[str, str]]) -> list[str]:
+def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
     """What the processes say differently, a line a key.
 
     >>> differences({0: {"plan": "a1"}, 1: {"plan": "b2"}, 2: {"plan": "a1"}})
     ['plan: a1 (processes 0 and 2), b2 (process 1)']
     """
     lines: list[str] = []
-    for key in dict.fromkeys(key for values in said.values() for key in values):
+    for key in dict.fromkeys(key for values in answers.values() for key in values):
         by_value: defaultdict[str, list[int]] = defaultdict(list)
-        for process, values in sorted(said.items()):
+        for process, values in sorted(answers.items()):
             if key in values or not key.startswith(OPTIONAL):
                 by_value[values.get(key, "nothing")].append(process)
         if len(by_value) > 1:
@@ -147,12 +148,12 @@ def _said(client: Any, folder: str, processes: int, seconds: float) -> dict[int,
     """What all processes have said, or those that did in time."""
     end = time.monotonic() + seconds
     while True:
-        found = {
+        answers = {
             int(key.rpartition("/")[2]): json.loads(value)
             for key, value in client.key_value_dir_get(folder)
         }
-        if len(found) == processes or time.monotonic() > end:
-            return found
+        if len(answers) == processes or time.monotonic() > end:
+            return answers
         time.sleep(LOOK_EVERY)
 
 
@@ -168,26 +169,26 @@ def _waited(client: Any, key: str, seconds: float, what: str) -> str:
         ) from error
 
 
-def all_say(name: str, mine: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
+def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
     """What every process says, by its number, in all processes; to be called by all, in the same
     order. Alone, what this one says.
 
     Args:
         name: of what is said, for messages.
-        mine: what this process says.
+        text: what this process says.
         seconds: how long to wait for the others.
 
     Raises:
         LaunchError: processes are missing, and are named.
     """
-    found = _jax_compat.coordination()
-    if found is None or found[2] == 1:
-        return {0: mine}
-    client, process, processes = found
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
+        return {0: text}
+    client, process, processes = coordination
     folder = f"shardlib/say/{name}/{next(_rounds[name])}"
-    client.key_value_set(f"{folder}/{process}", json.dumps({"said": mine}))
-    said = _said(client, folder, processes, seconds)
-    absent = [number for number in range(processes) if number not in said]
+    client.key_value_set(f"{folder}/{process}", json.dumps({"said": text}))
+    answers = _said(client, folder, processes, seconds)
+    absent = [number for number in range(processes) if number not in answers]
     if absent:
         raise LaunchError(
             f"{processes_text(absent)} of {processes} did not say"
@@ -195,7 +196,7 @@ def all_say(name: str, mine: str, *, seconds: float = AGREE_SECONDS) -> dict[int
             " what they wrote last, and start all of them again",
             again=True,
         )
-    return {number: one["said"] for number, one in said.items()}
+    return {number: answer["said"] for number, answer in answers.items()}
 
 
 def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
@@ -209,11 +210,13 @@ def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
     Raises:
         LaunchError: some did not come.
     """
-    found = _jax_compat.coordination()
-    if found is None or found[2] == 1:
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
         return
     try:
-        found[0].wait_at_barrier(f"shardlib/meet/{name}/{next(_rounds[name])}", int(seconds * 1000))
+        coordination[0].wait_at_barrier(
+            f"shardlib/meet/{name}/{next(_rounds[name])}", int(seconds * 1000)
+        )
     except jax.errors.JaxRuntimeError as error:
         raise LaunchError(
             f"not all processes came to {name!r} within {seconds:g} s"

@@ -26,13 +26,13 @@ def versions() -> dict[str, str]:
     """Versions of Python and of what computes, and a digest of shardlib's own sources. Imports none
     of them.
     """
-    found = {"Python": platform.python_version()}
+    installed = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"code of shardlib": package_digest(Path(__file__).parents[1])}
+            installed[name] = "not installed"
+    return installed | {"code of shardlib": package_digest(Path(__file__).parents[1])}
 
 
 def user_code() -> dict[str, str]:

@@ -46,18 +46,18 @@ def simulate_cpu_devices(count: int) -> None:
                 f" cpu:{max(count - count % processes, processes)}"
             )
         set_cpu_devices(count // processes)
-    found = jax.devices()
-    if len(found) == count and found[0].platform == "cpu":
+    devices = jax.devices()
+    if len(devices) == count and devices[0].platform == "cpu":
         return
     if processes > 1:
         raise TopologyError(
-            f"{count} CPU devices were asked for, and {processes} processes have {len(found)} of"
-            f" {found[0].platform} together\nTry: --topology cpu:{len(found)}, or another number of"
-            " devices of each process"
+            f"{count} CPU devices were asked for, and {processes} processes have {len(devices)} of"
+            f" {devices[0].platform} together\nTry: --topology cpu:{len(devices)}, or another"
+            " number of devices of each process"
         )
     raise TopologyError(
-        f"{count} CPU devices were asked for, and JAX already runs on {len(found)} of"
-        f" {found[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
+        f"{count} CPU devices were asked for, and JAX already runs on {len(devices)} of"
+        f" {devices[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
         f" JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS"
     )
 
@@ -123,9 +123,9 @@ def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None
 def _simulated_devices(environ: Mapping[str, str]) -> int:
     """How many CPU devices a process with these variables and JAX's settings simulates."""
     flag = re.search(rf"{_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
-    said = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
+    counts = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
     set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set
-    return max(1, set_in_jax, *(int(word) for word in said if word.isdigit()))
+    return max(1, set_in_jax, *(int(word) for word in counts if word.isdigit()))
 
 
 def keep_compiled(folder: Path) -> None:

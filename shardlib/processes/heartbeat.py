@@ -66,15 +66,15 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     """The heartbeat in a file; None where there is none, or none that can be read."""
     try:
         data = json.loads(read_regular(path))
-        found = Heartbeat(**data)
+        heartbeat = Heartbeat(**data)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     right = all(
-        isinstance(getattr(found, one.name), _KINDS[str(one.type)])
-        and not isinstance(getattr(found, one.name), bool)
-        for one in fields(Heartbeat)
+        isinstance(getattr(heartbeat, field.name), _KINDS[str(field.type)])
+        and not isinstance(getattr(heartbeat, field.name), bool)
+        for field in fields(Heartbeat)
     )
-    return found if right else None
+    return heartbeat if right else None
 
 
 class Observer:

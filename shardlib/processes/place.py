@@ -102,9 +102,9 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
     if "SHARDLIB_PROCESSES" in environ:
         return replace(_ours(environ), **common)
     for reader in (_slurm, _open_mpi):
-        found = reader(environ)
-        if found is not None and found.processes > 1:
-            return replace(found, **common)
+        place = reader(environ)
+        if place is not None and place.processes > 1:
+            return replace(place, **common)
     return None
 
 
@@ -141,13 +141,13 @@ def _ours(environ: Mapping[str, str]) -> Place:
         "SHARDLIB_HOST_PROCESSES",
         "SHARDLIB_HOST_PROCESS",
     )
-    given = {
+    variables = {
         name: environ.get(name, default)
         for name, default in zip(names, ("", "", "1", "0"), strict=True)
     }
     failures = [
         f"{name} is {value!r}, which is no number"
-        for name, value in given.items()
+        for name, value in variables.items()
         if not _number(value)
     ]
     coordinator = environ.get("SHARDLIB_COORDINATOR", "")
@@ -158,7 +158,7 @@ def _ours(environ: Mapping[str, str]) -> Place:
     ):
         failures.append(f"SHARDLIB_COORDINATOR is {coordinator!r}; it needs HOST:PORT of process 0")
     if not failures:
-        processes, process, host_processes, host_process = (int(given[name]) for name in names)
+        processes, process, host_processes, host_process = (int(variables[name]) for name in names)
         failures += (
             [f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0"]
             if process >= processes
@@ -245,10 +245,10 @@ def first_host(nodes: str) -> str:
     >>> first_host("node[007-015,20],other"), first_host("a1,b2"), first_host("gpu-[3,5]-ib")
     ('node007', 'a1', 'gpu-3-ib')
     """
-    before, bracket, rest = nodes.partition("[")
+    before, bracket, after_bracket = nodes.partition("[")
     if not bracket or "," in before:
         return before.partition(",")[0]
-    inside, _, after = rest.partition("]")
+    inside, _, after = after_bracket.partition("]")
     return before + inside.partition(",")[0].partition("-")[0] + after.partition(",")[0]
 
 

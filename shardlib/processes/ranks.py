@@ -19,26 +19,26 @@ def rank() -> int:
 
 def is_first() -> bool:
     """Whether this process is the one that speaks for all; asking does not start JAX's devices."""
-    found = _jax_compat.coordination()
-    return found is None or found[1] == 0
+    coordination = _jax_compat.coordination()
+    return coordination is None or coordination[1] == 0
 
 
 def is_alone() -> bool:
     """Whether this process is the only one of its job; asking does not start JAX's devices."""
-    found = _jax_compat.coordination()
-    return found is None or found[2] == 1
+    coordination = _jax_compat.coordination()
+    return coordination is None or coordination[2] == 1
 
 
-def anywhere(mine: bool, *, needed: bool, step: int = 0) -> bool:
+def anywhere(condition: bool, *, needed: bool, step: int = 0) -> bool:
     """Whether this holds in any process; all of them get the same answer, at the same step.
 
     Args:
-        mine: whether it holds here.
+        condition: whether it holds here.
         needed: whether it could hold anywhere; the same in all processes.
         step: the processes meet at every `ASK_EVERY`-th; in between the answer is no.
     """
     if jax.process_count() == 1:
-        return mine
+        return condition
     if not needed or step % ASK_EVERY:
         return False
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(mine))))
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(condition))))

@@ -50,7 +50,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """See Orbax."""
-        return await super().serialize([_of_job(one) for one in values], infos, args)
+        return await super().serialize([_of_job(value) for value in values], infos, args)
 
 
 class _OfJob:

@@ -59,15 +59,15 @@ def first_decides(name: str, decide: Callable[[], T]) -> T | None:
         _raise_alike(all_say(name, "")[0])
         return None
     try:
-        made = decide()
+        decision = decide()
     except errors.ShardlibError as error:
         all_say(name, json.dumps({"kind": type(error).__name__, "message": str(error)}))
         raise
     all_say(name, "")
-    return made
+    return decision
 
 
-def _raise_alike(said: str) -> None:
-    if said:
-        data: dict[str, Any] = json.loads(said)
+def _raise_alike(message: str) -> None:
+    if message:
+        data: dict[str, Any] = json.loads(message)
         raise getattr(errors, data["kind"], errors.ShardlibError)(data["message"])

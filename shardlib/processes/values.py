@@ -86,13 +86,13 @@ def by_owners(name: str, owners: frozenset[int], do: Callable[[], T]) -> T | Non
             raise LaunchError(failed.decode(), again=True)
         return None
     try:
-        made = do()
+        result = do()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         channel.send(text.encode)
         raise
     channel.send(bytes)
-    return made
+    return result
 
 
 def idle_processes(devices: Iterable[jax.Device]) -> tuple[int, ...]:
@@ -175,8 +175,8 @@ def in_first_process(array: jax.Array) -> np.ndarray | None:
         LaunchError: see `in_every_process`.
     """
     if 0 not in owners_of([array]):
-        found = whole(array)
-        return found if jax.process_index() == 0 else None
+        host_array = whole(array)
+        return host_array if jax.process_index() == 0 else None
     return np.asarray(array) if jax.process_index() == 0 else None
 
 
@@ -356,11 +356,11 @@ def _packed(arrays: Sequence[Constant]) -> bytes:
     """
     try:
         values = [np.asarray(array) for array in arrays]
-        header: dict[str, Any] = {"arrays": [[one.dtype.name, one.shape] for one in values]}
+        header: dict[str, Any] = {"arrays": [[value.dtype.name, value.shape] for value in values]}
     except Exception as error:  # the owner itself fails where it reads them
         values, header = [], {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
     text = json.dumps(header).encode()
-    elements = [np.ascontiguousarray(one).tobytes() for one in values]
+    elements = [np.ascontiguousarray(value).tobytes() for value in values]
     return b"".join([len(text).to_bytes(8, "little"), text, *elements])
 
 
@@ -380,10 +380,10 @@ def _unpacked(data: bytes) -> list[jax.Array]:
             again=True,
         )
     here = SingleDeviceSharding(jax.local_devices()[0])
-    found: list[jax.Array] = []
+    arrays: list[jax.Array] = []
     for name, shape in header["arrays"]:
         dtype = jnp.dtype(name)
         value = np.frombuffer(data, dtype, math.prod(shape), begin).reshape(shape)
         begin += value.nbytes
-        found.append(jax.device_put(value.copy(), here))
-    return found
+        arrays.append(jax.device_put(value.copy(), here))
+    return arrays

@@ -89,18 +89,18 @@ class Choice:
         return self._hash  # tables of the search are asked for the same choices all the time
 
     def cut(
-        self, colours: LogicalAxes, whole: Iterable[int] = (), sequence_at: int | None = None
+        self, colours: LogicalAxes, unsharded: Iterable[int] = (), sequence_at: int | None = None
     ) -> Cut:
         """The cut of a value or of the factors of an op.
 
         Args:
             colours: colour per dim or factor.
-            whole: positions that must not be sharded.
+            unsharded: positions that must not be sharded.
             sequence_at: position along the sequence that is sharded where several are (queries and
                 keys of attention); by default the first.
         """
         result: list[str | None] = [None] * len(colours)
-        blocked = set(whole)
+        blocked = set(unsharded)
 
         def place(name: str | None, axis: str, beside: str | None = None) -> bool:
             if name is None or name not in colours:

@@ -101,18 +101,18 @@ class Colouring:
     @property
     def batch_colour(self) -> str | None:
         """The colour that data parallelism cuts."""
-        return next((found for name in BATCH_NAMES if (found := self.canonical(name))), None)
+        return next((colour for name in BATCH_NAMES if (colour := self.canonical(name))), None)
 
     @property
     def sequence_colour(self) -> str | None:
         """The colour that sequence parallelism shards; None where a loop walks along it."""
-        found = self.named_sequence
-        return None if found is None or self.colours[found].walked else found
+        colour = self.named_sequence
+        return None if colour is None or self.colours[colour].walked else colour
 
     @property
     def named_sequence(self) -> str | None:
         """The colour of the sequence, whether it can be sharded or not."""
-        return next((found for name in SEQUENCE_NAMES if (found := self.canonical(name))), None)
+        return next((colour for name in SEQUENCE_NAMES if (colour := self.canonical(name))), None)
 
     @property
     def shardable(self) -> tuple[Colour, ...]:
@@ -171,14 +171,16 @@ def colour(problem: Problem) -> Colouring:
     }
     for tag, graph in graphs.items():
         tie_graph(classes, tag, graph)
-    told = _misnamed(tie_names(classes, problem), problem)
-    found = _coloured(classes, problem)
+    misnamed = _misnamed(tie_names(classes, problem), problem)
+    colouring = _coloured(classes, problem)
     named = {n for _, axes in named_dims(problem) for n in axes}
-    unnamed = {c.name: c.inputs for c in found.shardable if c.name not in named}
-    values = (axes for every in (found.forward, *found.steps.values()) for axes in every)
+    unnamed = {c.name: c.inputs for c in colouring.shardable if c.name not in named}
+    values = (
+        axes for graph_axes in (colouring.forward, *colouring.steps.values()) for axes in graph_axes
+    )
     if tie_alike(classes, problem, unnamed, values):
-        found = _coloured(classes, problem)
-    return replace(found, findings=(*found.findings, *told))
+        colouring = _coloured(classes, problem)
+    return replace(colouring, findings=(*colouring.findings, *misnamed))
 
 
 @diagnostic
@@ -219,7 +221,7 @@ def _coloured(classes: Classes, problem: Problem) -> Colouring:
     carried = carried_along(
         classes,
         problem,
-        {root for root, given in names.items() if set(given) & set(SEQUENCE_NAMES)},
+        {root for root, class_names in names.items() if set(class_names) & set(SEQUENCE_NAMES)},
     )
     walked = walked_along(classes, problem)
     colours = {
@@ -269,8 +271,8 @@ def _coloured(classes: Classes, problem: Problem) -> Colouring:
 
 
 def _names_of(classes: Classes, root: Hashable, problem: Problem) -> list[str]:
-    every = [name for _, axes in named_dims(problem) for name in axes if name]
-    return [name for name in dict.fromkeys(every) if classes.find(("name", name)) == root]
+    names = [name for _, axes in named_dims(problem) for name in axes if name]
+    return [name for name in dict.fromkeys(names) if classes.find(("name", name)) == root]
 
 
 def _choose_names(
@@ -280,23 +282,23 @@ def _choose_names(
     findings: list[Finding] = []
     taken: set[str] = set()
     for root, members in inputs.items():
-        given = names[root]
-        known = [name for name in given if name in BATCH_NAMES + SEQUENCE_NAMES]
-        name = (known or given or [_short(*members[0])])[0]
+        candidates = names[root]
+        conventional = [name for name in candidates if name in BATCH_NAMES + SEQUENCE_NAMES]
+        name = (conventional or candidates or [_short(*members[0])])[0]
         base, number = name, 2
         while name in taken:
             name, number = f"{base}#{number}", number + 1
         taken.add(name)
         chosen[root] = name
-        if len(given) > 1:
+        if len(candidates) > 1:
             findings.append(
                 Finding(
                     code="names-tied",
                     severity="info",
                     where=f"{members[0][0]} dim {members[0][1]}",
                     message=(
-                        f"the program ties the logical axes {', '.join(given)} together; they are"
-                        f" sharded alike, under the name {name!r}"
+                        f"the program ties the logical axes {', '.join(candidates)} together; they"
+                        f" are sharded alike, under the name {name!r}"
                     ),
                 )
             )

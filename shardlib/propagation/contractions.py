@@ -67,18 +67,19 @@ def agreed(
         axis: max(indices, key=lambda index: strength(axis, index))
         for axis, indices in votes.items()
     }
-    kept = {
+    axes_of_index = {
         index: tuple(
             axis
             for axis in dict.fromkeys(
-                axis for axes in sorted(found, key=len, reverse=True) for axis in axes
+                axis for axes in sorted(votes_of_index, key=len, reverse=True) for axis in axes
             )
             if winner[axis] == index
         )
-        for index, found in orders.items()
+        for index, votes_of_index in orders.items()
     }
     return tuple(
-        Layout(*(() if index is None else kept.get(index, ()) for index in side)) for side in sides
+        Layout(*(() if index is None else axes_of_index.get(index, ()) for index in side))
+        for side in sides
     )
 
 
@@ -97,7 +98,7 @@ def operand_layouts(
         Keys of `used` -> layout, for every operand and then for the result; and of `arriving`, for
         operands that are gathered.
     """
-    found: dict[tuple[str, int], Layout] = {}
+    layouts_by_key: dict[tuple[str, int], Layout] = {}
     for op in graph.ops:
         if op.category in CONTRACTIONS and len(op.results) == 1:
             values = (*op.operands, *op.results)
@@ -105,17 +106,19 @@ def operand_layouts(
                 rules.resolve(names[value], graph.values[value].shape, mesh).layout
                 for value in values
             ]
-            for at, layout in enumerate(
+            for position, layout in enumerate(
                 agreed(
                     op.rule,
                     layouts,
                     rules.resolve(index_names(op, names), op.rule.sizes, mesh).layout,
                 )
             ):
-                found[used(op.path, at)] = _fitting(layout, graph.values[values[at]].shape, mesh)
-                if at < len(op.operands) and not layouts[at].axes <= layout.axes:
-                    found[arriving(op.path, at)] = layouts[at]
-    return found
+                layouts_by_key[used(op.path, position)] = _fitting(
+                    layout, graph.values[values[position]].shape, mesh
+                )
+                if position < len(op.operands) and not layouts[position].axes <= layout.axes:
+                    layouts_by_key[arriving(op.path, position)] = layouts[position]
+    return layouts_by_key
 
 
 def followed_layouts(
@@ -129,8 +132,8 @@ def followed_layouts(
         inputs: layout of every input of the graph.
         mesh: sizes of the mesh axes.
     """
-    found: dict[tuple[str, int], Layout] = {}
-    known: dict[int, Layout] = dict(zip(graph.inputs, inputs, strict=True))
+    layouts_by_key: dict[tuple[str, int], Layout] = {}
+    layouts_by_value: dict[int, Layout] = dict(zip(graph.inputs, inputs, strict=True))
     for op in graph.ops:
         values = (*op.operands, *op.results)
         shapes = [graph.values[value].shape for value in values]
@@ -138,8 +141,8 @@ def followed_layouts(
             op.rule,
             [
                 (
-                    known[value]
-                    if value in known and value in op.operands
+                    layouts_by_value[value]
+                    if value in layouts_by_value and value in op.operands
                     else Layout.replicated(len(shape))
                 )
                 for value, shape in zip(values, shapes, strict=True)
@@ -148,10 +151,12 @@ def followed_layouts(
         fitting = [
             _fitting(layout, shape, mesh) for layout, shape in zip(layouts, shapes, strict=True)
         ]
-        known.update(zip(op.results, fitting[len(op.operands) :], strict=True))
+        layouts_by_value.update(zip(op.results, fitting[len(op.operands) :], strict=True))
         if op.category in CONTRACTIONS and len(op.results) == 1:
-            found.update({used(op.path, at): layout for at, layout in enumerate(fitting)})
-    return found
+            layouts_by_key.update(
+                {used(op.path, position): layout for position, layout in enumerate(fitting)}
+            )
+    return layouts_by_key
 
 
 def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:

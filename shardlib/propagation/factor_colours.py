@@ -43,7 +43,9 @@ def _where_weights_lie(
     weights: Set[int],
     turned: Mapping[int, Op],
 ) -> LogicalAxes:
-    twice = {one for one, count in Counter(colours).items() if one is not None and count > 1}
+    twice = {
+        colour for colour, count in Counter(colours).items() if colour is not None and count > 1
+    }
     if not twice or op.category != "matmul":
         return colours
     for value, dims in (
@@ -57,8 +59,8 @@ def _where_weights_lie(
             lying = [op.rule.major(dims[dim]) for dim in order if names[value][dim] == colour]
             if len(lying) > 1:
                 colours = tuple(
-                    None if one == colour and factor != lying[0] else one
-                    for factor, one in enumerate(colours)
+                    None if factor_colour == colour and factor != lying[0] else factor_colour
+                    for factor, factor_colour in enumerate(colours)
                 )
     return colours
 
@@ -74,8 +76,8 @@ def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
     if turn is None:
         return range(rank)
     (before,), (after,) = turn.rule.operands, turn.rule.results
-    mine, own = (before, after) if value in turn.operands else (after, before)
-    return [mine.index(factors) for factors in own]
+    form_dims, parameter_dims = (before, after) if value in turn.operands else (after, before)
+    return [form_dims.index(factors) for factors in parameter_dims]
 
 
 def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
@@ -88,11 +90,11 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
     Returns:
         One per factor; None where no dim has a colour.
     """
-    found: list[str | None] = [None] * len(op.rule.sizes)
+    result: list[str | None] = [None] * len(op.rule.sizes)
     for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
         for value, dims in zip(values, all_dims, strict=True):
             for dim, factors in enumerate(dims):
                 major = op.rule.major(factors)
-                if major is not None and found[major] is None:
-                    found[major] = names[value][dim]
-    return tuple(found)
+                if major is not None and result[major] is None:
+                    result[major] = names[value][dim]
+    return tuple(result)

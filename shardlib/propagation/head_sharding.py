@@ -20,16 +20,16 @@ from typing import Literal
 Shared = Literal["all", "queries", "none"]
 
 
-def shared(*, heads: int, groups: int, ways: int) -> Shared:
+def shared(*, heads: int, groups: int, devices: int) -> Shared:
     """Which heads devices can share out.
 
     Args:
         heads: heads of queries.
         groups: heads of keys and values, each of `heads / groups` heads of queries.
-        ways: devices.
+        devices: devices.
     """
-    if heads % ways:
+    if heads % devices:
         return "none"
-    if groups % ways == 0:
+    if groups % devices == 0:
         return "all"
-    return "queries" if (heads // groups) % (heads // ways) == 0 else "none"
+    return "queries" if (heads // groups) % (heads // devices) == 0 else "none"

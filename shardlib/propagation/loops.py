@@ -19,15 +19,15 @@ def carried_along(
         problem: the traced step.
         sequences: classes that are a sequence.
     """
-    found: set[Hashable] = set()
+    carried: set[Hashable] = set()
     for policy, step in problem.steps.items():
         for value in (value for op in step.graph.ops if op.kind == "carry" for value in op.results):
             roots = {
                 classes.find((policy, value, dim))
                 for dim in range(len(step.graph.values[value].shape))
             }
-            found |= roots if not sequences or roots & set(sequences) else set()
-    return found
+            carried |= roots if not sequences or roots & set(sequences) else set()
+    return carried
 
 
 def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:

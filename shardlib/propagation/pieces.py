@@ -50,11 +50,11 @@ def in_pieces(problem: Problem) -> Problem:
     }
     if not _windows(graphs):  # all joints come from them
         return problem
-    found = _found(problem, graphs)
-    if not found.sizes:
+    fused = _found(problem, graphs)
+    if not fused.sizes:
         return problem
     changed = {
-        tag: replace(graph, ops=tuple(found.changed(tag, op) for op in graph.ops))
+        tag: replace(graph, ops=tuple(fused.changed(tag, op) for op in graph.ops))
         for tag, graph in graphs.items()
     }
     dims = (
@@ -62,7 +62,7 @@ def in_pieces(problem: Problem) -> Problem:
         for index, value in enumerate(problem.forward.values)
         for dim in range(len(value.shape))
     )
-    pieces = {place: sizes for place in dims if (sizes := found.pieces("forward", *place))}
+    pieces = {place: sizes for place in dims if (sizes := fused.pieces("forward", *place))}
     return replace(
         problem,
         forward=changed["forward"],
@@ -129,8 +129,8 @@ def counters(rule: FactorRule) -> Iterator[tuple[int, Place]]:
 
 
 def _dim(rule: FactorRule, place: Place) -> Dim:
-    result, position, at = place
-    return (rule.results if result else rule.operands)[position][at]
+    result, position, dim = place
+    return (rule.results if result else rule.operands)[position][dim]
 
 
 def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
@@ -158,7 +158,7 @@ def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
 
     def side(result: bool, values: tuple[Dims, ...]) -> tuple[Dims, ...]:
         return tuple(
-            tuple(dims[result, position, at] for at in range(len(value)))
+            tuple(dims[result, position, dim] for dim in range(len(value)))
             for position, value in enumerate(values)
         )
 
@@ -199,7 +199,7 @@ def _found(problem: Problem, graphs: Mapping[str, Graph]) -> _Found:
         if any(tied.find(node) in left for node in (*long, *short)):
             fit.pop(same.find(long[0]), None)
     for tag, op, window in sorted(
-        _windows(graphs), key=lambda one: -_size(*one)
+        _windows(graphs), key=lambda window: -_size(*window)
     ):  # a piece of a fused dim is no fused one itself
         if window.short is not None and same.find(_nodes(tag, op, window.long)[0]) in fit:
             fit.pop(same.find(_nodes(tag, op, window.short)[0]), None)
@@ -228,9 +228,9 @@ def _tie_positions(same: Classes, tag: str, graph: Graph) -> None:
     """Ties dims that an op gives the same index, position by position."""
     for op in graph.ops:
         members: dict[int, list[Hashable]] = defaultdict(list)
-        for (result, position, at), dim in op.rule.dims():
+        for (result, position, axis), dim in op.rule.dims():
             if len(dim) == 1 and dim[0] not in op.rule.whole:
-                members[dim[0]].append((tag, op.value(result, position), at))
+                members[dim[0]].append((tag, op.value(result, position), axis))
         for nodes in members.values():
             same.join(nodes)
 
@@ -254,28 +254,28 @@ def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[in
     A dim of which windows leave some part out (the best few of all experts) is not several things
     side by side.
     """
-    found: dict[Hashable, set[int]] = defaultdict(set)
+    joints: dict[Hashable, set[int]] = defaultdict(set)
     read: dict[Hashable, set[tuple[int, int]]] = defaultdict(set)
     for tag, op, window in _windows(graphs):
         root = same.find(_nodes(tag, op, window.long)[0])
-        found[root] |= {0, window.start, window.start + window.size, _size(tag, op, window)}
+        joints[root] |= {0, window.start, window.start + window.size, _size(tag, op, window)}
         read[root].add((window.start, window.start + window.size))
     for root, spans in read.items():
-        if _reach(spans) < max(found[root]):
-            del found[root]
+        if _reach(spans) < max(joints[root]):
+            del joints[root]
     for tag, graph in graphs.items():
         for op in graph.ops:
             if op.rule.windows:
                 continue
             for counter, place in counters(op.rule):
                 alone = [
-                    same.find((tag, op.value(side, position), at))
-                    for (side, position, at), dim in op.rule.dims()
+                    same.find((tag, op.value(side, position), dim_position))
+                    for (side, position, dim_position), dim in op.rule.dims()
                     if dim == (counter,)
                 ]
                 inner = math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, place)[1:])
-                for points in [found[root] for root in alone if root in found]:
-                    found[same.find(_nodes(tag, op, place)[0])] |= {
+                for points in [joints[root] for root in alone if root in joints]:
+                    joints[same.find(_nodes(tag, op, place)[0])] |= {
                         point * inner for point in points
                     }
-    return dict(found)
+    return dict(joints)

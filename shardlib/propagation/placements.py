@@ -46,28 +46,28 @@ def placements(
         the boundary op; for the operands of contractions, see
         `shardlib.propagation.contractions.used`.
     """
-    found: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
-    gathered = _gathered(graph, names, rules, mesh, found)
-    wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
+    gathered = _gathered(graph, names, rules, mesh, layouts)
+    keys_by_source: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for key, source in (operands or {}).items():
-        wanted.setdefault(source, []).append(key)
+        keys_by_source.setdefault(source, []).append(key)
     for number, value in enumerate(graph.inputs):
-        for key in wanted.get(input_source(number), ()):
-            found[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
+        for key in keys_by_source.get(input_source(number), ()):
+            layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
     for op in graph.ops:
         for position, value in enumerate(op.results):
-            for key in wanted.get((op.path, position), ()):
-                found[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
+            for key in keys_by_source.get((op.path, position), ()):
+                layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
         anchor = op.category in _ANCHORS or op.kind == "carry"
         for position, value in enumerate(op.results):
             if not anchor and value not in gathered:
                 continue
             axes = names[value]
             if batch is not None and batch in axes:
-                found[op.path, position] = rules.resolve(
+                layouts[op.path, position] = rules.resolve(
                     axes, graph.values[value].shape, mesh
                 ).layout
-    return found
+    return layouts
 
 
 def _gathered(
@@ -90,8 +90,8 @@ def _gathered(
         value
         for op in graph.ops
         if op.category in CONTRACTIONS
-        for at, value in enumerate(op.operands)
-        if (read := operands.get(used(op.path, at))) is not None
+        for position, value in enumerate(op.operands)
+        if (read := operands.get(used(op.path, position))) is not None
         and not rules.resolve(names[value], graph.values[value].shape, mesh).layout.axes
         <= read.axes
     )

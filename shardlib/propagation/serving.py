@@ -49,10 +49,13 @@ def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
         problem: the forward pass; no step graph is read.
         mesh: see `serving_mesh`.
     """
-    found = colour(problem)
-    walked = _walked(problem, found)
-    fit = _fit(problem, found)
-    return {one.path: _layout(one, found, fit, walked, mesh) for one in problem.parameters}
+    colouring = colour(problem)
+    walked = _walked(problem, colouring)
+    fit = _fit(problem, colouring)
+    return {
+        parameter.path: _layout(parameter, colouring, fit, walked, mesh)
+        for parameter in problem.parameters
+    }
 
 
 def scale_dims(problem: Problem) -> Mapping[str, int]:
@@ -62,21 +65,21 @@ def scale_dims(problem: Problem) -> Mapping[str, int]:
     Args:
         problem: see `serving_layouts`.
     """
-    found = colour(problem)
-    walked, sizes = _walked(problem, found), _sizes(problem, found)
+    colouring = colour(problem)
+    walked, sizes = _walked(problem, colouring), _sizes(problem, colouring)
     stream = max(sizes, key=lambda name: sizes[name], default=None)
     dims = dict[str, int]()
-    for one in problem.parameters:
-        names = found.parameters[one.path]
+    for parameter in problem.parameters:
+        names = colouring.parameters[parameter.path]
         inner = [
             dim
-            for dim, size in enumerate(one.shape)
+            for dim, size in enumerate(parameter.shape)
             if size > 1 and (names[dim] is None or names[dim] not in walked)
         ]
         if len(inner) > 1:
-            dims[one.path] = next(
+            dims[parameter.path] = next(
                 (dim for dim in inner if names[dim] == stream),
-                max(inner, key=lambda dim: one.shape[dim]),
+                max(inner, key=lambda dim: parameter.shape[dim]),
             )
     return dims
 
@@ -92,9 +95,9 @@ def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None)
     layouts = serving_layouts(problem, mesh)
     sizes = {"bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
     return sum(
-        math.prod(layouts[one.path].local_shape(one.shape, mesh))
-        * (itemsize or sizes.get(one.dtype, 1 if one.dtype.startswith("float8") else 4))
-        for one in problem.parameters
+        math.prod(layouts[parameter.path].local_shape(parameter.shape, mesh))
+        * (itemsize or sizes.get(parameter.dtype, 1 if parameter.dtype.startswith("float8") else 4))
+        for parameter in problem.parameters
     )
 
 
@@ -103,18 +106,18 @@ def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None)
 _Rank = tuple[int, int]
 
 
-def _fit(problem: Problem, found: Colouring) -> Mapping[str, _Rank]:
+def _fit(problem: Problem, colouring: Colouring) -> Mapping[str, _Rank]:
     """Colours that weights may be cut along."""
-    apart = {found.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)} - {None}
+    row_colours = {colouring.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)} - {None}
     multiplied, mixed = set[str | None](), Counter[str | None]()
     for op in problem.forward.ops:
-        sides = [found.forward[value] for value in op.operands]
-        results = {name for value in op.results for name in found.forward[value]}
+        sides = [colouring.forward[value] for value in op.operands]
+        results = {name for value in op.results for name in colouring.forward[value]}
         if op.category in CONTRACTIONS or op.category == "gather" or op.rule.outer:
             multiplied.update(results, *sides)
-        if op.category in CONTRACTIONS and all(apart & set(names) for names in sides):
+        if op.category in CONTRACTIONS and all(row_colours & set(names) for names in sides):
             mixed.update(results)
-    weights = _sizes(problem, found)
+    weights = _sizes(problem, colouring)
     stream = max(weights, key=lambda name: weights[name], default=None)
     return {
         name: (mixed[name], size)
@@ -123,51 +126,61 @@ def _fit(problem: Problem, found: Colouring) -> Mapping[str, _Rank]:
     }
 
 
-def _walked(problem: Problem, found: Colouring) -> set[str | None]:
+def _walked(problem: Problem, colouring: Colouring) -> set[str | None]:
     """Colours that loops walk along, as along layers."""
-    return {found.forward[op.operands[0]][0] for op in problem.forward.ops if op.kind == "enter"}
+    return {
+        colouring.forward[op.operands[0]][0] for op in problem.forward.ops if op.kind == "enter"
+    }
 
 
-def _sizes(problem: Problem, found: Colouring) -> Counter[str]:
+def _sizes(problem: Problem, colouring: Colouring) -> Counter[str]:
     """Elements of weights that have a colour, of those that are not rows, tokens or layers."""
-    apart = {found.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)}
+    row_colours = {colouring.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)}
     weights = Counter[str]()
-    for one in problem.parameters:
-        for name in {*found.parameters[one.path]} - {None, *_walked(problem, found), *apart}:
-            weights[str(name)] += math.prod(one.shape)
+    for parameter in problem.parameters:
+        for name in {*colouring.parameters[parameter.path]} - {
+            None,
+            *_walked(problem, colouring),
+            *row_colours,
+        }:
+            weights[str(name)] += math.prod(parameter.shape)
     return weights
 
 
 def _layout(
-    one: Parameter,
-    found: Colouring,
+    parameter: Parameter,
+    colouring: Colouring,
     fit: Mapping[str, _Rank],
     walked: Collection[str | None],
     mesh: MeshShape,
 ) -> Layout:
-    axes = {dim: name for dim, name in enumerate(found.parameters[one.path]) if name is not None}
+    axes = {
+        dim: name
+        for dim, name in enumerate(colouring.parameters[parameter.path])
+        if name is not None
+    }
     cut = {
-        dim: ways
+        dim: sharding_axes
         for dim, name in axes.items()
-        if name in fit and (ways := _ways(one.shape[dim], mesh))
+        if name in fit and (sharding_axes := _ways(parameter.shape[dim], mesh))
     }
     if cut:
         dim = max(cut, key=lambda dim: _preference(fit[axes[dim]], mesh.ways(cut[dim]), dim))
-        return _cut(one, dim, cut[dim])
-    stream = [dim for dim in range(len(one.shape)) if axes.get(dim) not in walked]
-    if sum(one.shape[dim] > 1 for dim in stream) > 1:
+        return _cut(parameter, dim, cut[dim])
+    stream = [dim for dim in range(len(parameter.shape)) if axes.get(dim) not in walked]
+    if sum(parameter.shape[dim] > 1 for dim in stream) > 1:
         for dim in reversed(stream):
-            if ways := _ways(one.shape[dim], mesh):
-                return _cut(one, dim, ways)
-    return Layout.replicated(len(one.shape))
+            if sharding_axes := _ways(parameter.shape[dim], mesh):
+                return _cut(parameter, dim, sharding_axes)
+    return Layout.replicated(len(parameter.shape))
 
 
-def _preference(rank: _Rank, ways: int, dim: int) -> tuple[int, int, int, int]:
+def _preference(rank: _Rank, shards: int, dim: int) -> tuple[int, int, int, int]:
     """How much a dim is to be cut: as attention has it, or else into the most parts, as the widths
     of experts are where there are fewer experts than devices.
     """
     mixed, size = rank
-    return mixed, ways, size, -dim
+    return mixed, shards, size, -dim
 
 
 def _ways(size: int, mesh: MeshShape) -> tuple[str, ...]:
@@ -178,5 +191,5 @@ def _ways(size: int, mesh: MeshShape) -> tuple[str, ...]:
     return ()
 
 
-def _cut(one: Parameter, dim: int, axes: tuple[str, ...]) -> Layout:
-    return Layout(*(axes if at == dim else () for at in range(len(one.shape))))
+def _cut(parameter: Parameter, dim: int, axes: tuple[str, ...]) -> Layout:
+    return Layout(*(axes if index == dim else () for index in range(len(parameter.shape))))

@@ -109,21 +109,21 @@ def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
         for path, axes in named_dims(problem)
     ]
     support: dict[tuple[str, Hashable], int] = defaultdict(int)
-    apart: set[frozenset[str]] = set()
+    distinct: set[frozenset[str]] = set()
     for _, dims in arrays:
-        for at, (name, node) in enumerate(dims):
+        for position, (name, node) in enumerate(dims):
             support[name, classes.find(node)] += 1
-            apart |= {
-                frozenset((name, other))
-                for other, place in dims[:at]
-                if other != name and classes.find(place) != classes.find(node)
+            distinct |= {
+                frozenset((name, other_name))
+                for other_name, place in dims[:position]
+                if other_name != name and classes.find(place) != classes.find(node)
             }
     batch = {path for path, *_ in problem.batch}
 
     def certainty(dims: Sequence[tuple[str, Hashable]]) -> int:
         return min((support[name, classes.find(node)] for name, node in dims), default=0)
 
-    ranked = sorted(arrays, key=lambda one: (one[0] not in batch, -certainty(one[1])))
+    ranked = sorted(arrays, key=lambda array: (array[0] not in batch, -certainty(array[1])))
     names: dict[Hashable, frozenset[str]] = {}
     left_out: list[str] = []
     for path, dims in ranked:
@@ -135,10 +135,10 @@ def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
             )
             joined |= dict.fromkeys(roots, together)
         if path not in batch and any(
-            frozenset((name, other)) in apart
+            frozenset((name, other_name)) in distinct
             for together in joined.values()
             for name in together
-            for other in together
+            for other_name in together
         ):
             left_out.append(path)
             continue
@@ -183,14 +183,14 @@ def tie_alike(
     }
     meets: dict[str, set[str]] = defaultdict(set)
     for axes in {frozenset(axes) for axes in values}:
-        mine = {name for name in axes if name is not None and name in dims}
-        for name in mine:
-            meets[name] |= mine
+        axis_names = {name for name in axes if name is not None and name in dims}
+        for name in axis_names:
+            meets[name] |= axis_names
     groups: dict[Hashable, list[list[str]]] = defaultdict(list)
     for name, places in dims.items():
         alike = groups[frozenset((shapes[path], dim) for path, dim in places)]
-        apart = (group for group in alike if meets[name].isdisjoint(group))
-        group = next(apart, None)
+        joinable = (group for group in alike if meets[name].isdisjoint(group))
+        group = next(joinable, None)
         if group is None:
             alike.append([name])
         else:
@@ -205,7 +205,7 @@ def stack_dims(problem: Problem) -> set[tuple[str, int]]:
     """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along
     it.
     """
-    found: set[tuple[str, int]] = set()
+    dims: set[tuple[str, int]] = set()
     for step in problem.steps.values():
         sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         for op in step.graph.ops:
@@ -214,5 +214,5 @@ def stack_dims(problem: Problem) -> set[tuple[str, int]]:
                 and (source := sources.get(op.operands[0]))
                 and not source.stacked
             ):
-                found |= {(path, 0) for path in source.paths}
-    return found
+                dims |= {(path, 0) for path in source.paths}
+    return dims

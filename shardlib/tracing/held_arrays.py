@@ -30,8 +30,8 @@ def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
     if captured:
         raise TracingError(
             f"the loss uses arrays that model {model!r} holds in functions or static fields,"
-            f" where an initialiser that is traced leaves no numbers: {', '.join(captured[:8])}\nTry:"
-            " NumPy for such constants; or make the module once, outside of init, let init return its"
-            " arrays alone, and put them together in the loss"
+            " where an initialiser that is traced leaves no numbers:"
+            f" {', '.join(captured[:8])}\nTry: NumPy for such constants; or make the module once,"
+            " outside of init, let init return its arrays alone, and put them together in the loss"
         )
     return closed

@@ -163,8 +163,10 @@ def trace(
         model, _, closed, out_shape = _trace_loss(model, loss, shapes)
     program = flatten(closed)
     inputs = named_inputs(model, shapes)
-    found = translated(program, inputs)
-    forward = replace(found.graph, findings=(*found.graph.findings, *mapped_finding(mapped)))
+    translation = translated(program, inputs)
+    forward = replace(
+        translation.graph, findings=(*translation.graph.findings, *mapped_finding(mapped))
+    )
     check_counts(
         (value.path or f"a value of {model.name}", value.shape) for value in forward.values
     )
@@ -175,8 +177,8 @@ def trace(
     folded = fold(
         program,
         *(
-            {i for i, (_, role) in enumerate(inputs[:count]) if role == one}
-            for one in ("parameter", "frozen")
+            {i for i, (_, role) in enumerate(inputs[:count]) if role == wanted_role}
+            for wanted_role in ("parameter", "frozen")
         ),
     )
     repeated = bool(folded.loops) or any(
@@ -209,7 +211,7 @@ def trace(
         problem=in_pieces(problem),
         model=model,
         rows_in=proven,
-        layouts=found.layouts,
+        layouts=translation.layouts,
     )
 
 
@@ -255,33 +257,33 @@ def _trace_loss(
 
 def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:
     """What the calls of attention ask of kernels."""
-    wanted = [
+    calls = [
         Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)
     ]
     return AttentionCalls(
         without=tuple(
             (kind, why)
             for kind in KINDS
-            for why in [one.why_not(kind) for one in wanted if one.why_not(kind)][:1]
+            for why in [call.why_not(kind) for call in calls if call.why_not(kind)][:1]
         ),
-        width=max((one.widest for one in wanted), default=0),
+        width=max((call.widest for call in calls), default=0),
     )
 
 
 def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> StepGraph:
     """The graph of value-and-gradient under one remat policy."""
     sources = [
-        InputDim(paths=tuple(inputs[i][0] for i in positions), stacked=at in folded.stacks)
-        for at, positions in enumerate(folded.inputs)
+        InputDim(paths=tuple(inputs[i][0] for i in positions), stacked=index in folded.stacks)
+        for index, positions in enumerate(folded.inputs)
     ]
     roles = [inputs[positions[0]][1] for positions in folded.inputs]
-    trained = [at for at, role in enumerate(roles) if role == "parameter"]
+    trained = [index for index, role in enumerate(roles) if role == "parameter"]
 
     def value(parameters: list[Any], others: list[Any]) -> tuple[Any, list[Any]]:
         ours, theirs = iter(parameters), iter(others)
         args = [next(ours) if role == "parameter" else next(theirs) for role in roles]
-        first, *rest = folded.evaluate(args, remat=policy)
-        return first, rest
+        first, *others_results = folded.evaluate(args, remat=policy)
+        return first, others_results
 
     def step(*args: Any) -> tuple[Any, Any]:
         parameters, others = (

@@ -49,12 +49,12 @@ def counted_trips(equation: Equation, first: int) -> int | None:
     steps = [
         e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"
     ]
-    one = any(
+    by_ones = any(
         e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1
         for e in steps
     )
     fixed = limit is None or body.outvars[limit] is body.invars[constants + limit]
-    return max(0, int(end) - int(begin)) if one and fixed else None
+    return max(0, int(end) - int(begin)) if by_ones and fixed else None
 
 
 def dtype_name(aval: Aval) -> str:
@@ -70,11 +70,11 @@ def literal(constant: Constant) -> str:
     other constant.
     """
     scalar = np.shape(constant) == ()
-    whole = scalar and jax.dtypes.issubdtype(jnp.result_type(constant), np.integer)
-    return str(int(np.asarray(constant))) if whole else ""
+    is_integer = scalar and jax.dtypes.issubdtype(jnp.result_type(constant), np.integer)
+    return str(int(np.asarray(constant))) if is_integer else ""
 
 
 def stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
     """Dims of a stack and of one item of it."""
-    whole: Dims = tuple((i,) if size > 1 else () for i, size in enumerate(shape))
-    return whole, whole[1:]
+    stack_dims: Dims = tuple((i,) if size > 1 else () for i, size in enumerate(shape))
+    return stack_dims, stack_dims[1:]

@@ -28,12 +28,12 @@ def origins(jaxpr: Jaxpr) -> list[int | None]:
         jaxpr: open or closed.
     """
     body, _ = open_jaxpr(jaxpr)
-    known: dict[Value, int] = {var: position for position, var in enumerate(body.invars)}
+    positions: dict[Value, int] = {var: position for position, var in enumerate(body.invars)}
     for eqn in body.eqns:
         for var, source in zip(eqn.outvars, _sources(eqn), strict=True):
-            if not isinstance(source, jex.Literal) and source in known:
-                known[var] = known[source]
-    return [None if isinstance(var, jex.Literal) else known.get(var) for var in body.outvars]
+            if not isinstance(source, jex.Literal) and source in positions:
+                positions[var] = positions[source]
+    return [None if isinstance(var, jex.Literal) else positions.get(var) for var in body.outvars]
 
 
 def _sources(eqn: Eqn) -> Sequence[Any]:

@@ -102,5 +102,5 @@ def _pruned(tree: Any) -> Any:
     """Nested dicts without branches that hold nothing."""
     if type(tree) is not dict:
         return tree
-    kept = {key: _pruned(branch) for key, branch in tree.items()}
-    return {key: branch for key, branch in kept.items() if jax.tree.leaves(branch)}
+    branches = {key: _pruned(branch) for key, branch in tree.items()}
+    return {key: branch for key, branch in branches.items() if jax.tree.leaves(branch)}

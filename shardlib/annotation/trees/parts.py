@@ -58,15 +58,17 @@ class Parts:
         leaves, structure = jax.tree.flatten(tree)
         paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
         trained = tuple(
-            at
-            for at, leaf in enumerate(leaves)
+            index
+            for index, leaf in enumerate(leaves)
             if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         )
-        fixed = tuple(at for at, leaf in enumerate(leaves) if is_array(leaf) and at not in trained)
+        fixed = tuple(
+            index for index, leaf in enumerate(leaves) if is_array(leaf) and index not in trained
+        )
         return Parts(
             structure=structure,
             paths=paths,
-            kept={at: leaf for at, leaf in enumerate(leaves) if not is_array(leaf)},
+            kept={index: leaf for index, leaf in enumerate(leaves) if not is_array(leaf)},
             trained=trained,
             fixed=fixed,
         )
@@ -77,9 +79,10 @@ class Parts:
         """
         leaves = jax.tree.leaves(tree)
         trained = jax.tree.unflatten(
-            self.structure, [leaf if at in self.trained else None for at, leaf in enumerate(leaves)]
+            self.structure,
+            [leaf if index in self.trained else None for index, leaf in enumerate(leaves)],
         )
-        return trained, {self.paths[at]: leaves[at] for at in self.fixed}
+        return trained, {self.paths[index]: leaves[index] for index in self.fixed}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
         """The whole tree around what is trained and the other arrays.
@@ -89,22 +92,25 @@ class Parts:
             state: the other arrays, by path.
         """
         arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
-            at: state[self.paths[at]] for at in self.fixed
+            index: state[self.paths[index]] for index in self.fixed
         }
         return jax.tree.unflatten(
             self.structure,
-            [self.kept[at] if at in self.kept else arrays[at] for at in range(len(self.paths))],
+            [
+                self.kept[index] if index in self.kept else arrays[index]
+                for index in range(len(self.paths))
+            ],
         )
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is not trained though it is a number."""
         numbers = [
-            f"{self.paths[at]} = {leaf!r}"
-            for at, leaf in self.kept.items()
+            f"{self.paths[index]} = {leaf!r}"
+            for index, leaf in self.kept.items()
             if isinstance(leaf, (bool, int, float, complex))
         ]
-        numbers += [self.paths[at] for at in self.fixed]
+        numbers += [self.paths[index] for index in self.fixed]
         if not numbers:
             return ()
         return (
@@ -132,6 +138,8 @@ def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
         seen.append((structure, [None if is_array(leaf) else leaf for leaf in leaves]))
         return [leaf for leaf in leaves if is_array(leaf)]
 
-    found = iter(jax.eval_shape(arrays))
+    abstract = iter(jax.eval_shape(arrays))
     structure, leaves = seen[-1]
-    return jax.tree.unflatten(structure, [next(found) if leaf is None else leaf for leaf in leaves])
+    return jax.tree.unflatten(
+        structure, [next(abstract) if leaf is None else leaf for leaf in leaves]
+    )

@@ -23,46 +23,48 @@ from jax.tree_util import PyTreeDef
 SHOWN = 60
 
 
-def static_difference(one: PyTreeDef, other: PyTreeDef) -> str:
+def static_difference(left: PyTreeDef, right: PyTreeDef) -> str:
     """What tells the forms of two pytrees apart; "" where only static parts differ that were made
     anew: functions of the same code, and objects of the same type that compare by identity.
 
     Args:
-        one: structure of the first.
-        other: structure of the second.
+        left: structure of the first.
+        right: structure of the second.
     """
-    if one == other:
+    if left == right:
         return ""
-    first, second = one.node_data(), other.node_data()
+    first, second = left.node_data(), right.node_data()
     if first is None or second is None:
         return "" if first is second is None else "an array in the place of a node"
     if first[0] is not second[0]:
         return f"{first[0].__name__} in the place of {second[0].__name__}"
     if not _alike(first[1], second[1]):
         return f"{first[0].__name__}: {_shown(first[1])} and {_shown(second[1])}"
-    mine, theirs = one.children(), other.children()
-    if len(mine) != len(theirs):
-        return f"{first[0].__name__} of {len(mine)} parts and of {len(theirs)}"
-    return next(filter(None, map(static_difference, mine, theirs)), "")
+    left_children, theirs = left.children(), right.children()
+    if len(left_children) != len(theirs):
+        return f"{first[0].__name__} of {len(left_children)} parts and of {len(theirs)}"
+    return next(filter(None, map(static_difference, left_children, theirs)), "")
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if one is other:
+def _alike(left: Any, right: Any) -> bool:
+    if left is right:
         return True
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, functools.partial):
-        return _alike((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
-    code = getattr(one, "__code__", None)  # a bound method has that of its function
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
+    if isinstance(left, functools.partial):
+        return _alike(
+            (left.func, left.args, left.keywords), (right.func, right.args, right.keywords)
+        )
+    code = getattr(left, "__code__", None)  # a bound method has that of its function
     if code is not None:
-        return code is getattr(other, "__code__", None)
-    if type(one).__eq__ is object.__eq__:
+        return code is getattr(right, "__code__", None)
+    if type(left).__eq__ is object.__eq__:
         return True
-    same = one == other
+    same = left == right
     return same if isinstance(same, bool) else bool(getattr(same, "all", lambda: False)())
 
 

@@ -79,7 +79,7 @@ def selected(
     Raises:
         AnnotationError: it chooses nothing, or arrays that have no gradient, or it fails.
     """
-    found: list[tuple[Any, ...]] = []
+    paths: list[tuple[Any, ...]] = []
     for path, leaf in leaves.items():
         try:
             chosen = predicate(path, leaf)
@@ -88,8 +88,8 @@ def selected(
                 f"wrt failed when called with the path {path!r}: {type(error).__name__}: {error}"
             ) from error
         if chosen:
-            found.append(path)
-    if not found:
+            paths.append(path)
+    if not paths:
         raise AnnotationError(
             "wrt chooses nothing: every array would be frozen, and nothing would be trained\n"
             + _listed(leaves, kinds or {})
@@ -97,7 +97,7 @@ def selected(
         )
     fixed = [
         f"{_dotted(path)} has dtype {leaves[path].dtype}"
-        for path in found
+        for path in paths
         if not jnp.issubdtype(leaves[path].dtype, jnp.inexact)
     ]
     if fixed:
@@ -107,7 +107,7 @@ def selected(
             fixed,
             hint="a filter that leaves out what is not floating-point",
         )
-    return frozenset(found)
+    return frozenset(paths)
 
 
 def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:

@@ -50,7 +50,9 @@ class Heads:
 
     def counts(self, ways: int) -> bool:
         """Whether the term counts on so many devices along tensor."""
-        return shared(heads=self.groups * self.each, groups=self.groups, ways=ways) in self.shared
+        return (
+            shared(heads=self.groups * self.each, groups=self.groups, devices=ways) in self.shared
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

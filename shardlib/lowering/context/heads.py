@@ -51,7 +51,7 @@ class Heads:
             heads: of queries.
             groups: heads of keys.
         """
-        which = shared(heads=heads, groups=groups, ways=size)
+        which = shared(heads=heads, groups=groups, devices=size)
         if which == "none":
             return Heads(axes=(), ways=1, together=True)
         return Heads(axes=axes, ways=size, together=which == "all")
@@ -123,7 +123,7 @@ def with_heads(
         queries, parts = placements[site.key(0)], site.call.form.parts
         axes, count = cutting_heads(queries, plan), site.avals[0].shape[2]
         groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
-        which = shared(heads=count, groups=groups, ways=size)
+        which = shared(heads=count, groups=groups, devices=size)
         if queries[2] or which == "none":
             continue
         for index, source in enumerate(site.sources[: 2 * parts + 1]):

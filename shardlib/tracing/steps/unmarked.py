@@ -45,20 +45,22 @@ def unmarked_gradients(
     """
     if not losses:
         return UnmarkedGradients()
-    marked = {root for one in losses for root in (one.roots[at] for at in one.trained)}
-    calls = {one.call.path for one in losses}
-    makers = {number: one for one in program.equations for number in one.outputs}
+    marked = {root for loss in losses for root in (loss.roots[leaf] for leaf in loss.trained)}
+    calls = {loss.call.path for loss in losses}
+    makers = {number: equation for equation in program.equations for number in equation.outputs}
     numbers = {value: number for number, value in values.items() if number in makers}
     batch = {*program.inputs[state:]}
-    found: dict[int, int] = {}
-    for at, value in gradients.items():
+    gradient_numbers: dict[int, int] = {}
+    for position, value in gradients.items():
         number = numbers.get(value)
         if number is None or _marked(makers[number], calls):
             continue
-        if at not in marked or not batch.isdisjoint(_read(number, makers, calls)):
-            found[at] = number
-    unknown = tuple(at for at in gradients if at not in found and at not in marked)
-    return UnmarkedGradients(gradients=found, unknown=unknown)
+        if position not in marked or not batch.isdisjoint(_read(number, makers, calls)):
+            gradient_numbers[position] = number
+    unknown = tuple(
+        weight for weight in gradients if weight not in gradient_numbers and weight not in marked
+    )
+    return UnmarkedGradients(gradients=gradient_numbers, unknown=unknown)
 
 
 def _marked(equation: Equation, calls: set[str]) -> bool:
@@ -74,7 +76,7 @@ def _read(number: int, makers: Mapping[int, Equation], calls: set[str]) -> set[i
         maker = makers.get(waiting.pop())
         if maker is None or _marked(maker, calls):
             continue
-        fresh = [one for one in maker.inputs if one not in seen]
+        fresh = [operand for operand in maker.inputs if operand not in seen]
         seen.update(fresh)
         waiting.extend(fresh)
     return seen
