@@ -150,7 +150,14 @@ class Estimate:
     @property
     def margin(self) -> float:
         """What the predicted peak times this must leave room for (`corrections.margin`); from 1."""
-        return next((one.factor for one in self.corrections if one.quantity == "margin"), 1.0)
+        return next(
+            (
+                correction.factor
+                for correction in self.corrections
+                if correction.quantity == "margin"
+            ),
+            1.0,
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -194,7 +201,7 @@ class Estimate:
             "model_flops": self.model_flops,
             "hardware_flops": self.hardware_flops,
             "peak_flops_per_s": self.peak_flops_per_s,
-            "corrections": [one.to_json() for one in self.corrections],
+            "corrections": [correction.to_json() for correction in self.corrections],
             "stage": asdict(self.stage) if self.stage else None,
             "offloaded": asdict(self.offloaded) if self.offloaded else None,
         }

@@ -42,12 +42,12 @@ def exchange_item(facts: Facts, index: int) -> Item:
             Transfer(
                 kind="all-to-all",
                 group="exchange",
-                bytes=amount(facts.graph.values[value].bytes, where),
+                bytes=amount(facts.graph.values[value].bytes, cut),
                 trips=times * facts.trips[op.region],
                 cause=op.scope or op.kind,
             )
             for value, times in moved
-            if has(where := facts.value_cut(value, choice), "context") and len(where) > 2
+            if has(cut := facts.value_cut(value, choice), "context") and len(cut) > 2
         )
 
     return Item(
@@ -67,7 +67,7 @@ def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
     once = (
         1
         if "rematted_computation" in op.scope
-        or not any(other.kind == BACKWARD for other in facts.graph.ops)
+        or not any(later.kind == BACKWARD for later in facts.graph.ops)
         else 2
     )
     return [*((value, 1) for value in op.operands), (op.results[0], once)]
@@ -86,9 +86,9 @@ def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
     capped = facts.capped.get(op.region)
     shapes = [
         facts.graph.values[v].shape
-        for other in facts.graph.ops
-        if other.kind in GROUPED and other.region == op.region
-        for v in (*other.operands[:2], *other.results)
+        for matmul in facts.graph.ops
+        if matmul.kind in GROUPED and matmul.region == op.region
+        for v in (*matmul.operands[:2], *matmul.results)
     ]
     experts = max(shape[0] for shape in shapes if len(shape) == 3)
     shape, cut = facts.graph.values[value].shape, facts.value_cut(value, choice)
@@ -122,17 +122,17 @@ def route_items(facts: Facts) -> list[Item]:
                 if facts.exchange.sent == "whole"
                 else ()
             )
-            whole = amount(float(size), facts.value_cut(value, choice))
-            own = facts.exchange.sent != "whole" and choice.sequence is not None
+            tokens = amount(float(size), facts.value_cut(value, choice))
+            split_ranks = facts.exchange.sent != "whole" and choice.sequence is not None
             sent = Transfer(
                 kind="all-to-all",
                 group="expert",
-                bytes=replace(whole, tensor=whole.tensor or own),
+                bytes=replace(tokens, tensor=tokens.tensor or split_ranks),
                 trips=facts.trips[op.region],
                 cause=op.scope or op.kind,
                 routed=routed_load(facts, op, value, choice),
             )
-            if not own or whole.tensor or facts.exchange.sent == "ranks":
+            if not split_ranks or tokens.tensor or facts.exchange.sent == "ranks":
                 return (sent, *gathered)
             # Of rows that go out and come home, forward and backward, half are gathered; the other
             # half are partial sums, which `reductions` scatters.
@@ -140,7 +140,7 @@ def route_items(facts: Facts) -> list[Item]:
                 sent,
                 kind="all-gather",
                 group="tensor",
-                bytes=replace(whole, total=whole.total / 2),
+                bytes=replace(tokens, total=tokens.total / 2),
                 routed=None,
             )
             return (sent, arrived)
@@ -168,12 +168,12 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
     op = facts.graph.ops[index]
     if choice.sequence is None or not facts.shares_width(op.region, choice):
         return ()
-    whole = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+    tokens = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
     return (
         Transfer(
             kind="all-gather",
             group="tensor",
-            bytes=replace(whole, total=whole.total / 2 / facts.visits(value), tensor=False),
+            bytes=replace(tokens, total=tokens.total / 2 / facts.visits(value), tensor=False),
             trips=facts.trips[op.region],
             cause=op.scope or op.kind,
         ),

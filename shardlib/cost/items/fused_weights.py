@@ -24,12 +24,12 @@ Fused = Mapping[str, frozenset[int]]
 
 def fused_parameters(problem: Problem) -> Fused:
     """The fused dims of every parameter that has some."""
-    found: dict[str, frozenset[int]] = {}
+    fused: dict[str, frozenset[int]] = {}
     for index in problem.forward.inputs_of("parameter"):
         value = problem.forward.values[index]
         dims = frozenset(dim for dim in range(len(value.shape)) if (index, dim) in problem.pieces)
-        found.update({value.path: dims} if dims else {})
-    return found
+        fused.update({value.path: dims} if dims else {})
+    return fused
 
 
 def order_items(facts: Facts, fused: Fused) -> list[Item]:
@@ -50,8 +50,8 @@ def order_items(facts: Facts, fused: Fused) -> list[Item]:
 def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
     """One item for each place where a weight is taken, and one for its gradient."""
     graph, stack = facts.graph, facts.frozen_dims(value)
-    uses = [one for one in gathered(facts) if one.source == value]
-    inside = [one.region for one in uses if stack]
+    uses = [use for use in gathered(facts) if use.source == value]
+    inside = [use.region for use in uses if stack]
     written_out = value in facts.sources and facts.sources[value].stacked
     again = [] if written_out else sorted(inside)[1:]
     places = (
@@ -61,9 +61,9 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
     size = float(
         min(
             [
-                graph.values[one.value].bytes
-                * (facts.trips[one.region] if one.value != value and stack else 1)
-                for one in uses
+                graph.values[use.value].bytes
+                * (facts.trips[use.region] if use.value != value and stack else 1)
+                for use in uses
             ],
             default=graph.values[value].bytes,
         )
@@ -79,11 +79,11 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
                 return ()  # a kernel of attention reads it, so that it stays in order
             if not any(cut[dim] and has((cut[dim],), "tensor") for dim in dims):
                 return ()
-            one = amount(size / trips, cut)
+            gradient_bytes = amount(size / trips, cut)
             moved = Transfer(
                 kind="all-gather" if vector else "all-to-all",
                 group="tensor",
-                bytes=one if not vector else amount(size / trips, (None,) * len(cut)),
+                bytes=gradient_bytes if not vector else amount(size / trips, (None,) * len(cut)),
                 trips=trips,
                 cause=graph.values[value].path,
             )

@@ -107,20 +107,20 @@ def _readers(facts: Facts, value: int) -> list[int]:
 
 
 def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[Needed]:
-    where = facts.value_cut(value, choice)
+    cut = facts.value_cut(value, choice)
     if value in facts.weights:
         return []
     size = facts.graph.values[value].bytes
     rematerialised = _rematerialised(facts, readers)
-    found: dict[tuple[str, str, int, bool], Transfer] = {}
+    transfers: dict[tuple[str, str, int, bool], Transfer] = {}
     needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
 
     def need(key: tuple[str, str, int, bool], transfer: Transfer, index: int) -> None:
-        found.setdefault(key, transfer)
+        transfers.setdefault(key, transfer)
         needing[key].append(index)
 
     for axis in ("tensor", "context"):
-        if not has(where, axis):
+        if not has(cut, axis):
             continue
         for index in readers:
             if axis == "tensor" and _exchanged(facts, index, value, choice):
@@ -135,22 +135,22 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     Transfer(
                         kind="collective-permute",
                         group="ring",
-                        bytes=replace(amount(size, where), context=False),
+                        bytes=replace(amount(size, cut), context=False),
                         trips=facts.trips[op.region],
                         cause=op.scope or op.kind,
                     ),
                     index,
                 )
             if kind:
-                apart = _apart(facts, index, rematerialised)
+                phase = _apart(facts, index, rematerialised)
                 moved = (
-                    amount(size, where)
+                    amount(size, cut)
                     if kind == "all-to-all"
-                    else replace(amount(_before_casts(facts, index, value), where), **{axis: False})
+                    else replace(amount(_before_casts(facts, index, value), cut), **{axis: False})
                 )
                 group = "keys" if axis == "context" and op.kind in KERNELS else axis
                 need(
-                    (group, kind, op.region, apart),
+                    (group, kind, op.region, phase),
                     Transfer(
                         kind=kind,
                         group=group,
@@ -160,7 +160,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     ),
                     index,
                 )
-    return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
+    return [(transfer, tuple(needing[key])) for key, transfer in transfers.items()]
 
 
 def _before_casts(facts: Facts, index: int, value: int) -> int:
@@ -193,13 +193,15 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
     """
     op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
     dims = op.rule.operands[op.operands.index(value)]
-    wanted = tuple(
+    needed = tuple(
         kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
     )
-    at = next(dim for dim, part in enumerate(facts.value_cut(value, choice)) if axis in kinds(part))
-    if axis in wanted[at]:
+    position = next(
+        dim for dim, part in enumerate(facts.value_cut(value, choice)) if axis in kinds(part)
+    )
+    if axis in needed[position]:
         return None
-    return "all-to-all" if any(axis in parts for parts in wanted) else "all-gather"
+    return "all-to-all" if any(axis in parts for parts in needed) else "all-gather"
 
 
 def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
@@ -210,8 +212,8 @@ def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
         choice: what shards colours.
     """
     return [
-        one
+        gather
         for value in facts.consumers
         if any(facts.names[value])
-        for one in _gathers(facts, value, _readers(facts, value), choice)
+        for gather in _gathers(facts, value, _readers(facts, value), choice)
     ]

@@ -44,10 +44,10 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
 
 def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> Iterator[Transfer]:
     """The collectives of one value that goes into a kernel or comes out of it."""
-    op, heads, where = facts.graph.ops[index], facts.heads[index], facts.value_cut(value, choice)
-    if not has(where, "tensor"):
+    op, heads, cut = facts.graph.ops[index], facts.heads[index], facts.value_cut(value, choice)
+    if not has(cut, "tensor"):
         return
-    sharded = amount(_bytes(facts, index, value), where)
+    sharded = amount(_bytes(facts, index, value), cut)
     gradient, result = op.kind == BACKWARD, value in op.results
 
     def transfer(kind: str, count: int, *shared: Shared) -> Transfer:
@@ -60,10 +60,10 @@ def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> 
             heads=heads.where(*shared),
         )
 
-    apart = _apart(facts, index, value, heads)
-    if apart:
-        yield transfer("all-to-all", times, *apart)
-    together: tuple[Shared, ...] = tuple(one for one in _SHARING if one not in apart)
+    separate = _apart(facts, index, value, heads)
+    if separate:
+        yield transfer("all-to-all", times, *separate)
+    together: tuple[Shared, ...] = tuple(shared for shared in _SHARING if shared not in separate)
     if together:
         scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
         yield transfer(scattered if gradient else "all-gather", times, *together)

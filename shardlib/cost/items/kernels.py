@@ -87,14 +87,14 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         return facts.shares_heads(kernel.op, choice)
 
     def local(sizes: list[tuple[int, float]], choice: Choice) -> tuple[Amount, ...]:
-        found: dict[_Divisors, float] = defaultdict(float)
+        totals: dict[_Divisors, float] = defaultdict(float)
         for value, size in sizes:
-            found[divisors(facts.value_cut(value, choice))] += size
-        return _amounts(found)
+            totals[divisors(facts.value_cut(value, choice))] += size
+        return _amounts(totals)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.op_cut(kernel.op, choice)
-        found = Compute(
+        compute = Compute(
             flops=amount(op.flops, cut),
             dtype=dtype,
             traffic=local(bytes_moved, choice),
@@ -109,7 +109,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             routed=routed_load(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
             core=_core(op),
         )
-        return _by_heads(facts, kernel.op, found) if shares(choice) else (found,)
+        return _by_heads(facts, kernel.op, compute) if shares(choice) else (compute,)
 
     segment = facts.layers.segment(op.region)
     alike = op.kind not in GROUPED and facts.plain((kernel.op,), (*values, *touched))
@@ -124,7 +124,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     return Item(colours=colours, terms=terms, segment=segment, made_of=made_of if alike else None)
 
 
-def _by_heads(facts: Facts, index: int, found: Compute) -> tuple[Term, ...]:
+def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
     """A kernel of attention whose heads the tensor axis shards inside of it alone: as it is where
     the devices can share heads out, and whole on each of them where they cannot.
     """
@@ -134,14 +134,14 @@ def _by_heads(facts: Facts, index: int, found: Compute) -> tuple[Term, ...]:
         return tuple(replace(amount, tensor=False) for amount in amounts)
 
     return (
-        replace(found, heads=heads.where("all", "queries")),
+        replace(compute, heads=heads.where("all", "queries")),
         replace(
-            found,
-            flops=replace(found.flops, tensor=False),
-            traffic=whole(found.traffic),
+            compute,
+            flops=replace(compute.flops, tensor=False),
+            traffic=whole(compute.traffic),
             elements=Elements(
-                simple=whole(found.elements.simple),
-                transcendental=whole(found.elements.transcendental),
+                simple=whole(compute.elements.simple),
+                transcendental=whole(compute.elements.transcendental),
             ),
             heads=heads.where("none"),
         ),
@@ -166,7 +166,7 @@ def _largest(facts: Facts, index: int) -> tuple[int, float]:
         value: float(math.prod(facts.graph.values[value].shape))
         for value in (*op.operands, *op.results)
     }
-    value = max(sizes, key=lambda one: sizes[one])
+    value = max(sizes, key=lambda value: sizes[value])
     return value, sizes[value]
 
 

@@ -46,17 +46,17 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
         if op.kind == "carry" and not leaves_loop(op)
         for value in op.results
     }
-    found: list[Life] = []
+    lives: list[Life] = []
     for value, (birth, death) in when.items():
         op = graph.ops[producers[value]] if value in producers else None
         if op is None or value in carried or op.kind == "enter":
             continue
         if value in facts.weights:
             if op.kind == "exit":
-                found.append(Life(value=value, part="copy", birth=birth, death=death))
+                lives.append(Life(value=value, part="copy", birth=birth, death=death))
         elif value in facts.gradients:
             partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
-            found.append(
+            lives.append(
                 Life(
                     value=value,
                     part="temporary" if partial else "gradient",
@@ -65,7 +65,7 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
                 )
             )
         else:
-            found.append(
+            lives.append(
                 Life(
                     value=value,
                     part="saved" if birth <= turn < death else "temporary",
@@ -73,33 +73,38 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
                     death=death,
                 )
             )
-    found = _together(facts, found)
+    lives = _together(facts, lives)
     return (
-        (_overlapped(facts, found, turn) if profile.early_remat else found)
+        (_overlapped(facts, lives, turn) if profile.early_remat else lives)
         + _accumulated(facts)
         + _in_use(facts, profile)
         + (_blocks(facts) if profile.attention == "blocks" else [])
         + _with_all_heads(facts)
-        + _casts(facts, found)
+        + _casts(facts, lives)
     )
 
 
 def _accumulated(facts: Facts) -> list[Life]:
     """Sums that a loop adds to, for as long as it runs; gradients are counted elsewhere."""
     return [
-        Life(value=one.carry, part="temporary", birth=one.first, death=one.last)
-        for one in accumulators(facts.graph)
-        if one.carry not in facts.gradients
+        Life(
+            value=accumulator.carry,
+            part="temporary",
+            birth=accumulator.first,
+            death=accumulator.last,
+        )
+        for accumulator in accumulators(facts.graph)
+        if accumulator.carry not in facts.gradients
     ]
 
 
-def _together(facts: Facts, found: list[Life]) -> list[Life]:
+def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
     """Of a layer of routed experts backwards, one kernel makes all that its grouped matmuls read:
     the activations again, and the gradients of what they were made of. All of it is there for as
     long as one of it.
     """
     if not facts.routes:
-        return found
+        return all_lives
     ops, producers = facts.graph.ops, facts.graph.producers()
     grouped = [op for op in ops if op.kind in GROUPED]
     backward = {op.region for op in grouped if facts.gradients.intersection(op.results)}
@@ -109,9 +114,9 @@ def _together(facts: Facts, found: list[Life]) -> list[Life]:
             read[op.region].update(
                 root for value in op.operands for root in facts.fusion.roots[value]
             )
-    lives = {life.value: life for life in found}
+    lives = {life.value: life for life in all_lives}
     for region, values in read.items():
-        made = [
+        results = [
             lives[value]
             for value in values
             if value in lives
@@ -119,13 +124,13 @@ def _together(facts: Facts, found: list[Life]) -> list[Life]:
             and ops[producers[value]].category == "elementwise"
             and ops[producers[value]].region == region
         ]
-        if made:
-            birth, death = min(life.birth for life in made), max(life.death for life in made)
-            lives.update({life.value: replace(life, birth=birth, death=death) for life in made})
-    return [lives[life.value] for life in found]
+        if results:
+            birth, death = min(life.birth for life in results), max(life.death for life in results)
+            lives.update({life.value: replace(life, birth=birth, death=death) for life in results})
+    return [lives[life.value] for life in all_lives]
 
 
-def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
+def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
     """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
     iteration out of the loop.
 
@@ -142,18 +147,18 @@ def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
         if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn
     ]
     if not again:
-        return found
+        return all_lives
     region = ops[again[0]].region
     inside = [i for i, op in enumerate(ops) if op.region == region]
     head = [
         life
-        for life in found
+        for life in all_lives
         if life.part in ("temporary", "saved") and turn < life.death < inside[0]
     ]
     if not head:
-        return found
+        return all_lives
     last = inside[-1] if facts.traits.peels else max(i for i in again if ops[i].region == region)
-    held = [max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))]
+    extended = [max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))]
     if facts.traits.peels:
         read = {
             root
@@ -162,19 +167,19 @@ def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
             for operand in ops[i].operands
             for root in facts.fusion.roots[operand]
         }
-        held += [
+        extended += [
             life
-            for life in found
+            for life in all_lives
             if life.value in read
             and life.part == "temporary"
             and inside[0] <= life.birth
             and life.death < last
         ]
     return [
-        *found,
+        *all_lives,
         *(
             Life(value=life.value, part="gathered", birth=life.death + 1, death=last)
-            for life in held
+            for life in extended
         ),
     ]
 
@@ -183,7 +188,7 @@ def _blocks(facts: Facts) -> list[Life]:
     """The scores of one block of queries and one of keys, while attention in blocks works on them;
     of a sequence along a context axis, the part that falls to a device's share of a block.
     """
-    found: list[Life] = []
+    blocks: list[Life] = []
     for index, op in enumerate(facts.graph.ops):
         if op.kind in (FORWARD, BACKWARD):
             value = max(
@@ -193,7 +198,7 @@ def _blocks(facts: Facts) -> list[Life]:
             size = (
                 facts.traits.score_bytes[op.kind == BACKWARD] / facts.graph.values[value].itemsize
             )
-            found.append(
+            blocks.append(
                 Life(
                     value=value,
                     part="temporary",
@@ -203,7 +208,7 @@ def _blocks(facts: Facts) -> list[Life]:
                     kernel=index if index in facts.heads else None,
                 )
             )
-    return found
+    return blocks
 
 
 def _with_all_heads(facts: Facts) -> list[Life]:
@@ -211,21 +216,21 @@ def _with_all_heads(facts: Facts) -> list[Life]:
     heads of what is sharded outside, because they cannot share them out.
     """
     return [
-        Life(value=value, part="temporary", birth=at, death=at, kernel=at, whole=True)
-        for at in facts.heads
-        for value in (*facts.graph.ops[at].operands, *facts.graph.ops[at].results)
+        Life(value=value, part="temporary", birth=kernel, death=kernel, kernel=kernel, whole=True)
+        for kernel in facts.heads
+        for value in (*facts.graph.ops[kernel].operands, *facts.graph.ops[kernel].results)
     ]
 
 
-def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
+def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
     """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
     step, but for those whose casts are saved.
     """
     if not facts.traits.casts_stacks:
         return []
     ops, values = facts.graph.ops, facts.graph.values
-    known = {facts.weights[life.value] for life in found if life.part == "copy"}
-    made: dict[int, Life] = {}
+    copied = {facts.weights[life.value] for life in all_lives if life.part == "copy"}
+    casts: dict[int, Life] = {}
     for op in ops:
         if (
             op.kind != "convert_element_type"
@@ -235,8 +240,11 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
         ):
             continue
         (source,), (result,) = op.operands, op.results
-        if values[result].itemsize < values[source].itemsize and facts.weights[result] not in known:
-            made.setdefault(
+        if (
+            values[result].itemsize < values[source].itemsize
+            and facts.weights[result] not in copied
+        ):
+            casts.setdefault(
                 facts.weights[result],
                 Life(
                     value=result,
@@ -246,18 +254,18 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
                     share=float(facts.trips[op.region]),
                 ),
             )
-    return list(made.values())
+    return list(casts.values())
 
 
 def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
     """Parameters while they are used: in a loop the next one arrives while the one before is worked
     with; outside, a framework may keep them for all of the step.
     """
-    found: list[Life] = []
+    lives: list[Life] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
         if profile.embedding_and_head_gathered and facts.trips[item.region] == 1:
-            found.append(
+            lives.append(
                 Life(
                     value=item.value,
                     part="gathered",
@@ -270,7 +278,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
         for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
             cast = item.value != item.source and not facts.traits.fuses_operands
             end = use if facts.trips[item.region] > 1 else item.uses[-1]
-            found.append(
+            lives.append(
                 Life(
                     value=item.value,
                     part="temporary" if cast else "gathered",
@@ -279,4 +287,4 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
                 )
             )
             last[item.region] = use
-    return found
+    return lives

@@ -66,18 +66,18 @@ def peaks(
             for parts in _WEIGHTS
         ],
     )
-    made: dict[int, Item] = {}
+    cache: dict[int, Item] = {}
 
     def item(number: int) -> Item:
-        if number not in made:
-            made[number] = _item(facts, producers, all_lives[number], keeping)
-        return made[number]
+        if number not in cache:
+            cache[number] = _item(facts, producers, all_lives[number], keeping)
+        return cache[number]
 
     def items(numbers: Iterable[int]) -> list[Item]:
         return [item(number) for number in sorted(numbers)]
 
     def moment(span: Span) -> Moment:
-        at = (
+        peak_points = (
             dict.fromkeys(
                 span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
             )
@@ -86,9 +86,11 @@ def peaks(
         )
         return Moment(
             segment=span.segment,
-            points=tuple(items(alive_at(when, peak, peak)) for peak in at),
+            points=tuple(items(alive_at(when, peak, peak)) for peak in peak_points),
             stacks=[
-                one for one in items(alive_at(when, span.before, span.after)) if one.segment >= 0
+                stacked
+                for stacked in items(alive_at(when, span.before, span.after))
+                if stacked.segment >= 0
             ],
         )
 
@@ -118,34 +120,40 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = keeping.cut(life.value, choice)
-        found = Resident(
+        resident = Resident(
             bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
             part=life.part,
             stacked=stacked,
             shape=value.shape,
             cut=cut,
         )
-        return (found,) if life.kernel is None else _by_heads(facts, life, found, choice)
+        return (resident,) if life.kernel is None else _by_heads(facts, life, resident, choice)
 
-    where = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE
+    counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE
     names, size = facts.names[life.value], value.bytes * life.share
     kernels = () if life.kernel is None else (life.kernel,)
     alike = facts.plain(kernels, (life.value,)) and keeping.plain(life.value)
     return Item(
         colours=named(names),
         terms=terms,
-        segment=where,
-        made_of=(life.part, stacked, names, value.shape, size, where) if alike else None,
+        segment=counted_in,
+        made_of=(life.part, stacked, names, value.shape, size, counted_in) if alike else None,
     )
 
 
-def _by_heads(facts: Facts, life: Life, found: Resident, choice: Choice) -> tuple[Term, ...]:
+def _by_heads(facts: Facts, life: Life, resident: Resident, choice: Choice) -> tuple[Term, ...]:
     """What a device has inside of a kernel of attention: of its own heads where the tensor axis
     shards them inside of it alone, and of all heads where the devices cannot share them out.
     """
     assert life.kernel is not None
     if not facts.shares_heads(life.kernel, choice):
-        return () if life.whole else (found,)
+        return () if life.whole else (resident,)
     heads = facts.heads[life.kernel]
-    whole = replace(found, bytes=replace(found.bytes, tensor=False), heads=heads.where("none"))
-    return (whole,) if life.whole else (replace(found, heads=heads.where("all", "queries")), whole)
+    replicated = replace(
+        resident, bytes=replace(resident.bytes, tensor=False), heads=heads.where("none")
+    )
+    return (
+        (replicated,)
+        if life.whole
+        else (replace(resident, heads=heads.where("all", "queries")), replicated)
+    )

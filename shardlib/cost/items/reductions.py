@@ -87,7 +87,7 @@ def _made_of(facts: Facts, summands: Summands) -> Hashable:
 
 
 def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
-    found: dict[tuple[str, int, int], Transfer] = {}
+    transfers: dict[tuple[str, int, int], Transfer] = {}
     makers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for index in summands.ops:
         seen = Counter[str]()  # an op may have several results
@@ -95,54 +95,54 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
             seen[transfer.group] += 1
             key = transfer.group, seen[transfer.group], 0
             small, large = sorted(
-                (found.get(key, transfer), transfer), key=lambda one: one.bytes.total
+                (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
             )
-            if transfer.group == "gradient" and transfer.only != "whole" and key in found:
+            if transfer.group == "gradient" and transfer.only != "whole" and key in transfers:
                 again = (*key[:2], index)  # each use scatters its own
-                found[again], makers[again] = replace(small, only="again"), [index]
-            found[key] = large
+                transfers[again], makers[again] = replace(small, only="again"), [index]
+            transfers[key] = large
             makers[key].append(index)
-    return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
+    return [(transfer, tuple(makers[key])) for key, transfer in transfers.items()]
 
 
 def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tuple[Transfer, ...]:
     op = facts.graph.ops[index]
     cut = facts.op_cut(index, choice)
     partial = {kind for f in op.rule.summed for kind in kinds(cut[f])}
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
     for value in op.results:
-        where = facts.value_cut(value, choice)
+        value_cut = facts.value_cut(value, choice)
         if value in facts.gradients and partial & {"batch", "context"}:
-            found += _gradient(facts, op, value, where, "tensor" in partial, looped)
+            transfers += _gradient(facts, op, value, value_cut, "tensor" in partial, looped)
             continue
         size = _summed_bytes(facts, op, value)
         if size is None:
             continue
-        whole = amount(size, where)
+        unreduced = amount(size, value_cut)
         for axis in ("tensor", "context"):
             if axis not in partial or _whole_experts(facts, index, axis, choice):
                 continue
             if axis == "context" and op.kind in KERNELS:
-                found += _around_ring(facts, op, value, where, whole)
+                transfers += _around_ring(facts, op, value, value_cut, unreduced)
             elif axis == "tensor" or "batch" not in partial:
-                found.append(_over_axis(facts, op, axis, whole, where, choice))
+                transfers.append(_over_axis(facts, op, axis, unreduced, value_cut, choice))
         if "batch" in partial:
-            found.append(
+            transfers.append(
                 Transfer(
                     kind="reduce",
                     group="sum",
-                    bytes=replace(whole, batch=False, context=False),
+                    bytes=replace(unreduced, batch=False, context=False),
                     trips=_around(facts, op) if looped else facts.trips[op.region],
                     shape=facts.graph.values[value].shape,
-                    cut=where,
+                    cut=value_cut,
                     cause=_cause(op),
                 )
             )
-    return tuple(found)
+    return tuple(transfers)
 
 
 def _gradient(
-    facts: Facts, op: Op, value: int, where: Cut, over_tensor: bool, looped: bool
+    facts: Facts, op: Op, value: int, cut: Cut, over_tensor: bool, looped: bool
 ) -> list[Transfer]:
     """The reduction of a parameter's gradient over the devices that share the batch: of one that a
     loop accumulates, whole ones are reduced after it.
@@ -150,10 +150,10 @@ def _gradient(
     reduced = Transfer(
         kind="reduce",
         group="gradient",
-        bytes=replace(amount(_reduced_bytes(facts, value), where), batch=False, context=False),
+        bytes=replace(amount(_reduced_bytes(facts, value), cut), batch=False, context=False),
         trips=facts.trips[op.region],
         shape=facts.graph.values[value].shape,
-        cut=where,
+        cut=cut,
         over_tensor=over_tensor,
         cause=_cause(op),
     )
@@ -178,7 +178,7 @@ def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
 
 
 def _around_ring(
-    facts: Facts, op: Op, value: int, where: Cut, whole: Amount
+    facts: Facts, op: Op, value: int, cut: Cut, unreduced: Amount
 ) -> tuple[Transfer, Transfer]:
     """Gradients of keys and values: around the ring in float32, with the keys and values that they
     are of, or reduced, where keys are gathered.
@@ -187,14 +187,14 @@ def _around_ring(
     ring = Transfer(
         kind="collective-permute",
         group="ring",
-        bytes=replace(amount(size, where), context=False),
+        bytes=replace(amount(size, cut), context=False),
         trips=facts.trips[op.region],
         cause=_cause(op),
     )
     reduced = Transfer(
-        kind="reduce-scatter" if has(where, "context") else "all-reduce",
+        kind="reduce-scatter" if has(cut, "context") else "all-reduce",
         group="keys",
-        bytes=replace(whole, context=False),
+        bytes=replace(unreduced, context=False),
         trips=facts.trips[op.region],
         cause=_cause(op),
     )
@@ -202,7 +202,7 @@ def _around_ring(
 
 
 def _over_axis(
-    facts: Facts, op: Op, axis: str, whole: Amount, where: Cut, choice: Choice
+    facts: Facts, op: Op, axis: str, unreduced: Amount, cut: Cut, choice: Choice
 ) -> Transfer:
     """The reduction over tensor or context of what is not a gradient. Results of experts come home
     before they are added up, and there they are sharded along the sequence.
@@ -211,9 +211,9 @@ def _over_axis(
         axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None
     )
     return Transfer(
-        kind="reduce-scatter" if has(where, axis) or at_home else "all-reduce",
+        kind="reduce-scatter" if has(cut, axis) or at_home else "all-reduce",
         group=axis,
-        bytes=replace(whole, **{axis: False}),
+        bytes=replace(unreduced, **{axis: False}),
         trips=facts.trips[op.region],
         cause=_cause(op),
     )
@@ -245,14 +245,16 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
     """Bytes of partial sums as they are reduced: in the dtype of the weight in use, to which a
     contraction's gradient, or a row of a table, is cast at once.
     """
-    value_, at = facts.graph.values[value], value
+    value_, current = facts.graph.values[value], value
     smallest = value_.bytes
-    while len(readers := facts.consumers.get(at, ())) == 1 and facts.graph.ops[readers[0]].kind in (
+    while len(readers := facts.consumers.get(current, ())) == 1 and facts.graph.ops[
+        readers[0]
+    ].kind in (
         "transpose",
         "convert_element_type",
     ):
-        at = facts.graph.ops[readers[0]].results[0]
-        smallest = min(smallest, facts.graph.values[at].bytes)
+        current = facts.graph.ops[readers[0]].results[0]
+        smallest = min(smallest, facts.graph.values[current].bytes)
     return smallest
 
 
@@ -263,4 +265,8 @@ def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
         facts: of the step.
         choice: what shards colours.
     """
-    return [one for summands in sum_groups(facts) for one in _reduced(facts, summands, choice)]
+    return [
+        reduction
+        for summands in sum_groups(facts)
+        for reduction in _reduced(facts, summands, choice)
+    ]

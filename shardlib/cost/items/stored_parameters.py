@@ -79,11 +79,11 @@ def stored_items(
 
 def parameter_segments(facts: Facts) -> dict[str, int]:
     """Layer group of every parameter that a loop over layers reads."""
-    found: dict[str, int] = {}
+    segments: dict[str, int] = {}
     for op in facts.graph.ops:
         source = facts.weights.get(op.results[0]) if op.kind == "enter" else None
         if source is not None and facts.layers.segment(op.region) >= 0:
-            found.update(
+            segments.update(
                 dict.fromkeys(facts.sources[source].paths, facts.layers.segment(op.region))
             )
-    return found
+    return segments

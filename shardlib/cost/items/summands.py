@@ -63,8 +63,8 @@ def sum_groups(facts: Facts) -> list[Summands]:
             leader[producers[op.results[0]]] = first
     looped = {
         leader.get(maker, maker)
-        for one in (accumulators(graph) if facts.traits.reduces_after_loops else ())
-        if (maker := origin(one.added)) is not None
+        for accumulator in (accumulators(graph) if facts.traits.reduces_after_loops else ())
+        if (maker := origin(accumulator.added)) is not None
     }
     groups: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(graph.ops):

@@ -41,13 +41,13 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
     count = len(next(iter(sizes.values())))
     latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))
     for group in GROUPS:
-        ways, which = np.unique(
+        degrees, which = np.unique(
             np.prod([sizes[axis] for axis in group.axes], axis=0), return_inverse=True
         )
         for number in OF_GROUP[group]:
-            found = [_least(ALIKE[number], int(n), topology) for n in ways]
+            costs = [_least(ALIKE[number], int(n), topology) for n in degrees]
             latency[number], per_byte[number] = (
-                np.array(values)[which.reshape(-1)] for values in zip(*found, strict=True)
+                np.array(values)[which.reshape(-1)] for values in zip(*costs, strict=True)
             )
     return Links(latency=latency, per_byte=per_byte)
 
@@ -58,30 +58,30 @@ def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
     """
     number = INDEX[Slot("stage", along(STAGE), "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
-    for ways in np.flatnonzero(np.bincount(stages)):
-        latency[ways], per_byte[ways] = _least(ALIKE[number], int(ways), topology)
+    for degree in np.flatnonzero(np.bincount(stages)):
+        latency[degree], per_byte[degree] = _least(ALIKE[number], int(degree), topology)
     return latency[stages], per_byte[stages]
 
 
 @lru_cache(maxsize=1 << 14)
-def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
+def _least(number: int, degree: int, topology: Topology) -> tuple[float, float]:
     """The least latency and the least seconds per byte of a slot over a group of some size."""
     slot = SLOTS[number]
     axis = slot.group.axes[0]
     staged = (
         slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
     )  # steps along the dims, in the order of the axes of the group
-    laid = (
+    placements = (
         order
-        for spans in _adjacent(ways, topology)
+        for spans in _adjacent(degree, topology)
         for order in (itertools.permutations(spans) if staged else (spans,))
     )
-    costs = [slot_cost(slot, {axis: spans}, topology) for spans in laid] if ways > 1 else []
+    costs = [slot_cost(slot, {axis: spans}, topology) for spans in placements] if degree > 1 else []
     if not costs:
         return 0.0, 0.0
     hop = min(tier.latency_s for tier in topology.tiers)
     latency = (
-        hop * (ways - 1 if slot.role == "ring" else 1)
+        hop * (degree - 1 if slot.role == "ring" else 1)
         if slot.kind == "collective-permute"
         else min(cost.latency_s for cost in costs)
     )  # a ring of every second device closes in two hops
@@ -89,14 +89,14 @@ def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _adjacent(ways: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
+def _adjacent(degree: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
     """Every way to lay so many adjacent devices on the tiers."""
-    found: list[tuple[Span, ...]] = []
+    placements: list[tuple[Span, ...]] = []
 
     def extend(tier: int, left: int, inner: tuple[Span, ...]) -> None:
         if tier < 0:
             if left == 1:
-                found.append(inner)
+                placements.append(inner)
             return
         shape = topology.tiers[tier].shape
         for parts in itertools.product(
@@ -113,5 +113,5 @@ def _adjacent(ways: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
                     ),
                 )
 
-    extend(len(topology.tiers) - 1, ways, ())
-    return tuple(found)
+    extend(len(topology.tiers) - 1, degree, ())
+    return tuple(placements)

@@ -82,8 +82,8 @@ def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[Colle
         topology: the machine.
     """
     groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
-    ways = [math.prod(span.ways for span in group) for group in groups]
-    after = [math.prod(ways[i + 1 :]) for i in range(len(ways))]
+    degrees = [math.prod(span.ways for span in group) for group in groups]
+    after = [math.prod(degrees[i + 1 :]) for i in range(len(degrees))]
     shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
     return tuple(
         CollectiveStep(spans=group, share=share, cost=collective_cost(kind, group, topology))

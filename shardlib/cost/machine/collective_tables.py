@@ -147,29 +147,29 @@ def spans_of(group: Group, placement: Placement) -> tuple[Span, ...]:
     return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
 
-def shards(slot: Slot, ways: int) -> int:
+def shards(slot: Slot, degree: int) -> int:
     """Results of a collective of a slot in what a device has of the array, for a group of so many
     devices: of a ring as many as messages; of what leaves the stages, which no measure divides by
     their number, a shard for each.
     """
     scattered = slot.role == "ends" and slot.kind == "reduce-scatter"
-    return ways if scattered or slot.role == "ring" else 1
+    return degree if scattered or slot.role == "ring" else 1
 
 
 def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCost:
     """The cost of one collective of a slot."""
     spans = spans_of(slot.group, placement)
     if _stepwise(slot):
-        found = steps(slot.kind, spans, topology)
+        cost = steps(slot.kind, spans, topology)
         return LinearCost(
-            sum(one.cost.latency_s for one in found),
-            sum(one.share * one.cost.seconds_per_byte for one in found),
+            sum(step.cost.latency_s for step in cost),
+            sum(step.share * step.cost.seconds_per_byte for step in cost),
         )
-    found = collective_cost(slot.kind, spans, topology)
-    ways = shards(slot, math.prod(span.ways for span in spans))
+    cost = collective_cost(slot.kind, spans, topology)
+    degree = shards(slot, math.prod(span.ways for span in spans))
     if slot.role != "ring":
-        return LinearCost(found.latency_s, found.seconds_per_byte / ways)
-    return LinearCost((ways - 1) * found.latency_s, (ways - 1) / ways * found.seconds_per_byte)
+        return LinearCost(cost.latency_s, cost.seconds_per_byte / degree)
+    return LinearCost((degree - 1) * cost.latency_s, (degree - 1) / degree * cost.seconds_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Links:
 def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
-    numbers, known = _known_costs(topology)
+    numbers, costs_by_way = _known_costs(topology)
     lies: dict[str, NDArray[np.int64]] = {
         axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
         for axis in MESH_AXES
@@ -201,7 +201,9 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
     for group in GROUPS:
         axes = [lies[axis] for axis in group.axes]
         # groups that lie alike cost the same, whatever their axes are
-        joined = [column for ways, strides in spans for column in _joined(ways, strides, axes)]
+        joined = [
+            column for degrees, strides in spans for column in _joined(degrees, strides, axes)
+        ]
         for slots in _apart(OF_GROUP[group]) if torus else (OF_GROUP[group],):
             stepwise = torus and _stepwise(SLOTS[slots[0]])
             alike = axes if stepwise else joined
@@ -210,11 +212,16 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
             keys = [(stepwise, *(filter(None, row) if stepwise else row)) for row in rows]
             for slot in slots:
                 costs = np.zeros((2, len(first)))
-                for at, lie in enumerate(keys):
-                    way = _way(SLOTS[slot]), lie
-                    if way not in known:
-                        known[way] = slot_cost(SLOTS[slot], placements[int(first[at])], topology)
-                    costs[:, at] = known[way].latency_s, known[way].seconds_per_byte
+                for position, lie in enumerate(keys):
+                    key = _way(SLOTS[slot]), lie
+                    if key not in costs_by_way:
+                        costs_by_way[key] = slot_cost(
+                            SLOTS[slot], placements[int(first[position])], topology
+                        )
+                    costs[:, position] = (
+                        costs_by_way[key].latency_s,
+                        costs_by_way[key].seconds_per_byte,
+                    )
                 latency[slot], per_byte[slot] = costs[:, which]
     return Links(latency=latency, per_byte=per_byte)
 
@@ -224,15 +231,15 @@ def _by_dim(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Arra
     lies: array [dims, 2, numbers]. Distances count on a torus alone; elsewhere strides are 0.
     """
     dims = [(i, dim) for i, tier in enumerate(topology.tiers) for dim in range(len(tier.shape))]
-    found = np.ones((len(dims), 2, len(numbers)), dtype=np.int64)
+    table = np.ones((len(dims), 2, len(numbers)), dtype=np.int64)
     for spans, number in numbers.items():
         for span in spans:
             torus = topology.tiers[span.tier].kind == "torus"
-            found[dims.index((span.tier, span.dim)), :, number] = span.ways, span.stride * torus
-    return found
+            table[dims.index((span.tier, span.dim)), :, number] = span.ways, span.stride * torus
+    return table
 
 
-def _joined(ways: Array, strides: Array, axes: Sequence[Array]) -> tuple[Array, Array, Array]:
+def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Array, Array, Array]:
     """What the cost of a collective that is not done in steps depends on in a dim, by placement:
     the ways of its group, and those and the stride of the outermost of its lines, to which parts
     join that touch.
@@ -241,15 +248,15 @@ def _joined(ways: Array, strides: Array, axes: Sequence[Array]) -> tuple[Array, 
         ways, strides: of what an axis takes of the dim, by the number of where it lies.
         axes: where each axis of the group lies, by placement.
     """
-    every, starts = np.stack([[ways[lie], strides[lie]] for lie in axes], axis=1)
+    spans, starts = np.stack([[degrees[lie], strides[lie]] for lie in axes], axis=1)
     order = np.argsort(starts, axis=0, kind="stable")
-    lines = np.ones((2, every.shape[1]), dtype=np.int64)  # the ways of the outermost, its stride
-    for at in order[:, None]:
-        more, start = (np.take_along_axis(values, at, axis=0)[0] for values in (every, starts))
-        apart = (more > 1) & (start != lines[0] * lines[1])
-        lines[1, apart] = start[apart]
-        lines[0] = np.where(apart, more, lines[0] * more)
-    return every.prod(0), lines[0], lines[1]
+    lines = np.ones((2, spans.shape[1]), dtype=np.int64)  # the ways of the outermost, its stride
+    for axis in order[:, None]:
+        more, start = (np.take_along_axis(values, axis, axis=0)[0] for values in (spans, starts))
+        separate = (more > 1) & (start != lines[0] * lines[1])
+        lines[1, separate] = start[separate]
+        lines[0] = np.where(separate, more, lines[0] * more)
+    return spans.prod(0), lines[0], lines[1]
 
 
 def _stepwise(slot: Slot) -> bool:
@@ -273,7 +280,8 @@ def _way(slot: Slot) -> tuple[str, str]:
 
 #: The first slot that costs what each slot costs, where their groups lie alike.
 ALIKE: tuple[int, ...] = tuple(
-    next(first for first, other in enumerate(SLOTS) if _way(other) == _way(slot)) for slot in SLOTS
+    next(first for first, earlier in enumerate(SLOTS) if _way(earlier) == _way(slot))
+    for slot in SLOTS
 )
 
 

@@ -189,16 +189,16 @@ def _line(parts: list[Span], tier: Tier, dim: int) -> _Line:
         joined[-1:] = (
             [Span(last.tier, dim, last.ways * part.ways, last.stride)] if touching else [last, part]
         )
-    ways = math.prod(span.ways for span in joined)
+    degree = math.prod(span.ways for span in joined)
     if tier.kind == "mesh":
         return _Line(
-            ways, 1, False, tier.reached_bytes_per_s * (ways - 1) / (tier.shape[dim] - 1), tier
+            degree, 1, False, tier.reached_bytes_per_s * (degree - 1) / (tier.shape[dim] - 1), tier
         )
     if tier.kind != "torus":
-        return _Line(ways, 1, False, tier.reached_bytes_per_s, tier)
+        return _Line(degree, 1, False, tier.reached_bytes_per_s, tier)
     ring = tier.wrap[dim] and all(span.stride * span.ways == tier.shape[dim] for span in joined)
     stride = joined[-1].stride
-    return _Line(ways, stride, ring, tier.reached_bytes_per_s * (2 if ring else 1) / stride, tier)
+    return _Line(degree, stride, ring, tier.reached_bytes_per_s * (2 if ring else 1) / stride, tier)
 
 
 def _gather(tiers: list[list[_Line]], pipelined: bool) -> LinearCost:
@@ -220,19 +220,19 @@ def _gather(tiers: list[list[_Line]], pipelined: bool) -> LinearCost:
 
 def _through_all(tiers: list[list[_Line]]) -> LinearCost:
     """All-gather by rings through all devices of several tiers, per byte of the gathered array."""
-    whole, inner, slowest = math.prod(line.ways for lines in tiers for line in lines), 1, 0.0
+    devices, inner, slowest = math.prod(line.ways for lines in tiers for line in lines), 1, 0.0
     for lines in reversed(tiers):
         rate = inner * sum(line.rate for line in lines)
-        slowest = max(slowest, (whole - 1) / whole / rate)
+        slowest = max(slowest, (devices - 1) / devices / rate)
         inner *= math.prod(line.ways for line in lines)
     return LinearCost(_gather(tiers, True).latency_s, slowest)
 
 
 def _gather_per_byte(lines: list[_Line]) -> float:
     """Seconds per byte of the array that one tier gathers, all its dims at work."""
-    whole = math.prod(line.ways for line in lines)
+    devices = math.prod(line.ways for line in lines)
     return max(
-        (math.prod(line.ways for line in subset) - 1) / whole / sum(line.rate for line in subset)
+        (math.prod(line.ways for line in subset) - 1) / devices / sum(line.rate for line in subset)
         for size in range(1, len(lines) + 1)
         for subset in itertools.combinations(lines, size)
     )
@@ -242,14 +242,16 @@ def _in_memory(kind: str, line: _Line) -> LinearCost:
     """A collective among simulated devices that share one memory: between the measured ones with
     fewer and with more participants, where there are any.
     """
-    if known := sorted(
-        (one for one in line.tier.exchanges if one.kind == kind), key=lambda one: one.ways
+    if measured := sorted(
+        (exchange for exchange in line.tier.exchanges if exchange.kind == kind),
+        key=lambda exchange: exchange.ways,
     ):
-        ways = [math.log2(one.ways) for one in known]
+        degrees = [math.log2(exchange.ways) for exchange in measured]
         latency_s, per_byte = (
-            float(np.interp(math.log2(line.ways), ways, values))
+            float(np.interp(math.log2(line.ways), degrees, values))
             for values in zip(
-                *((one.latency_s, one.seconds_per_byte) for one in known), strict=True
+                *((exchange.latency_s, exchange.seconds_per_byte) for exchange in measured),
+                strict=True,
             )
         )
         return LinearCost(latency_s, per_byte * (line.ways if kind == "reduce-scatter" else 1))

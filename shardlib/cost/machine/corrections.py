@@ -170,30 +170,36 @@ def learned() -> tuple[Correction, ...]:
     )
 
 
-def applied(topology: Topology, known: Iterable[Correction] | None = None) -> tuple[Applied, ...]:
+def applied(
+    topology: Topology, corrections: Iterable[Correction] | None = None
+) -> tuple[Applied, ...]:
     """The factors that predictions for a topology are multiplied by, sorted by quantity; none that
     is 1.
 
     Args:
         topology: the machine.
-        known: learned corrections; those that come with shardlib if left out.
+        corrections: learned corrections; those that come with shardlib if left out.
     """
-    known = tuple(learned() if known is None else known)
-    mine = (one for one in known if one.chip == topology.chip.name and one.quantity != "margin")
-    newest = {entry.quantity: entry for entry in sorted(mine, key=_age)}
-    found = {
+    corrections = tuple(learned() if corrections is None else corrections)
+    of_chip = (
+        entry
+        for entry in corrections
+        if entry.chip == topology.chip.name and entry.quantity != "margin"
+    )
+    newest = {entry.quantity: entry for entry in sorted(of_chip, key=_age)}
+    factors = {
         quantity: Applied(
             quantity=quantity, factor=entry.factor, n=entry.n, versions=entry.versions
         )
         for quantity, entry in newest.items()
     }
     if topology.chip.vendor != "cpu":
-        found["margin"] = _held_back(known, topology.chip)
-    found |= {
+        factors["margin"] = _held_back(corrections, topology.chip)
+    factors |= {
         quantity: Applied(quantity=quantity, factor=factor)
         for quantity, factor in topology.corrections
     }
-    return tuple(found[quantity] for quantity in sorted(found) if found[quantity].factor != 1)
+    return tuple(factors[quantity] for quantity in sorted(factors) if factors[quantity].factor != 1)
 
 
 def margin(topology: Topology) -> float:
@@ -202,7 +208,10 @@ def margin(topology: Topology) -> float:
     Args:
         topology: the machine.
     """
-    return next((one.factor for one in applied(topology) if one.quantity == "margin"), 1.0)
+    return next(
+        (correction.factor for correction in applied(topology) if correction.quantity == "margin"),
+        1.0,
+    )
 
 
 def fitting_bytes(topology: Topology) -> float:
@@ -220,29 +229,29 @@ def without_margin(topology: Topology) -> Topology:
     Args:
         topology: the machine.
     """
-    others = (one for one in topology.corrections if one[0] != "margin")
+    others = (correction for correction in topology.corrections if correction[0] != "margin")
     return replace(topology, corrections=(*others, ("margin", 1.0)))
 
 
-def _held_back(known: Iterable[Correction], chip: Chip) -> Applied:
+def _held_back(corrections: Iterable[Correction], chip: Chip) -> Applied:
     """The margin of a chip that is not the topology's own: the largest of all compilers that made
     programs for it, else for chips of its vendor.
 
     Args:
-        known: learned corrections.
+        corrections: learned corrections.
         chip: of the topology.
     """
-    margins = [entry for entry in known if entry.quantity == "margin"]
-    own = [entry for entry in margins if entry.chip == chip.name]
+    margins = [entry for entry in corrections if entry.quantity == "margin"]
+    of_chip = [entry for entry in margins if entry.chip == chip.name]
     related = [
         entry
         for entry in margins
         if entry.chip in CATALOG and CATALOG[entry.chip].chip.vendor == chip.vendor
     ]
-    if not (own or related):
+    if not (of_chip or related):
         return Applied(quantity="margin", factor=UNKNOWN_MARGIN, unknown=True)
-    most = max(own or related, key=lambda one: (one.factor, _age(one)))
-    return Applied(quantity="margin", factor=most.factor, n=most.n, versions=most.versions)
+    largest = max(of_chip or related, key=lambda entry: (entry.factor, _age(entry)))
+    return Applied(quantity="margin", factor=largest.factor, n=largest.n, versions=largest.versions)
 
 
 def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -146,9 +146,9 @@ class Efficiency:
             if (value := getattr(self, name)) is not None and not 0 < value <= 1
         ]
         failures += [
-            f"tile {one} has no positive size or no share from 0 to 1"
-            for one in tiles
-            if min(one) <= 0 or one[2] > 1
+            f"tile {tile} has no positive size or no share from 0 to 1"
+            for tile in tiles
+            if min(tile) <= 0 or tile[2] > 1
         ]
         failures += [
             f"{name} is {getattr(self, name)}; it must not be negative"
@@ -208,14 +208,14 @@ class Efficiency:
         Raises:
             PinError: a name is unknown or a value is not usable.
         """
-        known = {field.name for field in fields(self)}
-        unknown = [f"{shown(name)} is no figure" for name in values if name not in known]
+        names = {field.name for field in fields(self)}
+        unknown = [f"{shown(name)} is no figure" for name in values if name not in names]
         if unknown:
             raise_all(
                 PinError,
                 "efficiency is not usable",
                 bounded(unknown),
-                hint=f"figures are {', '.join(sorted(known))}",
+                hint=f"figures are {', '.join(sorted(names))}",
             )
         return (
             construct(type(self), {**self.__dict__, **values}, "efficiency", PinError)
@@ -225,7 +225,7 @@ class Efficiency:
 
     def to_json(self) -> JsonObject:
         """The figures as plain data."""
-        return {**self.__dict__, "tiles": [list(one) for one in self.tiles]}
+        return {**self.__dict__, "tiles": [list(tile) for tile in self.tiles]}
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> Efficiency:

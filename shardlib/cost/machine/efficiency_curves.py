@@ -104,13 +104,14 @@ class Curve:
 def curves() -> Mapping[tuple[str, str], Curve]:
     """The curves that come with shardlib, by chip and stack."""
     folder = resources.files("shardlib.cost") / "framework_profiles" / "curves"
-    found = [
+    loaded = [
         Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
         for file in folder.iterdir()
         if file.name.endswith(".json")
     ]
     return {
-        (one.chip, one.stack): one for one in sorted(found, key=lambda one: (one.chip, one.stack))
+        (curve.chip, curve.stack): curve
+        for curve in sorted(loaded, key=lambda curve: (curve.chip, curve.stack))
     }
 
 
@@ -120,7 +121,7 @@ def evidence_of(stack: str) -> tuple[Curve, ...]:
     >>> [(one.chip, one.rows, len(one.fitted)) for one in evidence_of("nanotron")]
     [('h100', 12, 1)]
     """
-    return tuple(one for one in curves().values() if one.stack == stack and one.rows)
+    return tuple(curve for curve in curves().values() if curve.stack == stack and curve.rows)
 
 
 def efficiency_of(
@@ -139,8 +140,8 @@ def efficiency_of(
     Raises:
         PinError: a measured figure is unknown or not usable.
     """
-    found = efficiency(vendor)
+    figures = efficiency(vendor)
     for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
         if key in curves():
-            found = found.with_values(dict(curves()[key].values))
-    return found.with_values(measured or {})
+            figures = figures.with_values(dict(curves()[key].values))
+    return figures.with_values(measured or {})

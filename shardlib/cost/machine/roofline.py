@@ -86,11 +86,11 @@ def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
     if term.category not in ("matmul", "convolution"):
         moved = sum((local(amount) for amount in term.traffic), np.zeros_like(flops))
         return np.clip(moved / CORE_BYTES, 1.0, constants.cores)
-    most = np.full_like(flops, constants.cores)
+    limit = np.full_like(flops, constants.cores)
     if term.matmul is not None and term.matmul.batches is not None:
         many = np.rint(local(term.matmul.batches)) > 1
-        most = np.where(many, min(constants.batched_cores, constants.cores), most)
-    return np.clip(flops / CORE_FLOPS, 1.0, most)
+        limit = np.where(many, min(constants.batched_cores, constants.cores), limit)
+    return np.clip(flops / CORE_FLOPS, 1.0, limit)
 
 
 def kernel_parts(
@@ -163,9 +163,9 @@ def _compute_seconds(
         return flops / (peak * constants.vector)
     rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul.dims)
     if constants.misaligned < 1:
-        whole = 16 / ITEMSIZE.get(term.dtype, 2)
+        lanes = 16 / ITEMSIZE.get(term.dtype, 2)
         share = share * np.where(
-            (np.rint(columns) % whole == 0) & (np.rint(depth) % whole == 0),
+            (np.rint(columns) % lanes == 0) & (np.rint(depth) % lanes == 0),
             1.0,
             constants.misaligned,
         )

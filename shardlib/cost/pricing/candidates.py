@@ -76,13 +76,13 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
     Args:
         sizes: size per candidate of every mesh axis, and "micro".
     """
-    ways = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
+    degree = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
     first, which = distinct_rows(
-        [ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
+        [degree, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
     )
     return (
         Shapes(
-            batch=ways,
+            batch=degree,
             context=sizes["context"],
             tensor=sizes["tensor"],
             expert=sizes["expert"],

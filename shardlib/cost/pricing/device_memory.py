@@ -33,7 +33,7 @@ PIPELINE_ON_GPUS = 1.25
 
 
 def stored_bytes(
-    s: Sums, scale: Array, how: Knobs, model: Model, profile: FrameworkProfile, c: Candidates
+    s: Sums, scale: Array, knobs: Knobs, model: Model, profile: FrameworkProfile, c: Candidates
 ) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state as they are
     stored; whole ones beside the shards where a stage gathers and reduces once a step.
@@ -41,7 +41,7 @@ def stored_bytes(
     Args:
         s: sums of the terms, by segment and candidate.
         scale: part of each segment that the fullest stage has, [segments, candidates].
-        how: ZeRO stage, schedule and the like.
+        knobs: ZeRO stage, schedule and the like.
         model: counts of layers.
         profile: framework profile.
         c: candidates.
@@ -49,38 +49,40 @@ def stored_bytes(
     Returns:
         Bytes per device, four arrays [candidates].
     """
-    frozen = on_stage(s.stored.frozen_cut if how.zero >= 3 else s.stored.frozen, scale)
+    frozen = on_stage(s.stored.frozen_cut if knobs.zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
-        on_stage(s.stored.parameters_cut if how.zero >= 3 else s.stored.parameters, scale),
-        on_stage(s.stored.kept_cut if how.zero >= 2 else s.stored.kept, scale),
+        on_stage(s.stored.parameters_cut if knobs.zero >= 3 else s.stored.parameters, scale),
+        on_stage(s.stored.kept_cut if knobs.zero >= 2 else s.stored.kept, scale),
     )
-    whole = (
-        (1.0 if profile.stage_gathers == "step" else passes_over(how, c)[2])
-        if how.zero >= 3
+    gathered_share = (
+        (1.0 if profile.stage_gathers == "step" else passes_over(knobs, c)[2])
+        if knobs.zero >= 3
         else 0.0
     )
-    if whole:
+    if gathered_share:
         parameters = parameters + np.where(
-            c.stage > 1, on_stage(s.stored.parameters, scale) * model.working * whole, 0.0
+            c.stage > 1, on_stage(s.stored.parameters, scale) * model.working * gathered_share, 0.0
         )
-        gradients = gradients + np.where(c.stage > 1, on_stage(s.stored.kept, scale) * whole, 0.0)
+        gradients = gradients + np.where(
+            c.stage > 1, on_stage(s.stored.kept, scale) * gathered_share, 0.0
+        )
     return (
         parameters,
         frozen,
         gradients,
-        on_stage(s.stored.state_cut if how.zero >= 1 else s.stored.state, scale),
+        on_stage(s.stored.state_cut if knobs.zero >= 1 else s.stored.state, scale),
     )
 
 
 def least_bytes(
-    s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
+    s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> tuple[Array, Array, Array]:
     """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
     the optimizer's state, of that state, and of each class's saved layers.
 
     Args:
         s: sums of the terms, by segment and candidate.
-        how: ZeRO stage, schedule and the like.
+        knobs: ZeRO stage, schedule and the like.
         model: counts of layers.
         pricer: machine and framework profile.
         c: candidates.
@@ -89,10 +91,10 @@ def least_bytes(
         Arrays [candidates], [candidates] and [classes, candidates].
     """
     profile = pricer.profile
-    scale, layers = shares_of(how, model, c, profile), len(model.counts)
-    held = named(how.schedule).in_flight(pipelines_of(how, c, profile))
+    scale, layers = shares_of(knobs, model, c, profile), len(model.counts)
+    in_flight = named(knobs.schedule).in_flight(pipelines_of(knobs, c, profile))
     parameters, frozen, gradients, state = stored_bytes(
-        s, shares_at_rest(how, model, c, profile), how, model, profile, c
+        s, shares_at_rest(knobs, model, c, profile), knobs, model, profile, c
     )
     batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
     return (
@@ -101,7 +103,7 @@ def least_bytes(
         + batch
         + (gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)),
         state,
-        s.stacks[:layers] * scale[:layers] * held,
+        s.stacks[:layers] * scale[:layers] * in_flight,
     )
 
 
@@ -146,8 +148,8 @@ def bytes_by_part(
     s: Sums,
     gradients: Array,
     scale: Array,
-    held: Array,
-    how: Knobs,
+    in_flight: Array,
+    knobs: Knobs,
     model: Model,
     c: Candidates,
     profile: FrameworkProfile,
@@ -159,11 +161,13 @@ def bytes_by_part(
         s: the quantities.
         gradients: bytes of gradients that are kept over microbatches, array [candidates].
         scale: part of each segment that the fullest stage has, array [segments, candidates].
-        held: microbatches in flight, array [candidates].
+        in_flight: microbatches in flight, array [candidates].
         how, model, c, profile: decisions, layers, candidates, framework profile.
     """
-    stages = _stages(scale, held, how, c, profile)
-    peak = _fullest([_at(s, point, on, how, c, profile) for on in stages for point in s.points], c)
+    stages = _stages(scale, in_flight, knobs, c, profile)
+    peak = _fullest(
+        [_at(s, point, on, knobs, c, profile) for on in stages for point in s.points], c
+    )
     flying, stacks = stages[0].in_flight, np.zeros(len(c))
     for point in s.points:
         movable = (
@@ -171,33 +175,33 @@ def bytes_by_part(
             for k, n in enumerate(model.counts)
         )
         stacks = np.maximum(stacks, sum(movable, np.zeros(len(c))))
-    kept = gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)
+    buffered = gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)
     memory = {
-        "gradients": peak.gradients + kept,
+        "gradients": peak.gradients + buffered,
         "activations": peak.saved,
         "temporaries": peak.temporaries,
-        "communication": peak.gathered + (s.buffer if how.context == "all-gather" else 0.0),
+        "communication": peak.gathered + (s.buffer if knobs.context == "all-gather" else 0.0),
     }
     return memory, np.minimum(stacks, peak.saved)
 
 
 def _at(
-    s: Sums, point: Point, stage: _Stage, how: Knobs, c: Candidates, profile: FrameworkProfile
+    s: Sums, point: Point, stage: _Stage, knobs: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> _Occupied:
     """What a point where memory may peak occupies on a stage."""
     together, stored = profile.collected == "together", stage.stored
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
-        point.copy_cut if how.zero >= 3 else point.copy, stored
+        point.copy_cut if knobs.zero >= 3 else point.copy, stored
     )
-    if how.zero < 3:
+    if knobs.zero < 3:
         saved = saved + np.where(c.stage > 1, 0.0, on_stage(point.cast, stored))
-    whole = together or how.zero < 2
+    replicated = together or knobs.zero < 2
     alive = (
         np.zeros(len(c))
         if profile.gradient_buffer
-        else on_stage(point.gradient if whole else point.gradient_cut, stored)
+        else on_stage(point.gradient if replicated else point.gradient_cut, stored)
     )
-    if how.zero < 3:
+    if knobs.zero < 3:
         gathered = np.zeros(len(c))
     elif together:
         gathered = np.maximum(0.0, on_stage(s.stored.parameters + s.stored.frozen, stored) - alive)
@@ -216,17 +220,17 @@ def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
     if not points:
         zeros = np.zeros(len(c))
         return _Occupied(saved=zeros, temporaries=zeros, gradients=zeros, gathered=zeros)
-    at = np.argmax(np.stack([point.total for point in points]), axis=0)
+    index = np.argmax(np.stack([point.total for point in points]), axis=0)
     return _Occupied(
         **{
-            field.name: np.choose(at, [getattr(point, field.name) for point in points])
+            field.name: np.choose(index, [getattr(point, field.name) for point in points])
             for field in fields(_Occupied)
         }
     )
 
 
 def _stages(
-    scale: Array, held: Array, how: Knobs, c: Candidates, profile: FrameworkProfile
+    scale: Array, in_flight: Array, knobs: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> list[_Stage]:
     """Stages whose memory may be the fullest.
 
@@ -235,7 +239,7 @@ def _stages(
     """
     layers = len(scale) - 2
     first = scale.copy()
-    first[:layers] *= held
+    first[:layers] *= in_flight
     if profile.embedding_and_head == "spread":
         resting = scale.copy()
         resting[OUTSIDE_LAYERS] = 1.0
@@ -244,14 +248,14 @@ def _stages(
     with_head[OUTSIDE_LAYERS], without[OUTSIDE_LAYERS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
     first[OUTSIDE_LAYERS] = without[OUTSIDE_LAYERS]
     last = with_head.copy()
-    last[:layers] *= named(how.schedule).held_by_last(pipelines_of(how, c, profile))
+    last[:layers] *= named(knobs.schedule).held_by_last(pipelines_of(knobs, c, profile))
     return [
         _Stage(once=without, in_flight=first, stored=without),
         _Stage(once=with_head, in_flight=last, stored=with_head),
     ]
 
 
-def working_sets(pricer: Pricer, how: Knobs, c: Candidates) -> Array:
+def working_sets(pricer: Pricer, knobs: Knobs, c: Candidates) -> Array:
     """Sets of buffers for what a microbatch makes, in a program without stages.
 
     XLA's compiler for CPUs shares a buffer between two loops only where one needs what the other
@@ -261,14 +265,14 @@ def working_sets(pricer: Pricer, how: Knobs, c: Candidates) -> Array:
 
     Args:
         pricer: the machine and the framework profile.
-        how: with the ZeRO stage.
+        knobs: with the ZeRO stage.
         c: candidates.
 
     Returns:
         Array [candidates], 1 or 2.
     """
-    apart = pricer.topology.chip.vendor == "cpu" and in_the_last(pricer.profile, how)
-    return np.where(apart & (c.micro > 1) & (c.stage == 1) & (c.ways(BATCH_AXES) > 1), 2.0, 1.0)
+    separate = pricer.topology.chip.vendor == "cpu" and in_the_last(pricer.profile, knobs)
+    return np.where(separate & (c.micro > 1) & (c.stage == 1) & (c.ways(BATCH_AXES) > 1), 2.0, 1.0)
 
 
 def heap_share(pricer: Pricer, stages: Array) -> Array:

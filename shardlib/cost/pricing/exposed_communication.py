@@ -30,7 +30,7 @@ Array = np.ndarray
 
 
 def exposed(
-    s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, compute: Array
+    s: Sums, scale: Array, knobs: Knobs, c: Candidates, pricer: Pricer, compute: Array
 ) -> Array:
     """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
     compute does not hide, in a step.
@@ -39,7 +39,7 @@ def exposed(
         s: sums of the terms, by segment and candidate.
         scale: part of each segment whose parameters the fullest stage moves, [segments,
             candidates].
-        how: ZeRO stage, schedule and the like.
+        knobs: ZeRO stage, schedule and the like.
         c: candidates.
         pricer: machine and framework profile.
         compute: seconds of compute of a microbatch, [candidates].
@@ -48,19 +48,19 @@ def exposed(
         Array [candidates].
     """
     profile, micro, constants = pricer.profile, c.micro, pricer.constants
-    reduced, gathered = _reduced(s, scale, how, c, profile), np.zeros(len(c))
-    if how.zero:
+    reduced, gathered = _reduced(s, scale, knobs, c, profile), np.zeros(len(c))
+    if knobs.zero:
         gathered = (
-            _in_step(s.collectives.gather, scale, passes_over(how, c)[0], how, c, profile)
-            if how.zero >= 3
+            _in_step(s.collectives.gather, scale, passes_over(knobs, c)[0], knobs, c, profile)
+            if knobs.zero >= 3
             else _updated_gather(s, scale, c)
         )
-    ring = s.collectives.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
+    ring = s.collectives.ring.sum(0) / c.stage * micro if knobs.ring else np.zeros(len(c))
     if profile.gather_overlap is None and profile.reduce_overlap is None:
         if profile.name == XLA.name and pricer.topology.chip.vendor == "google":
-            return _on_tpus(reduced, gathered, ring, constants.overlap * compute * micro, how)
+            return _on_tpus(reduced, gathered, ring, constants.overlap * compute * micro, knobs)
         if in_the_last(
-            profile, how
+            profile, knobs
         ):  # without stages, beside the backward pass of the last microbatch
             late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(
                 0.0, gathered + ring - constants.overlap * compute * (micro - 1)
@@ -75,36 +75,38 @@ def exposed(
         constants.overlap if share is None else share
         for share in (profile.gather_overlap, profile.reduce_overlap)
     )
-    beside = compute * micro if how.zero >= 3 else compute / 3
-    backward = compute * (1 if once_a_step(profile, how) else micro) * 2 / 3
-    apart = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
+    beside = compute * micro if knobs.zero >= 3 else compute / 3
+    backward = compute * (1 if once_a_step(profile, knobs) else micro) * 2 / 3
+    separate = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
         0.0, reduced - reduces * backward
     )
     together = (
         gathered + reduced - max(gathers, reduces) * compute * micro
     )  # nothing hides two of them at once
-    return np.maximum(apart, together) + np.maximum(0.0, ring - constants.overlap * compute * micro)
+    return np.maximum(separate, together) + np.maximum(
+        0.0, ring - constants.overlap * compute * micro
+    )
 
 
-def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, how: Knobs) -> Array:
+def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, knobs: Knobs) -> Array:
     """The seconds that a program of the TPU compiler waits: it starts gathers of parameters before
     they are used, where they are stored sharded, and waits for all reductions and for gathers of
     updated parameters (`benchmarks/order_by_compiler.py`).
     """
-    if how.zero >= 3:
+    if knobs.zero >= 3:
         return reduced + np.maximum(0.0, gathered + ring - behind)
     return reduced + gathered + np.maximum(0.0, ring - behind)
 
 
 def saved_by_gathering_once(
-    s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
+    s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> Array:
     """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
     gradients once for all microbatches, and not at every use.
 
     Args:
         s: sums of the terms, by segment and candidate.
-        how: ZeRO stage, schedule and the like.
+        knobs: ZeRO stage, schedule and the like.
         model: counts of layers.
         pricer: machine and framework profile.
         c: candidates.
@@ -112,68 +114,80 @@ def saved_by_gathering_once(
     Returns:
         Array [candidates]; negative where it costs.
     """
-    scale, compute = shares_moved(how, model, c, pricer.profile), s.kernels.compute.sum(0) / c.stage
+    scale, compute = (
+        shares_moved(knobs, model, c, pricer.profile),
+        s.kernels.compute.sum(0) / c.stage,
+    )
     use, once = (
-        exposed(s, scale, replace(how, gather=gather), c, pricer, compute)
+        exposed(s, scale, replace(knobs, gather=gather), c, pricer, compute)
         for gather in ("use", "once")
     )
     return use - once
 
 
-def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+def _reduced(
+    s: Sums, scale: Array, knobs: Knobs, c: Candidates, profile: FrameworkProfile
+) -> Array:
     """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
     ZeRO 2 and 3, and where the framework does so, but for those of experts on their devices.
     """
-    seconds = s.collectives.scatter if scatters(profile, how) else s.collectives.reduce
+    seconds = s.collectives.scatter if scatters(profile, knobs) else s.collectives.reduce
     once = np.ones(len(c))
-    if once_a_step(profile, how):
-        return _in_step(seconds, scale, once, how, c, profile)
-    if how.zero >= 2:
-        return _in_step(seconds, scale, passes_over(how, c)[1], how, c, profile)
-    if in_the_last(profile, how):
-        return _in_step(seconds, scale, once, how, c, profile) + np.where(
+    if once_a_step(profile, knobs):
+        return _in_step(seconds, scale, once, knobs, c, profile)
+    if knobs.zero >= 2:
+        return _in_step(seconds, scale, passes_over(knobs, c)[1], knobs, c, profile)
+    if in_the_last(profile, knobs):
+        return _in_step(seconds, scale, once, knobs, c, profile) + np.where(
             c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
         )
-    return _in_step(seconds, scale, np.where(c.stage > 1, 1, c.micro), how, c, profile)
+    return _in_step(seconds, scale, np.where(c.stage > 1, 1, c.micro), knobs, c, profile)
 
 
 def _in_step(
-    seconds: Array, scale: Array, times: Array, how: Knobs, c: Candidates, profile: FrameworkProfile
+    seconds: Array,
+    scale: Array,
+    times: Array,
+    knobs: Knobs,
+    c: Candidates,
+    profile: FrameworkProfile,
 ) -> Array:
     """Seconds of a step of what is moved so many times in it, but for what lies outside of the
     layers of a pipeline in one program, see `passes_over_ends`.
     """
     moved = seconds * scale
-    found = moved.sum(0) * times
+    total = moved.sum(0) * times
     if not ends_on_all_stages(profile):
-        return found
-    ends = moved[OUTSIDE_LAYERS] * (passes_over_ends(how, c, profile) - times)
-    return found + np.where(c.stage > 1, ends, 0.0)
+        return total
+    ends = moved[OUTSIDE_LAYERS] * (passes_over_ends(knobs, c, profile) - times)
+    return total + np.where(c.stage > 1, ends, 0.0)
 
 
-def dealt_out(s: Sums, how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile) -> Array:
+def dealt_out(
+    s: Sums, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+) -> Array:
     """Seconds of a step in which layers are dealt out to stages of several chunks, and their
     gradients back.
 
     Args:
         s: sums of the terms, by segment and candidate.
-        how: ZeRO stage and virtual stages.
+        knobs: ZeRO stage and virtual stages.
         model: counts of layers.
         c: candidates.
         profile: framework profile.
     """
-    every, at = np.arange(len(c)), _DEALING[np.minimum(how.virtual % c.stage, 1)]
-    found = np.zeros(len(c))
-    for kept in (
+    candidates, slots = np.arange(len(c)), _DEALING[np.minimum(knobs.virtual % c.stage, 1)]
+    total = np.zeros(len(c))
+    for stored_bytes in (
         s.stored.parameters_cut + s.stored.frozen_cut
-        if how.zero >= 3
+        if knobs.zero >= 3
         else s.stored.parameters + s.stored.frozen,
-        s.stored.kept_cut if how.zero >= 2 else s.stored.kept,
+        s.stored.kept_cut if knobs.zero >= 2 else s.stored.kept,
     ):
-        size = dealt(kept, how, model, c, profile)
-        cost = c.links.latency[at, every] + size * c.links.per_byte[at, every]
-        found += np.where(size > 0, cost, 0.0)
-    return found
+        size = dealt(stored_bytes, knobs, model, c, profile)
+        cost = c.links.latency[slots, candidates] + size * c.links.per_byte[slots, candidates]
+        total += np.where(size > 0, cost, 0.0)
+    return total
 
 
 #: Numbers of the slots in which layers are dealt out where their chunks divide, and where not.
@@ -182,23 +196,25 @@ _DEALING = np.array(
 )
 
 
-def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
+def passes_over(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
     """How often a stage reads its weights and reduces its gradients in a step; see
     `passes_over_weights`.
 
     Args:
-        how: schedule, and when weights are gathered.
+        knobs: schedule, and when weights are gathered.
         c: candidates.
     """
-    return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
+    return passes_over_weights(
+        knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation
+    )
 
 
 def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
     """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
     experts = on_stage(s.stored.experts, scale)
     dense = on_stage(s.stored.parameters, scale) - experts
-    found = np.zeros(len(c))
+    total = np.zeros(len(c))
     for group, size in ((stored(), dense), (stored(experts=True), experts)):
-        at = SLOTS.index(Slot("gather", group, "all-gather"))
-        found += np.where(size > 0, c.links.latency[at] + size * c.links.per_byte[at], 0.0)
-    return found
+        slot = SLOTS.index(Slot("gather", group, "all-gather"))
+        total += np.where(size > 0, c.links.latency[slot] + size * c.links.per_byte[slot], 0.0)
+    return total

@@ -61,8 +61,8 @@ def group_seconds(
     placed = place(mesh, topology, order)
     assert placed is not None, f"{mesh} does not fit {topology.name}"
     spans = tuple(span for axis in axes or tuple(mesh) for span in placed.get(axis, ()))
-    whole = mesh.ways(tuple(axes)) if axes else mesh.devices
-    partial = kind != "collective-permute" and members != whole
+    degree = mesh.ways(tuple(axes)) if axes else mesh.devices
+    partial = kind != "collective-permute" and members != degree
     return collective_cost(kind, _part(spans, members) if partial else spans, topology).seconds(
         size
     )

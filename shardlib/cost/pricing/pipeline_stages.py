@@ -55,22 +55,26 @@ def passes_over_weights(
     Returns:
         Pairs of gathers (one forward, one backward), reductions, and the share.
     """
-    every = np.asarray(microbatches, dtype=float)
+    per_microbatch = np.asarray(microbatches, dtype=float)
     if gather == "use":
-        return every, every, 0.0
+        return per_microbatch, per_microbatch, 0.0
     if named(schedule).forward_first and virtual > 1:
         reduced = groups * (virtual + 1) / virtual
-        return np.full_like(every, groups), np.full_like(every, reduced), min(1.0, 2 / virtual)
-    return np.full_like(every, 0.5), np.ones_like(every), 1.0
+        return (
+            np.full_like(per_microbatch, groups),
+            np.full_like(per_microbatch, reduced),
+            min(1.0, 2 / virtual),
+        )
+    return np.full_like(per_microbatch, 0.5), np.ones_like(per_microbatch), 1.0
 
 
-def passes_over_ends(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
     """How often the parameters of embedding and head are gathered, and their gradients reduced, in
     a step of a pipeline whose stages all compute both: once, where those of layers are, but for
     rounds of chunks, and in every microbatch otherwise.
 
     Args:
-        how: schedule, ZeRO stage, and when weights are gathered.
+        knobs: schedule, ZeRO stage, and when weights are gathered.
         c: candidates.
         profile: framework profile.
 
@@ -78,17 +82,17 @@ def passes_over_ends(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Ar
         Array [candidates].
     """
     assert ends_on_all_stages(profile)
-    rounds = named(how.schedule).forward_first and how.virtual > 1
-    late = once_a_step(profile, how) or (how.gather == "once" and not rounds)
-    return np.where(how.zero < 2 or late, 1.0, c.micro)
+    rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
+    late = once_a_step(profile, knobs) or (knobs.gather == "once" and not rounds)
+    return np.where(knobs.zero < 2 or late, 1.0, c.micro)
 
 
-def turns(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
     """How often a stage does its part for a microbatch in a step: in a pipeline in one program it
     does so while it waits, too, with what nobody asks for.
 
     Args:
-        how: schedule, virtual stages and groups of microbatches.
+        knobs: schedule, virtual stages and groups of microbatches.
         c: candidates.
         profile: framework profile.
 
@@ -100,14 +104,14 @@ def turns(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
     return np.array(
         [
             (
-                how.accumulation
+                knobs.accumulation
                 * Timetable(
-                    schedule=how.schedule,
+                    schedule=knobs.schedule,
                     stages=int(stages),
-                    microbatches=int(micro) // how.accumulation,
-                    virtual=how.virtual,
+                    microbatches=int(micro) // knobs.accumulation,
+                    virtual=knobs.virtual,
                 ).forward_ticks
-                / how.virtual
+                / knobs.virtual
                 if stages > 1
                 else float(micro)
             )
@@ -156,12 +160,12 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
     if len(counts) == 1:
         return np.ceil(counts[0] / chunks) * seconds[0]
     total = np.asarray(sum(n * t for n, t in zip(counts, seconds, strict=True)), dtype=float)
-    some = np.flatnonzero(chunks > 1)
-    if len(some) < len(chunks):
-        cut = bottleneck([t[some] for t in seconds], counts, chunks[some]) if len(some) else ()
-        found = total.copy()
-        found[some] = cut
-        return found
+    split = np.flatnonzero(chunks > 1)
+    if len(split) < len(chunks):
+        cut = bottleneck([t[split] for t in seconds], counts, chunks[split]) if len(split) else ()
+        slowest = total.copy()
+        slowest[split] = cut
+        return slowest
     layers = [np.maximum(np.asarray(t, dtype=float), 1e-30) for t in seconds]
     longest = np.maximum.reduce(layers)
     # chunks that no layer fits into any more have more than an equal part of the time
@@ -176,16 +180,16 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
     return high
 
 
-def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], most: Array) -> Array:
-    """Chunks that filling from the front takes when none may be longer than `most` seconds."""
+def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], limit: Array) -> Array:
+    """Chunks that filling from the front takes when none may be longer than `limit` seconds."""
     used: Array | float = 0.0
-    room: Array | None = None
+    space: Array | None = None
     for count, t in zip(counts, seconds, strict=True):
-        here = 0.0 if room is None else np.minimum(np.floor(room * _SLACK / t), count)
+        here = 0.0 if space is None else np.minimum(np.floor(space * _SLACK / t), count)
         left = count - here
-        each = np.maximum(np.floor(most * _SLACK / t), 1)
+        each = np.maximum(np.floor(limit * _SLACK / t), 1)
         more = np.ceil(left / each)
         used = used + more
-        full = most - (left - (more - 1) * each) * t
-        room = full if room is None else np.where(more > 0, full, room - here * t)
+        full = limit - (left - (more - 1) * each) * t
+        space = full if space is None else np.where(more > 0, full, space - here * t)
     return np.asarray(used)

@@ -17,46 +17,46 @@ from shardlib.schedules.schedule import Pipelines
 Array = np.ndarray
 
 
-def chunks_of(how: Knobs, c: Candidates) -> Array:
+def chunks_of(knobs: Knobs, c: Candidates) -> Array:
     """Chunks of layers on a stage; 1 where there are no stages.
 
     Args:
-        how: with the virtual stages.
+        knobs: with the virtual stages.
         c: candidates.
 
     Returns:
         Int array [candidates].
     """
-    return np.where(c.stage > 1, how.virtual, 1)
+    return np.where(c.stage > 1, knobs.virtual, 1)
 
 
-def pipelines_of(how: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipelines:
+def pipelines_of(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipelines:
     """The pipelines of candidates, each with the microbatches of one group.
 
     Args:
-        how: schedule, virtual stages and groups of microbatches.
+        knobs: schedule, virtual stages and groups of microbatches.
         c: candidates.
         profile: framework profile, which says whether stages move in lockstep.
     """
     return Pipelines(
         stages=c.stage,
-        chunks=chunks_of(how, c),
-        microbatches=c.micro // how.accumulation,
+        chunks=chunks_of(knobs, c),
+        microbatches=c.micro // knobs.accumulation,
         lockstep=profile.pipeline == "lockstep",
     )
 
 
-def shares_of(how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
+def shares_of(knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every group, and of
     embedding and head an equal part or an array; array [segments, candidates].
 
     Args:
-        how: with the virtual stages.
+        knobs: with the virtual stages.
         model: counts of layers.
         c: candidates.
         profile: framework profile, which says where embedding and head are.
     """
-    virtual = chunks_of(how, c)
+    virtual = chunks_of(knobs, c)
     layers = [_most(count, c, virtual, model, profile) / count for count in model.counts]
     ends = (
         np.where(c.stage > 1, model.largest_end, 1.0)
@@ -67,31 +67,33 @@ def shares_of(how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
 
 
 def shares_at_rest(
-    how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
+    knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
 ) -> Array:
     """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
     as `shares_of`, but every stage has all of embedding and head where their work is spread over
     the sequence.
     """
-    found = shares_of(how, model, c, profile)
+    shares = shares_of(knobs, model, c, profile)
     if profile.embedding_and_head == "spread":
-        found[OUTSIDE_LAYERS] = 1.0
-    return found
+        shares[OUTSIDE_LAYERS] = 1.0
+    return shares
 
 
-def shares_moved(how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
+def shares_moved(
+    knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
+) -> Array:
     """Part of each segment's parameters that the fullest stage gathers, and whose gradients it
     reduces: as `shares_of`, but every stage does so with all of embedding and head where it
     computes them for a part of the sequence.
     """
-    found = shares_of(how, model, c, profile)
+    shares = shares_of(knobs, model, c, profile)
     if ends_on_all_stages(profile):
-        found[OUTSIDE_LAYERS] = 1.0
-    return found
+        shares[OUTSIDE_LAYERS] = 1.0
+    return shares
 
 
 def dealt(
-    stored: Array, how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+    stored: Array, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
 ) -> Array:
     """Bytes that a device has when layers were dealt out to stages of several chunks, as pipelines
     in one program do with parameters in every step, and with gradients back: stored are the layers
@@ -100,7 +102,7 @@ def dealt(
 
     Args:
         stored: bytes by segment, of all stages, [segments, candidates].
-        how: with the virtual stages.
+        knobs: with the virtual stages.
         model: counts of layers.
         c: candidates.
         profile: framework profile.
@@ -108,13 +110,13 @@ def dealt(
     Returns:
         Array [candidates]; 0 where nothing is dealt out.
     """
-    if how.virtual == 1 or not ends_on_all_stages(profile):
+    if knobs.virtual == 1 or not ends_on_all_stages(profile):
         return np.zeros(len(c))
-    found = stored * shares_of(how, model, c, profile)
+    moved = stored * shares_of(knobs, model, c, profile)
     layers = np.zeros(len(c))
     for k, count in enumerate(model.counts):
-        layers = layers + np.where(count % (c.stage * how.virtual), 0.0, found[k])
-    return np.where(c.stage > 1, layers * np.where(how.virtual % c.stage, c.stage, 1), 0.0)
+        layers = layers + np.where(count % (c.stage * knobs.virtual), 0.0, moved[k])
+    return np.where(c.stage > 1, layers * np.where(knobs.virtual % c.stage, c.stage, 1), 0.0)
 
 
 def _most(

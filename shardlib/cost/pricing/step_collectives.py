@@ -76,9 +76,9 @@ class _Stage:
 def collectives(
     work: Sequence[tuple[Iterable[Item], Array]],
     choice: Choice,
-    how: Knobs,
+    knobs: Knobs,
     once: Mapping[tuple[Slot, str], float],
-    at: Placed,
+    placed: Placed,
     model: Model,
     pricer: Pricer,
     loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
@@ -90,25 +90,25 @@ def collectives(
         work: work items of the step graph under each remat policy that layers follow, with the part
             of each segment that does.
         choice: the chosen colours.
-        how: the other decisions.
+        knobs: the other decisions.
         once: bytes on a device of what moves once a step, by slot and cause.
-        at: the candidate, and where it lies.
+        placed: the candidate, and where it lies.
         model: layers.
         pricer: the machine and the software.
         loops: of collectives in whose place loops run: bytes of a message, how many there are in
             place of one execution, and seconds of one (`cost/pricing/variants`).
     """
-    c, profile, stages = at.candidate, pricer.profile, at.mesh["stage"]
+    c, profile, stages = placed.candidate, pricer.profile, placed.mesh["stage"]
     assert len(c) == 1
     stage = _Stage(
-        shares=shares_moved(how, model, c, profile)[:, 0],
-        turns=float(turns(how, c, profile)[0]),
+        shares=shares_moved(knobs, model, c, profile)[:, 0],
+        turns=float(turns(knobs, c, profile)[0]),
         ends=stages > 1 and ends_on_all_stages(profile),
-        how=how,
+        how=knobs,
         candidate=c,
         profile=profile,
     )
-    roles, found = _roles(how, stages, profile), _Found(at, pricer.topology)
+    roles, listing = _roles(knobs, stages, profile), _Found(placed, pricer.topology)
     for item, part in (
         (item, part)
         for items, parts in work
@@ -125,23 +125,23 @@ def collectives(
                 if loops and term in loops:
                     message, each, hop = loops[term]
                     key = ("collective-permute", ("tensor",), round(message), term.cause)
-                    found.add(key, each * runs, each * hop * runs)
+                    listing.add(key, each * runs, each * hop * runs)
                 else:
                     of_each = float(size[0]) / _parts(slot, item.segment, stage)
-                    found.note(slot, of_each, runs, term.cause)
+                    listing.note(slot, of_each, runs, term.cause)
     for (slot, cause), size in once.items():
-        found.note(slot, size, 1.0 if size else 0.0, cause)
-    return found.listed()
+        listing.note(slot, size, 1.0 if size else 0.0, cause)
+    return listing.listed()
 
 
-def _roles(how: Knobs, stages: int, profile: FrameworkProfile) -> set[str]:
+def _roles(knobs: Knobs, stages: int, profile: FrameworkProfile) -> set[str]:
     """The roles whose collectives a plan has."""
     return {
         "block",
         "ends",
-        *ALONG[how.context],
-        "scatter" if scatters(profile, how) else "reduce",
-        *(("gather",) if how.zero >= 3 else ()),
+        *ALONG[knobs.context],
+        "scatter" if scatters(profile, knobs) else "reduce",
+        *(("gather",) if knobs.zero >= 3 else ()),
         *(("stage",) if stages > 1 else ()),
     }
 
@@ -158,8 +158,8 @@ class _Found:
         topology: the machine.
     """
 
-    def __init__(self, at: Placed, topology: Topology) -> None:
-        self._at, self._topology = at, topology
+    def __init__(self, placed: Placed, topology: Topology) -> None:
+        self._at, self._topology = placed, topology
         self._sums: dict[_Key, tuple[float, float]] = {}
 
     def add(self, key: _Key, count: float, seconds: float) -> None:
@@ -201,7 +201,7 @@ class _Found:
 
     def listed(self) -> tuple[Collective, ...]:
         """All of them, the slowest first."""
-        found = [
+        listing = [
             Collective(
                 kind=kind,
                 axes=axes,
@@ -212,45 +212,45 @@ class _Found:
             )
             for (kind, axes, size, cause), (count, seconds) in self._sums.items()
         ]
-        return tuple(sorted(found, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
+        return tuple(sorted(listing, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _runs(term: Transfer, slot: Slot, segment: int, at: _Stage) -> float:
+def _runs(term: Transfer, slot: Slot, segment: int, stage: _Stage) -> float:
     """Executions in a step of what happens once in a microbatch."""
-    role, micro = slot.role, int(at.candidate.micro[0])
+    role, micro = slot.role, int(stage.candidate.micro[0])
     if role == "stage":
-        return at.turns * at.how.virtual
-    ends = at.ends and segment == OUTSIDE_LAYERS
-    every = micro if ends or segment < 0 else at.turns
+        return stage.turns * stage.how.virtual
+    ends = stage.ends and segment == OUTSIDE_LAYERS
+    runs = micro if ends or segment < 0 else stage.turns
     if role not in _OF_PARAMETERS:
-        return every * (float(at.shares[segment]) if segment >= 0 else 1.0)
+        return runs * (float(stage.shares[segment]) if segment >= 0 else 1.0)
     # In a pipeline in one program, gradients of vectors wait for nothing.
-    waits = not at.ends or len(term.shape) > 1
-    times = _times(slot, ends, at) if waits else None
-    return (every if times is None else times) * float(at.shares[segment])
+    waits = not stage.ends or len(term.shape) > 1
+    times = _times(slot, ends, stage) if waits else None
+    return (runs if times is None else times) * float(stage.shares[segment])
 
 
-def _times(slot: Slot, ends: bool, at: _Stage) -> float | None:
+def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
     """How often a stage gathers parameters or reduces gradients in a step; None: in every
     microbatch.
     """
-    how, c, profile = at.how, at.candidate, at.profile
+    knobs, c, profile = stage.how, stage.candidate, stage.profile
     if ends:
-        return None if passes_over_ends(how, c, profile)[0] > 1 else 1.0
-    if slot.role != "gather" and once_a_step(profile, how):
+        return None if passes_over_ends(knobs, c, profile)[0] > 1 else 1.0
+    if slot.role != "gather" and once_a_step(profile, knobs):
         return 1.0
     if slot.role == "reduce":
-        last = in_the_last(profile, how) and not slot.group.of_experts
+        last = in_the_last(profile, knobs) and not slot.group.of_experts
         return 1.0 if int(c.stage[0]) > 1 or last else None
-    if how.gather == "use":
+    if knobs.gather == "use":
         return None
     pairs, reductions, _ = passes_over_weights(
-        how.schedule, how.gather, how.virtual, c.micro, how.accumulation
+        knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation
     )
     return float((pairs if slot.role == "gather" else reductions)[0])
 
 
-def _parts(slot: Slot, segment: int, at: _Stage) -> int:
+def _parts(slot: Slot, segment: int, stage: _Stage) -> int:
     """Parts of an activation that stages share out where all compute embedding and head."""
-    apart = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
-    return int(at.candidate.stage[0]) if at.ends and apart else 1
+    separate = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
+    return int(stage.candidate.stage[0]) if stage.ends and separate else 1

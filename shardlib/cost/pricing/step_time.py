@@ -31,13 +31,13 @@ from shardlib.schedules.table import named
 Array = np.ndarray
 
 
-def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+def least_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no
     ZeRO stage changes.
 
     Args:
         s: sums of the terms, by segment and candidate.
-        how: schedule and the like; its ZeRO stage makes no difference.
+        knobs: schedule and the like; its ZeRO stage makes no difference.
         model: counts of layers.
         pricer: machine and framework profile.
         c: candidates.
@@ -46,28 +46,28 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
         Array [candidates].
     """
     stages = c.stage
-    tick = tick_seconds(s, how, model, pricer, c)
-    each = named(how.schedule).waiting(
-        pipelines_of(how, c, pricer.profile), tick, s.kernels.weights / stages
+    tick = tick_seconds(s, knobs, model, pricer, c)
+    each = named(knobs.schedule).waiting(
+        pipelines_of(knobs, c, pricer.profile), tick, s.kernels.weights / stages
     )
     busy = c.micro * (tick + s.collectives.ends)
-    return busy + np.where(stages > 1, how.accumulation * each, 0.0)
+    return busy + np.where(stages > 1, knobs.accumulation * each, 0.0)
 
 
-def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
+def _passes(s: Sums, knobs: Knobs, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
-    return np.where(c.stage > 1, s.collectives.passes * chunks_of(how, c), 0.0) * (
+    return np.where(c.stage > 1, s.collectives.passes * chunks_of(knobs, c), 0.0) * (
         1 - pricer.profile.send_overlap
     )
 
 
-def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, but for what all stages
     do together when it enters and leaves: nobody does that while others wait.
 
     Args:
         s: sums of the terms, by segment and candidate; it keeps the result.
-        how: context strategy and virtual stages.
+        knobs: context strategy and virtual stages.
         model: counts of layers.
         pricer: machine and framework profile.
         c: candidates.
@@ -75,10 +75,10 @@ def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidate
     Returns:
         Array [candidates].
     """
-    key = how.context, how.virtual
+    key = knobs.context, knobs.virtual
     if key not in s.ticks:
-        stages, virtual = c.stage, chunks_of(how, c)
-        busy = s.kernels.compute + s.collectives.block + s.along(how)
+        stages, virtual = c.stage, chunks_of(knobs, c)
+        busy = s.kernels.compute + s.collectives.block + s.along(knobs)
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
         if pricer.profile.embedding_and_head == "owners":
             tick = slowest(layers, model.counts, busy[OUTSIDE_LAYERS], stages, virtual)
@@ -87,7 +87,7 @@ def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidate
                 virtual * bottleneck(layers, model.counts, stages * virtual)
                 + busy[OUTSIDE_LAYERS] / stages
             )
-        s.ticks[key] = tick + _passes(s, how, pricer, c) + _starved(s, busy, c)
+        s.ticks[key] = tick + _passes(s, knobs, pricer, c) + _starved(s, busy, c)
     return s.ticks[key]
 
 
@@ -99,7 +99,7 @@ def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
 
 
 def seconds_by_part(
-    s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates
+    s: Sums, scale: Array, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> tuple[dict[str, Array], Array]:
     """Seconds of compute, exposed communication and bubble; and FLOPs.
 
@@ -107,7 +107,7 @@ def seconds_by_part(
         s: sums of the terms, by segment and candidate.
         scale: part of each segment whose parameters the fullest stage moves, [segments,
             candidates].
-        how: ZeRO stage, schedule and the like.
+        knobs: ZeRO stage, schedule and the like.
         model: counts of layers.
         pricer: machine and framework profile.
         c: candidates.
@@ -117,19 +117,19 @@ def seconds_by_part(
         in a step, [candidates].
     """
     stages, micro = c.stage, c.micro
-    block = s.collectives.block + s.along(how)
+    block = s.collectives.block + s.along(knobs)
     compute, blocked = (
         s.kernels.compute.sum(0) / stages,
-        block.sum(0) / stages + _passes(s, how, pricer, c) + s.collectives.ends,
+        block.sum(0) / stages + _passes(s, knobs, pricer, c) + s.collectives.ends,
     )
     starved = _starved(s, s.kernels.compute + block, c)
     bubble = np.where(
         stages > 1,
-        least_seconds(s, how, model, pricer, c) - micro * (compute + blocked + starved),
+        least_seconds(s, knobs, model, pricer, c) - micro * (compute + blocked + starved),
         0.0,
     )
-    waited = blocked * micro + exposed(s, scale, how, c, pricer, compute)
-    waited = waited + dealt_out(s, how, model, c, pricer.profile)
+    waited = blocked * micro + exposed(s, scale, knobs, c, pricer, compute)
+    waited = waited + dealt_out(s, knobs, model, c, pricer.profile)
     return {
         "compute": compute * micro,
         "exposed": waited,

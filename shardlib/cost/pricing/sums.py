@@ -73,20 +73,20 @@ class Sums:
         default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
     )
 
-    def along(self, how: Knobs) -> Array:
+    def along(self, knobs: Knobs) -> Array:
         """Seconds of collectives along the sequence that compute waits for."""
         roles = self.collectives
         return roles.context + (
             roles.keys
-            if how.context == "all-gather"
+            if knobs.context == "all-gather"
             else roles.exchange
-            if how.context == "ulysses"
+            if knobs.context == "ulysses"
             else 0.0
         )
 
     def take(self, which: Array) -> Sums:
         """Some of the candidates."""
-        found = Sums(
+        selected = Sums(
             kernels=self.kernels.take(which),
             collectives=self.collectives.take(which),
             stored=self.stored.take(which),
@@ -94,8 +94,8 @@ class Sums:
             buffer=self.buffer[which],
             stacks=self.stacks[:, which],
         )
-        found.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
-        return found
+        selected.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
+        return selected
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
@@ -116,7 +116,7 @@ def joined(parts: Sequence[Sums]) -> Sums:
 
 def sums(
     work: Array,
-    rest: Array,
+    resting: Array,
     points: Sequence[Array],
     model: Model,
     pricer: Pricer,
@@ -128,14 +128,14 @@ def sums(
 
     Args:
         work: tally of `work_items`, array [segments, rows, shapes].
-        rest: tally of `stored_items`.
+        resting: tally of `stored_items`.
         points: tallies of memory items at each point where memory may peak.
         model: layers.
         pricer: the corrections.
         c: the candidates.
         stacks: tally of what loops over layers have saved.
     """
-    at = c.shape
+    shape = c.shape
     work = pricer.corrected(work)
 
     def role(name: str, *, experts: bool = False) -> Array:
@@ -148,33 +148,33 @@ def sums(
         factors = pricer.waits(slots)[:, 0] * (
             model.reduction if name in ("reduce", "scatter") else 1.0
         )
-        found = np.zeros((work.shape[0], len(c)))
+        seconds = np.zeros((work.shape[0], len(c)))
         for i in used:
-            found += factors[i] * (
-                counts[:, i][:, at] * c.links.latency[slots[i]]
-                + sizes[:, i][:, at] * c.links.per_byte[slots[i]]
+            seconds += factors[i] * (
+                counts[:, i][:, shape] * c.links.latency[slots[i]]
+                + sizes[:, i][:, shape] * c.links.per_byte[slots[i]]
             )
-        return found
+        return seconds
 
     def point(tally: Array) -> Point:
         tally = pricer.corrected(tally)
         return Point(
-            saved=tally[:, Q.SAVED][:, at],
-            temporary=tally[:, Q.TEMPORARY][:, at],
-            gradient=tally[:, Q.GRADIENT][:, at],
-            gradient_cut=tally[:, Q.GRADIENT_CUT][:, at],
-            copy=tally[:, Q.COPY][:, at],
-            copy_cut=tally[:, Q.COPY_CUT][:, at],
-            cast=tally[:, Q.CAST][:, at],
-            gathered=tally[:, Q.GATHERED][:, at],
+            saved=tally[:, Q.SAVED][:, shape],
+            temporary=tally[:, Q.TEMPORARY][:, shape],
+            gradient=tally[:, Q.GRADIENT][:, shape],
+            gradient_cut=tally[:, Q.GRADIENT_CUT][:, shape],
+            copy=tally[:, Q.COPY][:, shape],
+            copy_cut=tally[:, Q.COPY_CUT][:, shape],
+            cast=tally[:, Q.CAST][:, shape],
+            gathered=tally[:, Q.GATHERED][:, shape],
         )
 
     return Sums(
         kernels=Kernels(
-            compute=work[:, Q.COMPUTE][:, at],
-            weights=work[:, Q.WEIGHTS].sum(0)[at],
-            host=work[:, Q.HOST][:, at],
-            flops=work[:, Q.FLOPS].sum(0)[at],
+            compute=work[:, Q.COMPUTE][:, shape],
+            weights=work[:, Q.WEIGHTS].sum(0)[shape],
+            host=work[:, Q.HOST][:, shape],
+            flops=work[:, Q.FLOPS].sum(0)[shape],
         ),
         collectives=Collectives(
             block=role("block"),
@@ -190,22 +190,22 @@ def sums(
             ends=role("ends")[OUTSIDE_LAYERS],
         ),
         stored=StoredBytes(
-            parameters=rest[:, Q.PARAMETERS][:, at],
-            parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at],
-            frozen=rest[:, Q.FROZEN][:, at],
-            frozen_cut=rest[:, Q.FROZEN_CUT][:, at],
-            state=rest[:, Q.STATE][:, at],
-            state_cut=rest[:, Q.STATE_CUT][:, at],
-            experts=rest[:, Q.EXPERTS][:, at],
-            kept=rest[:, Q.KEPT][:, at],
-            kept_cut=rest[:, Q.KEPT_CUT][:, at],
+            parameters=resting[:, Q.PARAMETERS][:, shape],
+            parameters_cut=resting[:, Q.PARAMETERS_CUT][:, shape],
+            frozen=resting[:, Q.FROZEN][:, shape],
+            frozen_cut=resting[:, Q.FROZEN_CUT][:, shape],
+            state=resting[:, Q.STATE][:, shape],
+            state_cut=resting[:, Q.STATE_CUT][:, shape],
+            experts=resting[:, Q.EXPERTS][:, shape],
+            kept=resting[:, Q.KEPT][:, shape],
+            kept_cut=resting[:, Q.KEPT_CUT][:, shape],
         ),
         points=tuple(map(point, points)),
-        buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
+        buffer=np.where(c.context > 1, _context_buffer(work, model)[shape], 0.0),
         stacks=(
-            np.zeros((0, len(at)))
+            np.zeros((0, len(shape)))
             if stacks is None
-            else pricer.corrected(stacks)[:, Q.SAVED][:, at]
+            else pricer.corrected(stacks)[:, Q.SAVED][:, shape]
         ),
     )
 
@@ -219,7 +219,7 @@ def _context_buffer(work: Array, model: Model) -> Array:
         for number, slot in enumerate(SLOTS)
         if slot.role in ("context", "keys") and slot.kind == "all-gather"
     ]
-    found = np.zeros(work.shape[-1])
+    largest = np.zeros(work.shape[-1])
     for k, count in enumerate(model.counts):
-        found = np.maximum(found, work[k, rows].sum(0) / (2 * count))
-    return found
+        largest = np.maximum(largest, work[k, rows].sum(0) / (2 * count))
+    return largest

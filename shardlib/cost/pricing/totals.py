@@ -81,26 +81,26 @@ class Totals:
         )
 
 
-def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
+def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
     """Turns quantities into the parts of time and memory.
 
     Args:
         s: the quantities.
-        how: the other decisions, but for what is in host memory (`offloaded`).
+        knobs: the other decisions, but for what is in host memory (`offloaded`).
         model: layers, and bytes of the batch.
         pricer: constants.
         c: the candidates.
     """
     profile = pricer.profile
-    scale, resting = shares_of(how, model, c, profile), shares_at_rest(how, model, c, profile)
-    held = named(how.schedule).in_flight(pipelines_of(how, c, profile))
-    parameters, frozen, gradients, state = stored_bytes(s, resting, how, model, profile, c)
-    moved = shares_moved(how, model, c, profile)
-    seconds, flops = seconds_by_part(s, moved, how, model, pricer, c)
-    made, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, profile)
+    scale, resting = shares_of(knobs, model, c, profile), shares_at_rest(knobs, model, c, profile)
+    in_flight = named(knobs.schedule).in_flight(pipelines_of(knobs, c, profile))
+    parameters, frozen, gradients, state = stored_bytes(s, resting, knobs, model, profile, c)
+    moved = shares_moved(knobs, model, c, profile)
+    seconds, flops = seconds_by_part(s, moved, knobs, model, pricer, c)
+    parts, stacks = bytes_by_part(s, gradients, scale, in_flight, knobs, model, c, profile)
     heap = heap_share(pricer, c.stage)
-    memory, stacks = {name: size * heap for name, size in made.items()}, stacks * heap
-    sets = working_sets(pricer, how, c)
+    memory, stacks = {name: size * heap for name, size in parts.items()}, stacks * heap
+    sets = working_sets(pricer, knobs, c)
     memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}
     memory |= {
         "parameters": parameters,
@@ -108,14 +108,14 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         "optimizer": state,
         "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
     }
-    updated = on_stage(s.stored.parameters_cut if how.zero >= 1 else s.stored.parameters, resting)
+    updated = on_stage(s.stored.parameters_cut if knobs.zero >= 1 else s.stored.parameters, resting)
     update = (3 * updated + 2 * state) / (
         pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
     )
     seconds["overhead"] = (
         seconds["overhead"]
         + pricer.constants.step_s
-        + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
+        + pricer.constants.microbatch_s * (c.micro + knobs.accumulation * (c.stage - 1))
         + pricer.constants.fresh * mapped_anew(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (
@@ -128,7 +128,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         device_bytes=memory,
         flops=flops,
         stacks=stacks,
-        held=held,
+        held=in_flight,
     )
 
 
@@ -142,5 +142,5 @@ def mapped_anew(memory: Mapping[str, Array]) -> Array:
         memory: bytes of a device by what they are for, by candidate.
     """
     resting = ("parameters", "frozen", "optimizer", "batch")
-    found = sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
-    return found * np.clip(2 * found / GIVEN_BACK - 1, 0.0, 1.0)
+    touched = sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
+    return touched * np.clip(2 * touched / GIVEN_BACK - 1, 0.0, 1.0)

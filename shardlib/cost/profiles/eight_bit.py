@@ -110,10 +110,10 @@ class _Casts:
             rule = FactorRule(sizes=shape, operands=(dims,), results=((),))
             self._add(op, "reduce_max", "reduction", operands, largest, rule)
             operands, shapes = (value, largest), [shape, ()]
-        found = self._new(shape, self._dtype, self.names[value])
+        result = self._new(shape, self._dtype, self.names[value])
         rule = elementwise(shapes, shape)
-        self._add(op, "convert_element_type", "elementwise", operands, found, rule)
-        return found
+        self._add(op, "convert_element_type", "elementwise", operands, result, rule)
+        return result
 
     def _new(self, shape: tuple[int, ...], dtype: str, colours: LogicalAxes) -> int:
         like = self._graph.values[0]

@@ -57,7 +57,7 @@ class Builder:
         backward: int,
         again: frozenset[int],
         cheap: bool,
-        kept: frozenset[int],
+        named: frozenset[int],
     ) -> None:
         graph = step.graph
         self._graph, self._weights, self._forward, self._backward = (
@@ -66,7 +66,7 @@ class Builder:
             forward,
             backward,
         )
-        self._rematerialised, self._cheap, self._named = again, cheap, kept
+        self._rematerialised, self._cheap, self._named = again, cheap, named
         self._values, self._names = list(graph.values), list(names)
         self._producers = graph.producers()
         pairs = [
@@ -150,7 +150,7 @@ class Builder:
             if index == last_exit:
                 ops += self._exits
         computed = [clone for clone in self._clones if clone.kind != "enter"]
-        at = (
+        position = (
             max(
                 index
                 for index, op in enumerate(ops)
@@ -159,7 +159,11 @@ class Builder:
             + 1
         )
         graph = prune(
-            replace(self._graph, values=tuple(self._values), ops=(*ops[:at], *computed, *ops[at:]))
+            replace(
+                self._graph,
+                values=tuple(self._values),
+                ops=(*ops[:position], *computed, *ops[position:]),
+            )
         )
         check(graph)
         return graph, tuple(self._names)
@@ -208,9 +212,9 @@ class Builder:
         for op in self._graph.ops:
             if op.kind == "div" and op.region == self._forward and op.operands[0] == value:
                 casts = [
-                    other.results[0]
-                    for other in self._graph.ops
-                    if other.kind == "convert_element_type" and other.operands == op.results
+                    cast.results[0]
+                    for cast in self._graph.ops
+                    if cast.kind == "convert_element_type" and cast.operands == op.results
                 ]
                 saved = next(
                     (result for result in (*op.results, *casts) if result in self._kept), None

@@ -68,8 +68,8 @@ class Keeping:
         if not (profile.offloaded or profile.attention_copies or profile.gathered_inputs == "kept"):
             return
         for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
-            found = roles(facts.graph, region, facts.weights)
-            offloaded = frozenset[int]().union(*(found[name] for name in profile.offloaded))
+            results = roles(facts.graph, region, facts.weights)
+            offloaded = frozenset[int]().union(*(results[name] for name in profile.offloaded))
             statistics = {
                 op.results[1]
                 for op in facts.graph.ops
@@ -84,7 +84,7 @@ class Keeping:
                 (inside,) = op.operands
                 if inside in offloaded:
                     self._shares[op.results[0]] = min(1.0, _IN_TRANSIT / facts.trips[region])
-                elif inside in found["context"] - statistics:
+                elif inside in results["context"] - statistics:
                     self._shares[op.results[0]] = 1.0 + profile.attention_copies
                 if inside in inputs:
                     self._gathered.add(op.results[0])
@@ -118,11 +118,11 @@ class Keeping:
             else 1.0
         )
 
-    def lives(self, found: Sequence[Life]) -> list[Life]:
+    def lives(self, lives: Sequence[Life]) -> list[Life]:
         """Lives with what the profile says of their values."""
         shared = [
             replace(life, share=life.share * self._shares.get(life.value, 1.0))
-            for life in found
+            for life in lives
             if life.value not in self._filled
         ]
         return (
@@ -131,7 +131,7 @@ class Keeping:
             else self._with_loss(shared, self._profile.logit_bytes)
         )
 
-    def _with_loss(self, found: Sequence[Life], size: float) -> list[Life]:
+    def _with_loss(self, lives: Sequence[Life], size: float) -> list[Life]:
         """Logits and what is as large as they are, outside of layers: so many bytes an element
         until the head's backward pass begins, then their gradient alone.
         """
@@ -143,17 +143,17 @@ class Keeping:
 
         ends = [
             life
-            for life in found
+            for life in lives
             if life.part in ("saved", "temporary")
             and life.value in producers
             and graph.values[life.value].shape
             and self._facts.layers.segment(graph.ops[producers[life.value]].region)
             == OUTSIDE_LAYERS
         ]
-        made = [life for life in ends if graph.ops[producers[life.value]].category == "matmul"]
-        if not made:
-            return list(found)
-        logits = max(made, key=elements)
+        matmuls = [life for life in ends if graph.ops[producers[life.value]].category == "matmul"]
+        if not matmuls:
+            return list(lives)
+        logits = max(matmuls, key=elements)
         alike = [life for life in ends if elements(life) == elements(logits)]
         large, last = {life.value for life in alike}, max(life.death for life in alike)
         readers = [
@@ -167,17 +167,19 @@ class Keeping:
             (graph.values[value].itemsize for _, op in readers for value in op.operands), default=0
         )
         value = graph.values[logits.value]
-        whole = replace(
+        retained = replace(
             logits,
             part="temporary",
             birth=min(life.birth for life in alike),
             death=turn - 1,
             share=size / value.itemsize,
         )
-        gradient = replace(whole, birth=turn, death=last, share=min(size, narrow) / value.itemsize)
+        gradient = replace(
+            retained, birth=turn, death=last, share=min(size, narrow) / value.itemsize
+        )
         return [
-            *(life for life in found if life not in alike),
-            whole,
+            *(life for life in lives if life not in alike),
+            retained,
             *([gradient] if last >= turn else []),
         ]
 

@@ -67,21 +67,21 @@ def keep_operands(
 
 
 def keep_named(
-    step: StepGraph, names: tuple[LogicalAxes, ...], kept: Collection[str]
+    step: StepGraph, names: tuple[LogicalAxes, ...], saved: Collection[str]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with nothing of a layer saved but the results that are named, and its input.
 
     Args:
         step: forward and backward ops, saving as much as without rematerialisation.
         names: colour per dim of every value.
-        kept: names of results (`shardlib.cost.terms.framework.RESULTS`).
+        saved: names of results (`shardlib.cost.terms.framework.RESULTS`).
 
     Returns:
         The step with new values behind the old ones, and the colours of all.
     """
     for forward, backward in _loops(step.graph):
-        found = roles(step.graph, forward, weights_of(step))
-        named = frozenset(value for name in kept for value in found[name])
+        results = roles(step.graph, forward, weights_of(step))
+        named = frozenset(value for name in saved for value in results[name])
         again = frozenset(
             i
             for i, op in enumerate(step.graph.ops)
@@ -121,19 +121,19 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
     """Cheap ops of a loop that work on what grouped matmuls make, and those that spread masks of
     slots, as indices.
     """
-    found, made = set[int](), set[int]()
+    indices, descendants = set[int](), set[int]()
     for index, op in enumerate(graph.ops):
         if op.region != region:
             continue
         if op.kind in GROUPED:
-            made.update(op.results)
+            descendants.update(op.results)
         elif op.category in CHEAP and (
-            made.intersection(op.operands)
+            descendants.intersection(op.operands)
             or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")
         ):
-            found.add(index)
-            made.update(op.results)
-    return frozenset(found)
+            indices.add(index)
+            descendants.update(op.results)
+    return frozenset(indices)
 
 
 def rematerialise_attention(
@@ -178,22 +178,24 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
     makers = {value: op for op in graph.ops if op.region == region for value in op.results}
 
     def branch(value: int) -> frozenset[int]:
-        pending, seen, found = [value], set[int](), set[int]()
+        pending, seen, sources = [value], set[int](), set[int]()
         while pending:
-            at = pending.pop()
-            op = makers.get(at)
-            if at not in seen and op is not None:
-                seen.add(at)
+            current = pending.pop()
+            op = makers.get(current)
+            if current not in seen and op is not None:
+                seen.add(current)
                 if op.category in CHEAP:
                     pending.extend(op.operands)
                 else:
-                    found.add(at)
-        return frozenset(value for value in found if makers[value].category in ("matmul", "opaque"))
+                    sources.add(current)
+        return frozenset(
+            value for value in sources if makers[value].category in ("matmul", "opaque")
+        )
 
-    found = set[int]()
+    factors = set[int]()
     for op in graph.ops:
         if op.kind == "mul" and op.region == region:
-            one, other = (branch(value) for value in op.operands)
-            if one and other and not one & other:
-                found.update(op.operands)
-    return frozenset(found)
+            left, right = (branch(value) for value in op.operands)
+            if left and right and not left & right:
+                factors.update(op.operands)
+    return frozenset(factors)

@@ -52,9 +52,9 @@ class Constants:
     def __post_init__(self) -> None:
         shares = ("matmul", "eight_bit", "memory", "cache", "attention", "links")
         failures = [
-            f"{one.name} is {getattr(self, one.name)!r}"
-            for one in fields(self)
-            if not 0 < getattr(self, one.name) <= (1 if one.name in shares else 1e6)
+            f"{field.name} is {getattr(self, field.name)!r}"
+            for field in fields(self)
+            if not 0 < getattr(self, field.name) <= (1 if field.name in shares else 1e6)
         ]
         if failures:
             raise_all(ArgumentError, "constants of serving are not usable", failures)

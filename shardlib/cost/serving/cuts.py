@@ -30,9 +30,9 @@ def cuts(model: ServedModel) -> frozenset[str]:
     """
 
     def cost(cut: frozenset[str]) -> tuple[float, list[str]]:
-        found = split(model, cut, TENSOR, weights="model", cache="model")
-        sums = sum(count * (EACH + SENT * TOKENS * nbytes) for count, nbytes in found.sums)
-        return found.weights + TOKENS * found.moved + sums, sorted(cut)
+        shard = split(model, cut, TENSOR, weights="model", cache="model")
+        sums = sum(count * (EACH + SENT * TOKENS * nbytes) for count, nbytes in shard.sums)
+        return shard.weights + TOKENS * shard.moved + sums, sorted(cut)
 
     return min(_sets(model), key=cost)
 
@@ -51,23 +51,23 @@ def _sets(model: ServedModel) -> Iterator[frozenset[str]]:
         (colour for colour in sizes if sizes[colour] >= LEAST * model.parameters),
         key=lambda colour: (-sizes[colour], colour),
     )
-    found: dict[frozenset[str], None] = {}
+    candidates: dict[frozenset[str], None] = {}
 
     def grow(chosen: frozenset[str], left: list[str]) -> None:
-        if len(found) >= MOST:
+        if len(candidates) >= MOST:
             return
         free = [colour for colour in left if not beside[colour] & chosen]
         if not free:
             if not any(not beside[colour] & chosen for colour in order if colour not in chosen):
-                found.setdefault(chosen)
+                candidates.setdefault(chosen)
             return
-        first, rest = free[0], free[1:]
-        grow(chosen | {first}, rest)
-        if beside[first] & set(rest):
-            grow(chosen, rest)
+        first, remaining = free[0], free[1:]
+        grow(chosen | {first}, remaining)
+        if beside[first] & set(remaining):
+            grow(chosen, remaining)
 
     grow(frozenset(), order)
-    yield from found or {frozenset[str](): None}
+    yield from candidates or {frozenset[str](): None}
 
 
 def _stacked(model: ServedModel) -> frozenset[str]:

@@ -23,8 +23,8 @@ def ordered(windows: Iterable[int], *, longest: int) -> tuple[int, ...]:
         windows: of each layer; 0 where it keeps all tokens.
         longest: tokens of a request at most: a window as wide keeps all of them.
     """
-    kept = {window if window < longest else 0 for window in windows} or {0}
-    return tuple(sorted(kept, key=lambda window: -window if window else -longest - 1))
+    groups = {window if window < longest else 0 for window in windows} or {0}
+    return tuple(sorted(groups, key=lambda window: -window if window else -longest - 1))
 
 
 def group_of(window: int, windows: Sequence[int]) -> int:
@@ -35,7 +35,7 @@ def group_of(window: int, windows: Sequence[int]) -> int:
         window: of the layer; 0 where it sees all tokens.
         windows: see `ordered`.
     """
-    enough = (number for number, other in enumerate(windows) if not other or 0 < window <= other)
+    enough = (number for number, group in enumerate(windows) if not group or 0 < window <= group)
     return max(enough, default=0)
 
 

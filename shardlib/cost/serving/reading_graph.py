@@ -64,7 +64,7 @@ class _Reader:
         return ServedModel(
             name=name,
             weights=tuple(self._weight(index) for index in self.graph.inputs if index in self.of),
-            products=tuple(self._product(*one) for one in self.products),
+            products=tuple(self._product(*product) for product in self.products),
             lookups=tuple(self.lookups),
             attention=tuple(attention),
             vocab=vocab,
@@ -82,10 +82,10 @@ class _Reader:
 
     def _visit(self, op: Op) -> None:
         weights = [value for value in op.operands if value in self.of]
-        made = [value for value in op.operands if self._moves(value)]
-        if weights and not made:
-            found = frozenset[int]().union(*(self.of[value] for value in weights))
-            self.of.update(dict.fromkeys(op.results, found))
+        activations = [value for value in op.operands if self._moves(value)]
+        if weights and not activations:
+            sources = frozenset[int]().union(*(self.of[value] for value in weights))
+            self.of.update(dict.fromkeys(op.results, sources))
             return
         kind = op.kind
         if op.category in ("matmul", "convolution") or kind in GROUPED:
@@ -164,24 +164,25 @@ class _Reader:
     def _summed(self, op: Op) -> tuple[Dim, ...]:
         """Dims of the operands that the op adds up over."""
         rule = op.rule
-        found: dict[str, Dim] = {}
-        for (result, position, at), dim in rule.dims():
+        dims: dict[str, Dim] = {}
+        for (result, position, index), dim in rule.dims():
             factor = rule.major(dim)
             if not result and factor in rule.summed:
                 value = op.operands[position]
-                one = self._dims(value)[at]
-                found.setdefault(one[1], one)
-        return tuple(found.values())
+                summed = self._dims(value)[index]
+                dims.setdefault(summed[1], summed)
+        return tuple(dims.values())
 
     def _dims(self, value: int) -> tuple[Dim, ...]:
         shape = self.graph.values[value].shape
         return tuple(
-            (size, self._colour(value, at) if size > 1 else "") for at, size in enumerate(shape)
+            (size, self._colour(value, index) if size > 1 else "")
+            for index, size in enumerate(shape)
         )
 
-    def _colour(self, value: int, at: int) -> str:
-        found = self.classes.find(("", value, at))
-        return f"c{self.counts.setdefault(found, len(self.counts))}"
+    def _colour(self, value: int, index: int) -> str:
+        group = self.classes.find(("", value, index))
+        return f"c{self.counts.setdefault(group, len(self.counts))}"
 
 
 def colours(dims: Iterable[Dim]) -> tuple[str, ...]:

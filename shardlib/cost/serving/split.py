@@ -74,7 +74,7 @@ class Split:
     @property
     def kept(self) -> float:
         """Bytes that a device keeps of one token, in all layers."""
-        return sum(one.bytes for one in self.cached)
+        return sum(entry.bytes for entry in self.cached)
 
 
 def ways(dims: Iterable[Dim], cut: frozenset[str], tensor: int) -> int:
@@ -122,16 +122,16 @@ def split(
         if weight.experts:
             groups[weight.experts] = groups.get(weight.experts, 0.0) + size(weight)
     sums: dict[tuple[int, float], int] = {}
-    for number in {one.added_to for one in model.products}:
-        added = [one for one in model.products if one.added_to == number]
+    for number in {product.added_to for product in model.products}:
+        added = [product for product in model.products if product.added_to == number]
         last = added[-1]
-        if any(ways(one.summed, cut, tensor) > 1 for one in added):
-            found = last.runs, _size(last.written, cut, tensor) * last.itemsize
-            sums[found] = sums.get(found, 0) + last.runs
+        if any(ways(product.summed, cut, tensor) > 1 for product in added):
+            key = last.runs, _size(last.written, cut, tensor) * last.itemsize
+            sums[key] = sums.get(key, 0) + last.runs
     for lookup in model.lookups:
         if ways(lookup.summed, cut, tensor) > 1:
-            found = lookup.runs, _size(lookup.written, cut, tensor) * lookup.itemsize
-            sums[found] = sums.get(found, 0) + lookup.runs
+            key = lookup.runs, _size(lookup.written, cut, tensor) * lookup.itemsize
+            sums[key] = sums.get(key, 0) + lookup.runs
     return Split(
         tensor=tensor,
         weights=sum(size(weight) for weight in model.weights),
@@ -142,12 +142,12 @@ def split(
             Experts(bytes=nbytes, count=count, chosen=model.chosen)
             for count, nbytes in groups.items()
         ),
-        flops=sum(one.flops / ways(one.dims, cut, tensor) for one in model.products),
+        flops=sum(product.flops / ways(product.dims, cut, tensor) for product in model.products),
         moved=sum(
-            one.runs
-            * one.itemsize
-            * (_size(one.read, cut, tensor) + _size(one.written, cut, tensor))
-            for one in model.products
+            product.runs
+            * product.itemsize
+            * (_size(product.read, cut, tensor) + _size(product.written, cut, tensor))
+            for product in model.products
         ),
         sums=tuple((count, nbytes) for (_, nbytes), count in sums.items()),
         cached=tuple(

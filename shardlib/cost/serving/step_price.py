@@ -86,24 +86,24 @@ class Pricing:
         tokens = np.asarray(load.rows + load.prompt, float)
         share = learned.eight_bit if _is_eight_bit(self.dtype) else learned.matmul
         compute = split.flops * tokens / (chip.peak(self.dtype) * share)
-        read = split.read + sum(visited(one, tokens) for one in split.experts)
+        read = split.read + sum(visited(experts, tokens) for experts in split.experts)
         streamed = read / (chip.hbm_bytes_per_s * learned.memory)
-        kept = sum(
-            one.bytes * np.minimum(load.context, one.window or np.inf) for one in split.cached
+        cached = sum(
+            entry.bytes * np.minimum(load.context, entry.window or np.inf) for entry in split.cached
         )
         scored = sum(
-            one.flops * np.minimum(load.before, one.window or np.inf) for one in split.cached
+            entry.flops * np.minimum(load.before, entry.window or np.inf) for entry in split.cached
         )
         count = sum(many for many, _ in split.sums)
         sent = sum(many * nbytes for many, nbytes in split.sums) * tokens
-        found: dict[str, Numbers | float] = {
+        parts: dict[str, Numbers | float] = {
             "weights": np.where(streamed >= compute, streamed, 0.0),
             "matmuls": np.where(streamed >= compute, 0.0, compute),
             "activations": learned.moved
             * split.moved
             * tokens
             / (chip.hbm_bytes_per_s * learned.memory),
-            "cache": load.rows * kept / (chip.hbm_bytes_per_s * learned.cache),
+            "cache": load.rows * cached / (chip.hbm_bytes_per_s * learned.cache),
             "attention": load.prompt * scored / (chip.peak("bfloat16") * learned.attention),
             "all-reduces": (
                 count * learned.latency * self.reduce.latency_s
@@ -115,7 +115,7 @@ class Pricing:
                 + learned.row_s * np.asarray(load.rows + load.ended, float)
             ),
         }
-        return {part: np.asarray(seconds, float) for part, seconds in found.items()}
+        return {part: np.asarray(seconds, float) for part, seconds in parts.items()}
 
     def seconds(self, load: Load) -> Numbers:
         """Seconds of a step.
@@ -123,8 +123,8 @@ class Pricing:
         Args:
             load: what it computes.
         """
-        found = self.parts(load)
-        return np.asarray(sum(found.values()), float)
+        parts = self.parts(load)
+        return np.asarray(sum(parts.values()), float)
 
 
 def visited(experts: Experts, tokens: Numbers) -> Numbers:

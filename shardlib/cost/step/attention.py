@@ -51,12 +51,12 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     kernels = _kernels(graph, core, block)
     if kernels is None:
         return None
-    made = {value for ops in kernels.values() for op in ops for value in op.results}
+    results = {value for ops in kernels.values() for op in ops for value in op.results}
     carried = {operand for ops in kernels.values() for op in ops for operand in op.operands}
     producers = graph.producers()
     gone = {*core.products, *core.chain, *core.sinks}
     for value in carried:  # the way of the statistic out of one loop and into another stays
-        while (maker := producers.get(value)) in core.chain and value not in made:
+        while (maker := producers.get(value)) in core.chain and value not in results:
             gone.discard(maker)
             (value,) = graph.ops[maker].operands
     ops = [
@@ -78,7 +78,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     """
     joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
-    keys = math.prod(joined.size(one) for one in rows)
+    keys = math.prod(joined.size(index) for index in rows)
     share = causal_share(keys, block, core.window) if core.causal else 1.0
     inner = {value for i in (*core.products, *core.chain) for value in graph.ops[i].results}
     mixing, gradients = core.sinks[0], core.sinks[1:]
@@ -89,7 +89,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
 
     def kernel(
         kind: str,
-        at: int,
+        position: int,
         reading: Iterable[int],
         counted: Iterable[int],
         results: tuple[int, ...],
@@ -101,12 +101,12 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
         )
         operands |= dict.fromkeys((*extra, *(core.beside if kind == FORWARD else ())))
         return replace(
-            graph.ops[at],
+            graph.ops[position],
             kind=kind,
             category="opaque",
             operands=tuple(operands),
             results=results,
-            rule=joined.rule(tuple(operands), results, summed=summed, whole=contracted),
+            rule=joined.rule(tuple(operands), results, summed=summed, unsharded=contracted),
             flops=share * sum(graph.ops[i].flops for i in counted),
         )
 
@@ -119,7 +119,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
         (),
         frozenset(),
     )
-    found: dict[int, tuple[Op, ...]] = {mixing: (forward,)}
+    kernels: dict[int, tuple[Op, ...]] = {mixing: (forward,)}
     groups: dict[frozenset[int], list[int]] = {}
     for sink in gradients:
         groups.setdefault(joined.classes(sink, graph.ops[sink].rule.summed), []).append(sink)
@@ -135,29 +135,29 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
             (arrived,),
             summed,
         )
-        found[gradients[0]] = (*found.get(gradients[0], ()), op)
-    return found
+        kernels[gradients[0]] = (*kernels.get(gradients[0], ()), op)
+    return kernels
 
 
 def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | None]:
     """The value that holds the sum of a row where it is made, and the value that the gradients
     read.
     """
-    (made,) = graph.ops[core.sums].results
+    (row_sum,) = graph.ops[core.sums].results
     home = graph.ops[core.sums].region
     if not regions or regions == {home}:
-        return made, made
+        return row_sum, row_sum
     for index in core.chain:
         op = graph.ops[index]
-        if op.kind == "exit" and _descends(graph, core, op.operands[0], made):
-            for other in core.chain:
+        if op.kind == "exit" and _descends(graph, core, op.operands[0], row_sum):
+            for entry in core.chain:
                 if (
-                    graph.ops[other].kind == "enter"
-                    and graph.ops[other].operands == op.results
-                    and graph.ops[other].region in regions
+                    graph.ops[entry].kind == "enter"
+                    and graph.ops[entry].operands == op.results
+                    and graph.ops[entry].region in regions
                 ):
-                    return op.operands[0], graph.ops[other].results[0]
-    return made, None
+                    return op.operands[0], graph.ops[entry].results[0]
+    return row_sum, None
 
 
 def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:

@@ -44,7 +44,7 @@ def causal_share(keys: int, block: int, window: int = 0) -> float:
     before = [
         min(query, math.ceil((window - 1) / block)) for query in range(n)
     ]  # blocks of keys before that of the diagonal
-    return sum(one + 1 for one in before) / n**2
+    return sum(blocks + 1 for blocks in before) / n**2
 
 
 def head_size(op: Op) -> int:
@@ -53,7 +53,7 @@ def head_size(op: Op) -> int:
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0
-    whole = [
+    unsharded = [
         [
             math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole)
             for dim in dims
@@ -61,7 +61,9 @@ def head_size(op: Op) -> int:
         for dims in (*op.rule.operands, *op.rule.results)
         if dims
     ]
-    return max((sizes[-1] for sizes in whole if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0)
+    return max(
+        (sizes[-1] for sizes in unsharded if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0
+    )
 
 
 def head_widths(op: Op) -> tuple[int, int] | None:
@@ -162,8 +164,8 @@ def kernel_heads(
     if op.kind not in KERNELS or batch is None:
         return None
     rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
-    whole = {colours[factor] for factor in op.rule.whole} - {None}
-    others = {batch, sequence, TOKENS, *whole} - {None}
+    unsharded = {colours[factor] for factor in op.rule.whole} - {None}
+    others = {batch, sequence, TOKENS, *unsharded} - {None}
     heads = {
         factor
         for dim in rows
@@ -183,21 +185,21 @@ def kernel_heads(
         groups=op.rule.sizes[group],
         each=math.prod(op.rule.sizes[factor] for factor in within),
         colour=colours[group],
-        width=frozenset(name for name in whole if name is not None and name != sequence),
+        width=frozenset(name for name in unsharded if name is not None and name != sequence),
     )
 
 
 def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
     """The cut of the factors of a kernel whose heads the tensor axis shards inside of it."""
-    found = [None if part == "tensor" else without_tensor(part) for part in cut]
-    found[heads.group] = "tensor" if found[heads.group] is None else f"{found[heads.group]}+tensor"
-    return tuple(found)
+    parts = [None if part == "tensor" else without_tensor(part) for part in cut]
+    parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
+    return tuple(parts)
 
 
 def without_tensor(part: str | None) -> str | None:
     """What cuts a dim beside the tensor axis."""
-    kept = [axis for axis in (part or "").split("+") if axis != "tensor"]
-    return "+".join(kept) or None
+    remaining = [axis for axis in (part or "").split("+") if axis != "tensor"]
+    return "+".join(remaining) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,17 +227,19 @@ def between(
         kernels: heads of its kernels, by index.
         names: colour per dim of every value.
     """
-    producers, found, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
+    producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
     readers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for value in op.operands:
             readers.setdefault(value, []).append(index)
 
     def beyond(value: int, forward: bool) -> list[Op]:
-        at = [producers[value]] if forward and value in producers else readers.get(value, [])
+        neighbours = (
+            [producers[value]] if forward and value in producers else readers.get(value, [])
+        )
         if forward and value not in producers:
             return []
-        ops = [graph.ops[index] for index in at]
+        ops = [graph.ops[index] for index in neighbours]
         return [op for op in ops if op.category in ("elementwise", "movement")]
 
     for kernel, heads in kernels.items():
@@ -244,11 +248,11 @@ def between(
             pending = [start]
             while pending:
                 value = pending.pop()
-                if value in found or heads.colour is None or heads.colour not in names[value]:
+                if value in found_heads or heads.colour is None or heads.colour not in names[value]:
                     continue
-                found[value] = heads
+                found_heads[value] = heads
                 for op in beyond(value, forward):
                     pending.extend(op.operands if forward else op.results)
                     if op.category == "movement" and op.rule.whole and not forward:
                         paired.add(start)
-    return Between(heads=found, paired=frozenset(paired))
+    return Between(heads=found_heads, paired=frozenset(paired))

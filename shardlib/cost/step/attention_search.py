@@ -124,7 +124,7 @@ class _Search:
         """The matmuls that element-wise ops and views make values of, and the other values that
         they start from.
         """
-        pending, seen, found, leaves = list(values), set[int](), set[int](), set[int]()
+        pending, seen, matmuls, leaves = list(values), set[int](), set[int](), set[int]()
         while pending:
             value = pending.pop()
             if value in seen:
@@ -138,7 +138,7 @@ class _Search:
                 and op.category == "matmul"
                 and region in (None, op.region)
             ):
-                found.add(maker)
+                matmuls.add(maker)
             elif (
                 op is not None
                 and op.category in _CHAIN
@@ -148,7 +148,7 @@ class _Search:
                 pending.extend(op.operands)
             else:
                 leaves.add(value)
-        return found, leaves
+        return matmuls, leaves
 
     def _descendants(self, products: set[int]) -> tuple[list[int], set[int]]:
         """Ops that read, directly or not, what the products make, before the next matmuls; and the
@@ -180,13 +180,13 @@ class _Search:
         where that one is not there.
         """
         graph = self._graph
-        found = [
+        matmuls = [
             i
             for i, op in enumerate(graph.ops)
             if i not in products and op.category == "matmul" and tainted.intersection(op.operands)
         ]
         _, gradients = self._descendants(products - scores)
-        joined = Joined(graph, {*products, *chain, *found})
+        joined = Joined(graph, {*products, *chain, *matmuls})
         rows = (
             joined.classes(sums, graph.ops[sums].rule.summed)
             if sums is not None
@@ -194,12 +194,14 @@ class _Search:
         )
         mixing = [
             i
-            for i in found
+            for i in matmuls
             if not (gradients if products - scores else set()).intersection(graph.ops[i].operands)
             and rows <= joined.classes(i, graph.ops[i].rule.summed)
         ]
         return (
-            (mixing[0], *(i for i in found if i != mixing[0])) if rows and len(mixing) == 1 else ()
+            (mixing[0], *(i for i in matmuls if i != mixing[0]))
+            if rows and len(mixing) == 1
+            else ()
         )
 
     def _of_positions(self, value: int) -> bool:
@@ -251,11 +253,11 @@ class _Search:
         """
         pending, seen, kinds = [value], set[int](), set[str]()
         while pending:
-            at = pending.pop()
-            if at in seen or self._graph.values[at].role == "constant":
+            current = pending.pop()
+            if current in seen or self._graph.values[current].role == "constant":
                 continue
-            seen.add(at)
-            op = self._graph.ops[self._producers[at]] if at in self._producers else None
+            seen.add(current)
+            op = self._graph.ops[self._producers[current]] if current in self._producers else None
             if op is None or op.category not in (*_CHAIN, "boundary"):
                 return None
             kinds.add(op.kind)

@@ -81,9 +81,9 @@ def layers(graph: Graph) -> dict[int, Capped]:
             shape = graph.values[move[1]].shape
             sizes[op.region][len(shape)] = shape
     return {
-        region: Capped(assignments=found[2][0], experts=found[3][0], slots=found[3][1])
-        for region, found in sizes.items()
-        if len(found) == 2
+        region: Capped(assignments=shapes[2][0], experts=shapes[3][0], slots=shapes[3][1])
+        for region, shapes in sizes.items()
+        if len(shapes) == 2
     }
 
 
@@ -98,8 +98,8 @@ def sent(
         batch: the colour of the batch.
         grouped: kind of a grouped matmul.
     """
-    found = layers(graph)
-    if not found or batch is None:
+    capped = layers(graph)
+    if not capped or batch is None:
         return graph, names
     places = _along_tokens(graph)
     names = tuple(
@@ -108,8 +108,8 @@ def sent(
     )
     ops = tuple(
         (
-            replace(op, kind=grouped, flops=op.flops * found[op.region].kept)
-            if is_capped(op) and op.category == "matmul" and op.region in found
+            replace(op, kind=grouped, flops=op.flops * capped[op.region].kept)
+            if is_capped(op) and op.category == "matmul" and op.region in capped
             else op
         )
         for op in graph.ops
@@ -133,13 +133,13 @@ def _along_tokens(graph: Graph) -> set[_Place]:
             for places in _by_factor(graph, op).values():
                 for place in places:
                     shared[place] += places
-    found: set[_Place] = set()
+    tied: set[_Place] = set()
     while pending:
         place = pending.pop()
-        if place not in found:
-            found.add(place)
+        if place not in tied:
+            tied.add(place)
             pending += shared[place]
-    return found
+    return tied
 
 
 def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
@@ -154,19 +154,19 @@ def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
 
 def _by_factor(graph: Graph, op: Op) -> dict[int, list[_Place]]:
     """The dims of an op by their factor; those that merge several factors are left out."""
-    found: dict[int, list[_Place]] = defaultdict(list)
+    places: dict[int, list[_Place]] = defaultdict(list)
 
     def note(values: Sequence[int], all_dims: tuple[Dims, ...]) -> None:
         for value, dims in zip(values, all_dims, strict=True):
             for dim, factors in enumerate(dims):
                 if len([factor for factor in factors if op.rule.sizes[factor] > 1]) == 1:
-                    found[next(factor for factor in factors if op.rule.sizes[factor] > 1)].append(
+                    places[next(factor for factor in factors if op.rule.sizes[factor] > 1)].append(
                         (value, dim)
                     )
 
     note(op.operands, op.rule.operands)
     note(op.results, op.rule.results)
-    return found
+    return places
 
 
 def slots_of(graph: Graph, value: int) -> int:

@@ -112,36 +112,36 @@ class Fusion:
     roots: tuple[tuple[int, ...], ...]
 
 
-def _is_materialised(graph: Graph, how: Traits) -> frozenset[int]:
-    found: set[int] = set(graph.inputs) | set(graph.outputs)
-    found |= {i for i, value in enumerate(graph.values) if value.role in _SOURCES}
+def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
+    materialised: set[int] = set(graph.inputs) | set(graph.outputs)
+    materialised |= {i for i, value in enumerate(graph.values) if value.role in _SOURCES}
     for op in graph.ops:
         if op.category in _WRITES:
-            found |= set(op.results)
+            materialised |= set(op.results)
         if op.category in _READS_WHOLE and not (
-            how.fuses_operands
+            traits.fuses_operands
             and op.category in ("matmul", "convolution")
             and op.kind not in GROUPED
         ):
-            found |= set(op.operands)
-    return frozenset(found | exponentials(graph, how))
+            materialised |= set(op.operands)
+    return frozenset(materialised | exponentials(graph, traits))
 
 
-def _by_rows(graph: Graph, how: Traits) -> frozenset[int]:
+def _by_rows(graph: Graph, traits: Traits) -> frozenset[int]:
     return frozenset(
         i
         for i, value in enumerate(graph.values)
-        if value.shape and value.shape[-1] <= how.softmax_row
+        if value.shape and value.shape[-1] <= traits.softmax_row
     )
 
 
-def exponentials(graph: Graph, how: Traits) -> frozenset[int]:
+def exponentials(graph: Graph, traits: Traits) -> frozenset[int]:
     """Results of exponentials that are summed along their rows and read again: the middle of a
     softmax.
 
     Args:
         graph: of a step.
-        how: what the compiler fuses.
+        traits: what the compiler fuses.
 
     Returns:
         Numbers of values.
@@ -160,18 +160,18 @@ def exponentials(graph: Graph, how: Traits) -> frozenset[int]:
         if value in summed
         and readers[value] > 1
         and graph.values[value].shape
-        and graph.values[value].shape[-1] <= how.softmax_row
+        and graph.values[value].shape[-1] <= traits.softmax_row
     )
 
 
-def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
+def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
     """Finds the kernels of a graph, as a compiler with the given traits makes them.
 
     Args:
         graph: of a step.
-        how: what the compiler fuses; by default that of `Traits()`.
+        traits: what the compiler fuses; by default that of `Traits()`.
     """
-    materialised = _is_materialised(graph, how or Traits())
+    materialised = _is_materialised(graph, traits or Traits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
     kernels: list[Kernel] = []
     inside: dict[int, frozenset[int]] = {}
@@ -191,6 +191,6 @@ def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
     return Fusion(
         kernels=tuple(kernels),
         materialised=materialised,
-        apart=_by_rows(graph, how or Traits()),
+        apart=_by_rows(graph, traits or Traits()),
         roots=tuple(roots),
     )

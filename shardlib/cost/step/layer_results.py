@@ -44,8 +44,8 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
         Values for each of `RESULTS`; none for what the layer does not have.
     """
     search = _Search(graph, region, frozenset(weights))
-    found: dict[str, set[int]] = {name: set() for name in RESULTS}
-    found["layer_input"] = {
+    results: dict[str, set[int]] = {name: set() for name in RESULTS}
+    results["layer_input"] = {
         value
         for op in graph.ops
         if op.kind == "carry" and op.region == region
@@ -53,26 +53,30 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
         if "float" in graph.values[value].dtype
     }
     kernels = [op for op in graph.ops if op.kind == FORWARD and op.region == region]
-    found["context"] = search.views({value for op in kernels for value in op.results})
+    results["context"] = search.views({value for op in kernels for value in op.results})
     for op in kernels:
         for name, operand in zip(("query", "key", "value"), op.operands, strict=False):
-            found[name] |= {value for value in search.sources(operand) if value in search.products}
-    attended = found["query"] | found["key"] | found["value"]
+            results[name] |= {
+                value for value in search.sources(operand) if value in search.products
+            }
+    attended = results["query"] | results["key"] | results["value"]
     sources = {
         result: search.sources(operand)
         for result, operand in search.products.items()
         if result not in attended
     }
-    found["out"] = {result for result, read in sources.items() if read and read <= found["context"]}
-    found["narrow"] = {
-        result for result, read in sources.items() if read and read <= set(sources) - found["out"]
+    results["out"] = {
+        result for result, read in sources.items() if read and read <= results["context"]
     }
-    into = set(sources) - found["out"] - found["narrow"]
-    found["gate"] = {
+    results["narrow"] = {
+        result for result, read in sources.items() if read and read <= set(sources) - results["out"]
+    }
+    into = set(sources) - results["out"] - results["narrow"]
+    results["gate"] = {
         result for result in into if len(into) > 1 and search.read_by(result) & _NONLINEAR
     }
-    found["wide"] = into - found["gate"]
-    return {name: frozenset(values) for name, values in found.items()}
+    results["wide"] = into - results["gate"]
+    return {name: frozenset(values) for name, values in results.items()}
 
 
 def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
@@ -115,32 +119,32 @@ class _Search:
 
     def read_by(self, value: int) -> set[str]:
         """Kinds of the ops that read a value or a cast of it."""
-        found = [(op.kind, op.results[0]) for op in self._readers.get(value, ())]
-        return {kind for kind, _ in found}.union(
-            *(self.read_by(result) for kind, result in found if kind == "convert_element_type")
+        readers = [(op.kind, op.results[0]) for op in self._readers.get(value, ())]
+        return {kind for kind, _ in readers}.union(
+            *(self.read_by(result) for kind, result in readers if kind == "convert_element_type")
         )
 
     def views(self, values: set[int]) -> set[int]:
         """Some values and what is nothing but a view of one of them."""
-        found = set(values)
+        views = set(values)
         for value, op in self._makers.items():
-            if op.category == "movement" and found.issuperset(op.operands):
-                found.add(value)
-        return found
+            if op.category == "movement" and views.issuperset(op.operands):
+                views.add(value)
+        return views
 
     def sources(self, value: int) -> frozenset[int]:
         """Results of matmuls of weights, contexts and layer inputs that a value is made of through
         other ops.
         """
-        pending, seen, found = [value], set[int](), set[int]()
+        pending, seen, sources = [value], set[int](), set[int]()
         while pending:
-            at = pending.pop()
-            maker = self._makers.get(at)
-            if at in seen or maker is None:
+            current = pending.pop()
+            maker = self._makers.get(current)
+            if current in seen or maker is None:
                 continue
-            seen.add(at)
-            if at in self.products or maker.kind in (FORWARD, "carry"):
-                found.add(at)
+            seen.add(current)
+            if current in self.products or maker.kind in (FORWARD, "carry"):
+                sources.add(current)
             else:
                 pending.extend(maker.operands)
-        return frozenset(found)
+        return frozenset(sources)

@@ -92,26 +92,26 @@ def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> 
         layers: its layer groups.
         weights: value -> the parameter that it is a copy, cast or slice of.
     """
-    top, most = _top_regions(graph), 1
+    top, repeats = _top_regions(graph), 1
     for op in graph.ops:
         read = [value for value in op.operands if value in weights]
         outside = layers.segment(op.region) == OUTSIDE_LAYERS
         if op.category == "matmul" and read and outside and top[op.region] > 0:
-            most = max(most, graph.regions[top[op.region]].trips)
+            repeats = max(repeats, graph.regions[top[op.region]].trips)
         elif op.kind == "stack" and read:
-            most = max(most, *Counter(read).values())
-    return most
+            repeats = max(repeats, *Counter(read).values())
+    return repeats
 
 
 def _top_regions(graph: Graph) -> list[int]:
     """For every region, the region below the root that it lies in; 0 for the root."""
-    found: list[int] = []
+    outermost: list[int] = []
     for region in range(len(graph.regions)):
-        at = region
-        while at > 0 and graph.regions[at].parent > 0:
-            at = graph.regions[at].parent
-        found.append(at)
-    return found
+        current = region
+        while current > 0 and graph.regions[current].parent > 0:
+            current = graph.regions[current].parent
+        outermost.append(current)
+    return outermost
 
 
 def _carried(graph: Graph, region: int) -> int:
@@ -137,19 +137,19 @@ def weights_of(step: StepGraph) -> dict[int, int]:
     """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the
     value index of that parameter.
     """
-    found = {
+    parameters = {
         value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)
     }
     for op in step.graph.ops:
         if op.category not in ("elementwise", "movement", "boundary") or _repeats(step.graph, op):
             continue
-        sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
+        sources = {parameters.get(value) for value in op.operands if step.graph.values[value].shape}
         if len(sources) == 1 and None not in sources:
             source = next(iter(sources))
             assert source is not None
             if op.kind != "carry":
-                found.update(dict.fromkeys(op.results, source))
-    return found
+                parameters.update(dict.fromkeys(op.results, source))
+    return parameters
 
 
 def gradient_like(step: StepGraph) -> frozenset[int]:
@@ -157,13 +157,13 @@ def gradient_like(step: StepGraph) -> frozenset[int]:
     one element contract nothing.
     """
     producers = step.graph.producers()
-    found: set[int] = set()
+    values: set[int] = set()
     pending = list(step.gradients)
     while pending:
         value = pending.pop()
-        if value in found:
+        if value in values:
             continue
-        found.add(value)
+        values.add(value)
         maker = producers.get(value)
         if maker is None:
             continue
@@ -172,4 +172,4 @@ def gradient_like(step: StepGraph) -> frozenset[int]:
             op.rule.sizes[factor] == 1 for factor in op.rule.summed
         ):
             pending.extend(op.operands)
-    return frozenset(found)
+    return frozenset(values)

@@ -27,10 +27,10 @@ def _chains(graph: Graph) -> list[tuple[int, ...]]:
     chains: list[tuple[int, ...]] = []
     for region in range(len(graph.regions)):
         chain: list[int] = []
-        at = region
-        while at >= 0:
-            chain.append(at)
-            at = graph.regions[at].parent
+        current = region
+        while current >= 0:
+            chain.append(current)
+            current = graph.regions[current].parent
         chains.append(tuple(chain))
     return chains
 
@@ -46,13 +46,13 @@ def _extents(graph: Graph, chains: list[tuple[int, ...]]) -> list[tuple[int, int
 
 def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int | None:
     """The outermost loop of `chain` that does not contain the value's home region."""
-    found = None
+    outermost = None
     for region in chain:
         if region in home:
             break
         if graph.regions[region].kind in _LOOPS:
-            found = region
-    return found
+            outermost = region
+    return outermost
 
 
 def leaves_loop(op: Op) -> bool:
@@ -85,7 +85,7 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
     for op in graph.ops:
         readers.update(set(op.operands))
     extents = _extents(graph, _chains(graph))
-    found: list[Accumulator] = []
+    sums: list[Accumulator] = []
     for op in graph.ops:
         if op.kind != "carry" or len(op.operands) != 2:
             continue
@@ -99,8 +99,8 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
         ):
             added = maker.operands[maker.operands[0] == carry]
             first, last = extents[op.region]
-            found.append(Accumulator(carry=carry, added=added, first=first, last=last))
-    return tuple(found)
+            sums.append(Accumulator(carry=carry, added=added, first=first, last=last))
+    return tuple(sums)
 
 
 def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
@@ -179,14 +179,14 @@ def levels(
         spans: key -> first and last op index.
         weightings: arrays of bytes per key, one per hypothesis.
     """
-    found: list[np.ndarray] = []
+    profiles: list[np.ndarray] = []
     for weights in weightings:
         change = np.zeros(len(graph.ops) + 1)
         for key, (birth, death) in spans.items():
             change[birth] += weights[key]
             change[death + 1] -= weights[key]
-        found.append(np.cumsum(change))
-    return found
+        profiles.append(np.cumsum(change))
+    return profiles
 
 
 def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:

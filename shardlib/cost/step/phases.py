@@ -70,13 +70,13 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
             loops.append((segment, top, index, index))
     seen = [segment for segment, *_ in loops]
     start = next((i for i, segment in enumerate(seen) if segment in seen[:i]), 0)
-    found: list[Span] = []
+    listed: list[Span] = []
     for i in range(start, len(loops) + 1):
         before, after = (
             loops[i - 1][3] if i else 0,
             (loops[i][2] if i < len(loops) else len(graph.ops) - 1),
         )
-        found.append(
+        listed.append(
             Span(
                 segment=OUTSIDE_LAYERS,
                 first=before + bool(i),
@@ -87,8 +87,8 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
         )
         if i < len(loops):
             segment, _, first, last = loops[i]
-            found.append(Span(segment=segment, first=first, last=last, before=first, after=last))
-    return tuple(found)
+            listed.append(Span(segment=segment, first=first, last=last, before=first, after=last))
+    return tuple(listed)
 
 
 def _top(graph: Graph, region: int) -> int:

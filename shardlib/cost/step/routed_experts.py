@@ -51,14 +51,14 @@ def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
         graph: of a step.
         names: colour of every dim of every value.
     """
-    found = (
+    colours = (
         names[value][0]
         for op in graph.ops
         if op.kind in GROUPED or (op.category == "matmul" and is_capped(op))
         for value in op.operands[:2]
         if len(graph.values[value].shape) == 3
     )
-    return next((name for name in found if name), None)
+    return next((name for name in colours if name), None)
 
 
 def localised(
@@ -94,11 +94,11 @@ def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
         and batch is not None
         and (factor := op.rule.major(factors)) is not None
     }
-    kept = _mentioned(op.rule.results)
-    whole, summed = tokens & op.rule.whole, op.rule.summed | ((tokens & op.rule.whole) - kept)
-    if op.category in ("gather", "scatter") and tokens & kept:
+    in_results = _mentioned(op.rule.results)
+    local, summed = tokens & op.rule.whole, op.rule.summed | ((tokens & op.rule.whole) - in_results)
+    if op.category in ("gather", "scatter") and tokens & in_results:
         summed -= tokens
-    return replace(op, rule=replace(op.rule, whole=op.rule.whole - whole, summed=summed))
+    return replace(op, rule=replace(op.rule, whole=op.rule.whole - local, summed=summed))
 
 
 def _mentioned(values: tuple[Dims, ...]) -> set[int]:
@@ -119,7 +119,7 @@ def routed_values(
         batch: colour of the batch; None where there is none.
     """
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
-    found: list[tuple[int, int]] = []
+    moved_values: list[tuple[int, int]] = []
     for index, op in enumerate(graph.ops):
         if op.region not in regions or op.category not in ("gather", "scatter"):
             continue
@@ -136,8 +136,8 @@ def routed_values(
             and batch in (rows or "").split("+")
             and _whole_rows(op, graph)
         ):
-            found.append((index, moved))
-    return found
+            moved_values.append((index, moved))
+    return moved_values
 
 
 def arrived_values(
@@ -159,7 +159,7 @@ def arrived_values(
     def of_tokens(value: int) -> bool:
         return any(batch in (colour or "").split("+") for colour in names[value])
 
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     pending: list[tuple[int, float]] = []
     capped = layers(graph)
     for op in graph.ops:
@@ -193,10 +193,10 @@ def arrived_values(
                 beside[value] += alike
     while pending:
         value, share = pending.pop()
-        if value not in found:
-            found[value] = share
-            pending += [(other, share) for other in beside[value]]
-    return found
+        if value not in shares:
+            shares[value] = share
+            pending += [(neighbour, share) for neighbour in beside[value]]
+    return shares
 
 
 def _whole_rows(op: Op, graph: Graph) -> bool:

@@ -30,15 +30,15 @@ class Joined:
         self._number: dict[tuple[int, int], int] = {}
 
     def _tie(self, value: int, index: int, dims: Dims) -> None:
-        other, known = self._dims.setdefault(value, (index, dims))
-        for mine, theirs in zip(dims, known, strict=True):
-            if len(mine) == len(theirs):
-                for one, two in zip(mine, theirs, strict=True):
+        first, first_dims = self._dims.setdefault(value, (index, dims))
+        for factors, theirs in zip(dims, first_dims, strict=True):
+            if len(factors) == len(theirs):
+                for left, two in zip(factors, theirs, strict=True):
                     if (
-                        self._graph.ops[index].rule.sizes[one]
-                        == self._graph.ops[other].rule.sizes[two]
+                        self._graph.ops[index].rule.sizes[left]
+                        == self._graph.ops[first].rule.sizes[two]
                     ):
-                        self._parent[self._find((index, one))] = self._find((other, two))
+                        self._parent[self._find((index, left))] = self._find((first, two))
 
     def _find(self, key: tuple[int, int]) -> tuple[int, int]:
         while (above := self._parent.get(key, key)) != key:
@@ -57,9 +57,9 @@ class Joined:
         """
         return frozenset(self._class(index, factor) for factor in factors)
 
-    def size(self, one: int) -> int:
+    def size(self, label: int) -> int:
         """Elements of a class."""
-        index, factor = next(key for key, number in self._number.items() if number == one)
+        index, factor = next(key for key, number in self._number.items() if number == label)
         return self._graph.ops[index].rule.sizes[factor]
 
     def rule(
@@ -68,7 +68,7 @@ class Joined:
         results: tuple[int, ...],
         *,
         summed: frozenset[int],
-        whole: frozenset[int],
+        unsharded: frozenset[int],
     ) -> FactorRule:
         """The rule of one op in place of all: from operands to results, with classes that are
         summed and classes that must stay whole.
@@ -80,24 +80,24 @@ class Joined:
             operands: numbers of values.
             results: numbers of values.
             summed: classes that are contracted.
-            whole: classes that nothing may shard.
+            unsharded: classes that nothing may shard.
         """
         order: dict[int, int] = {}
 
         def dims(value: int) -> Dims:
             if value not in self._dims:
                 return tuple(() for _ in self._graph.values[value].shape)
-            index, known = self._dims[value]
+            index, value_dims = self._dims[value]
             return tuple(
                 tuple(order.setdefault(self._class(index, factor), len(order)) for factor in dim)
-                for dim in known
+                for dim in value_dims
             )
 
         left, right = tuple(map(dims, operands)), tuple(map(dims, results))
         return FactorRule(
-            sizes=tuple(self.size(one) for one in order),
+            sizes=tuple(self.size(label) for label in order),
             operands=left,
             results=right,
-            summed=frozenset(order[one] for one in summed - whole if one in order),
-            whole=frozenset(order[one] for one in whole if one in order),
+            summed=frozenset(order[label] for label in summed - unsharded if label in order),
+            whole=frozenset(order[label] for label in unsharded if label in order),
         )

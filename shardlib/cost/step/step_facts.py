@@ -73,7 +73,7 @@ class Facts:
             for index, op in enumerate(step.graph.ops)
             if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
         }
-        self.widths = frozenset[str]().union(*(one.width for one in self.heads.values()))
+        self.widths = frozenset[str]().union(*(kernel.width for kernel in self.heads.values()))
         self._between = between(step.graph, self.heads, names)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
@@ -126,20 +126,20 @@ class Facts:
         cut = self._plain_cut(value, choice)
         if value not in self._between.heads or not self.turned(value, choice):
             return cut
-        at = self.names[value].index(self._between.heads[value].colour)
+        position = self.names[value].index(self._between.heads[value].colour)
         return tuple(
-            "tensor" if dim == at else without_tensor(part) for dim, part in enumerate(cut)
+            "tensor" if dim == position else without_tensor(part) for dim, part in enumerate(cut)
         )
 
     def _plain_cut(self, value: int, choice: Choice) -> Cut:
-        last, known = self._of_last
+        last, cuts = self._of_last
         if choice is not last:  # one choice is asked about many values, and hashing it takes time
-            known = self._cuts.setdefault(choice, {})
-            self._of_last = choice, known
+            cuts = self._cuts.setdefault(choice, {})
+            self._of_last = choice, cuts
         axes = self.names[value]
-        if axes not in known:
-            known[axes] = choice.cut(axes)
-        return known[axes]
+        if axes not in cuts:
+            cuts[axes] = choice.cut(axes)
+        return cuts[axes]
 
     def shares_heads(self, index: int, choice: Choice) -> bool:
         """Whether an op is a kernel of attention whose heads the tensor axis shards inside of it
@@ -147,10 +147,10 @@ class Facts:
         """
         if index not in self.heads:
             return False
-        asked = index, choice
-        if asked not in self._shared:
-            self._shared[asked] = self._shares_heads(index, choice)
-        return self._shared[asked]
+        key = index, choice
+        if key not in self._shared:
+            self._shared[key] = self._shares_heads(index, choice)
+        return self._shared[key]
 
     def _shares_heads(self, index: int, choice: Choice) -> bool:
         heads, op = self.heads[index], self.graph.ops[index]
@@ -188,17 +188,17 @@ class Facts:
         """The colours of all indices of the grouped matmuls of a region."""
         return frozenset(
             colour
-            for at, op in enumerate(self.graph.ops)
+            for number, op in enumerate(self.graph.ops)
             if op.region == region and op.kind in GROUPED
-            for colour in self.factors[at]
+            for colour in self.factors[number]
             if colour is not None
         )
 
     def shares_width(self, region: int, choice: Choice) -> bool:
         """Whether tensor shards an index of the grouped matmuls of a region."""
         return any(
-            has(self.op_cut(at, choice), "tensor")
-            for at, op in enumerate(self.graph.ops)
+            has(self.op_cut(number, choice), "tensor")
+            for number, op in enumerate(self.graph.ops)
             if op.region == region and op.kind in GROUPED
         )
 

@@ -50,7 +50,7 @@ def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
     Returns:
         Array [shapes].
     """
-    found = local(
+    values = local(
         Amount(
             total=1.0,
             batch=measure.batch,
@@ -61,8 +61,8 @@ def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
         shapes,
     )
     for factor in measure.factors:
-        found = found * _factor(factor, shapes, constants)
-    return found
+        values = values * _factor(factor, shapes, constants)
+    return values
 
 
 def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | float:
@@ -87,8 +87,8 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
 
 def _counting(heads: Heads, shapes: Shapes) -> Array:
     """1.0 for each shape where terms of attention count (`Heads.counts`), and 0.0 elsewhere."""
-    ways, which = np.unique(shapes.tensor, return_inverse=True)
-    return np.array([float(heads.counts(int(n))) for n in ways])[which.reshape(-1)]
+    degrees, which = np.unique(shapes.tensor, return_inverse=True)
+    return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
 
 
 #: Sets of shapes whose measures a book keeps.
@@ -124,23 +124,23 @@ class Book:
             outside,
             tuple(getattr(shapes, name).tobytes() for name in SIZES),
         )
-        found = self._kept.pop(key, None)
-        if found is None:
-            found = Values(
+        values = self._kept.pop(key, None)
+        if values is None:
+            values = Values(
                 book=self, chip=chip, constants=constants, outside=outside, shapes=shapes
             )
-        self._kept[key] = found
+        self._kept[key] = values
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        return found
+        return values
 
     def number(self, measure: Measure) -> int:
         """The number of a measure."""
-        found = self._numbers.setdefault(measure, len(self.measures))
-        if found == len(self.measures):
+        number = self._numbers.setdefault(measure, len(self.measures))
+        if number == len(self.measures):
             self.measures.append(measure)
             self.sizes.append(depends(measure))
-        return found
+        return number
 
 
 class Table:
@@ -212,11 +212,11 @@ class Values:
         """
         if numbers not in self._rows:
             self._rows[numbers] = self._found(numbers)
-        found = np.empty((len(numbers), len(at)))
-        for sizes, where, rows in self._rows[numbers]:
+        values = np.empty((len(numbers), len(at)))
+        for sizes, positions, rows in self._rows[numbers]:
             table, which = self._tables[sizes]
-            found[where] = table.values[rows[:, None], which[at]]
-        return found
+            values[positions] = table.values[rows[:, None], which[at]]
+        return values
 
     def _found(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
         """(sizes, positions, rows of their table) of some measures, by the sizes that they depend
@@ -228,8 +228,12 @@ class Values:
         for sizes in groups.keys() - self._tables.keys():
             self._tables[sizes] = self._table(sizes)
         return [
-            (sizes, np.array(where), self._tables[sizes][0].rows([numbers[i] for i in where]))
-            for sizes, where in groups.items()
+            (
+                sizes,
+                np.array(positions),
+                self._tables[sizes][0].rows([numbers[i] for i in positions]),
+            )
+            for sizes, positions in groups.items()
         ]
 
     def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:

@@ -17,15 +17,17 @@ class _ByCandidate:
 
     def take(self, which: Array) -> Self:
         """Some of the candidates."""
-        return type(self)(**{one.name: getattr(self, one.name)[..., which] for one in fields(self)})
+        return type(self)(
+            **{field.name: getattr(self, field.name)[..., which] for field in fields(self)}
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """The candidates of several, one after the other."""
         return cls(
             **{
-                one.name: np.concatenate([getattr(part, one.name) for part in parts], axis=-1)
-                for one in fields(cls)
+                field.name: np.concatenate([getattr(part, field.name) for part in parts], axis=-1)
+                for field in fields(cls)
             }
         )
 

@@ -37,10 +37,10 @@ class Charged:
     def number(self, item: Item) -> int:
         """The number of an item; those of a segment that are made of the same have one."""
         key = id(item) if item.made_of is None else (item.segment, item.made_of)
-        found = self._numbers.setdefault(key, len(self._items))
-        if found == len(self._items):
+        number = self._numbers.setdefault(key, len(self._items))
+        if number == len(self._items):
             self._items.append(item)
-        return found
+        return number
 
     def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[Entry]:
         """What some items add under a choice.
@@ -49,15 +49,15 @@ class Charged:
             choice: restricted to the colours of the items.
             items: (segment before those of the list, number of the item).
         """
-        known = self._entries.setdefault(choice, {})
+        entries = self._entries.setdefault(choice, {})
         for offset, number in items:
-            if number not in known:
-                known[number] = list(self._made(self._items[number], choice))
-            for row, measure, amount in known[number]:
+            if number not in entries:
+                entries[number] = list(self._made(self._items[number], choice))
+            for row, measure, amount in entries[number]:
                 yield offset * ROWS + row, measure, amount
 
     def _made(self, item: Item, choice: Choice) -> Iterator[Entry]:
-        at = item.segment % self.segments * ROWS
+        offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
             for row, measure, amount in charges(item.segment, term, self._profile):
-                yield at + row, self.book.number(measure), amount
+                yield offset + row, self.book.number(measure), amount

@@ -97,11 +97,11 @@ def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple
         (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
         (Slot("scatter", alike, "all-reduce"), shard, sharded),
     ]
-    whole = [
+    reductions = [
         (Slot("reduce", everywhere, "all-reduce"), size, once),
         (Slot("scatter", everywhere, "all-reduce"), size, replicated),
     ]
-    of = {"shards": shards, "whole": whole, "again": shards[:1], "": [*shards, *whole]}
+    of = {"shards": shards, "whole": reductions, "again": shards[:1], "": [*shards, *reductions]}
     return of[term.only]
 
 
@@ -152,36 +152,40 @@ def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterat
 
 
 def _cut(
-    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], profile: FrameworkProfile
+    unsharded: Part,
+    shape: tuple[int, ...],
+    cut: Cut,
+    frozen: frozenset[int],
+    profile: FrameworkProfile,
 ) -> tuple[Part, Part]:
     """The measures whose sum is that of an array as it is stored: sharded where it divides, and
     replicated where not.
     """
-    ways = StoredWays(has(cut, EXPERT.name))
-    return whole.by(DividesStored(shape, cut, frozen, profile.flat), ways), whole.by(
+    degree = StoredWays(has(cut, EXPERT.name))
+    return unsharded.by(DividesStored(shape, cut, frozen, profile.flat), degree), unsharded.by(
         DividesStored(shape, cut, frozen, profile.flat, divides=False)
     )
 
 
 def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Charge]:
-    whole, size = part(term.bytes).by(*_counts(term)), term.bytes.total
+    unsharded, size = part(term.bytes).by(*_counts(term)), term.bytes.total
     if term.part not in _PIECES:
-        yield _PARTS[term.part], whole, size
+        yield _PARTS[term.part], unsharded, size
         return
     row, cut = _PIECES[term.part]
-    yield row, whole, size
-    for shard in _cut(whole, term.shape, term.cut, frozenset(), profile):
+    yield row, unsharded, size
+    for shard in _cut(unsharded, term.shape, term.cut, frozenset(), profile):
         yield cut, shard, size
 
 
 def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
-    whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
+    unsharded = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
     shards, elements = (
-        _cut(whole, term.shape, term.cut, term.frozen, profile),
+        _cut(unsharded, term.shape, term.cut, term.frozen, profile),
         float(term.elements * term.count),
     )
     if not term.trained:
-        yield Q.FROZEN, whole, elements * term.itemsize
+        yield Q.FROZEN, unsharded, elements * term.itemsize
         for shard in shards:
             yield Q.FROZEN_CUT, shard, elements * term.itemsize
         return
@@ -192,8 +196,8 @@ def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
         (Q.KEPT, Q.KEPT_CUT, profile.gradient_bytes(term.itemsize)),
     )
     for row, cut, size in sizes:
-        yield row, whole, elements * size
+        yield row, unsharded, elements * size
         for shard in shards:
             yield cut, shard, elements * size
     if has(term.cut, "expert"):
-        yield Q.EXPERTS, whole, elements * term.itemsize
+        yield Q.EXPERTS, unsharded, elements * term.itemsize

@@ -53,15 +53,15 @@ class Tally:
 
     def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
         """See `folded`."""
-        found, which = np.unique(self.rows % width, return_inverse=True)
-        matrix = np.zeros((len(found), len(self.measures)))
+        kept_rows, which = np.unique(self.rows % width, return_inverse=True)
+        matrix = np.zeros((len(kept_rows), len(self.measures)))
         np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))
-        wanted = np.isin(found, rows) & matrix.any(1)
-        used = np.flatnonzero(matrix[wanted].any(0))
+        selected = np.isin(kept_rows, rows) & matrix.any(1)
+        used = np.flatnonzero(matrix[selected].any(0))
         return Tally(
-            rows=found[wanted],
+            rows=kept_rows[selected],
             measures=tuple(self.measures[i] for i in used),
-            matrix=matrix[np.ix_(wanted, used)],
+            matrix=matrix[np.ix_(selected, used)],
         )
 
     def weighed(self, weights: Array) -> Tally:
@@ -76,14 +76,14 @@ class Tally:
             matrix=matrix[:, used],
         )
 
-    def on(self, values: Values, at: Array) -> Array:
+    def on(self, values: Values, which: Array) -> Array:
         """The rows on some of the shapes, array [rows, shapes].
 
         Args:
             values: measures on shapes.
-            at: numbers of shapes.
+            which: numbers of shapes.
         """
-        return self.matrix @ values.stacked(self.measures, at)
+        return self.matrix @ values.stacked(self.measures, which)
 
 
 def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
@@ -91,8 +91,8 @@ def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
     listed = [entry for entry in entries if entry[2]]
     if not listed:
         return Tally(rows=np.zeros(0, dtype=np.int64), measures=(), matrix=np.zeros((0, 0)))
-    rows, at = np.unique([row for row, _, _ in listed], return_inverse=True)
+    rows, position = np.unique([row for row, _, _ in listed], return_inverse=True)
     measures, used = np.unique([number for _, number, _ in listed], return_inverse=True)
     matrix = np.zeros((len(rows), len(measures)))
-    np.add.at(matrix, (at, used), [amount for _, _, amount in listed])
+    np.add.at(matrix, (position, used), [amount for _, _, amount in listed])
     return Tally(rows=rows, measures=tuple(measures.tolist()), matrix=matrix)

@@ -92,9 +92,9 @@ class Pricer:
         )
         self.topology = linked(topology, self.constants)
         self.factors = {
-            quantity: one.factor
-            for one in applied(topology)
-            for quantity in CORRECTED[one.quantity]
+            quantity: correction.factor
+            for correction in applied(topology)
+            for quantity in CORRECTED[correction.quantity]
         }
 
     def waits(self, slots: Sequence[int]) -> Array:
@@ -148,11 +148,11 @@ class Pricer:
             classes: number of layer groups.
         """
         book, segments = Book(), classes + 2
-        found = tallied(
+        tally = tallied(
             (segment % segments * ROWS + row, book.number(measure), amount)
             for segment, term in terms
             for row, measure, amount in charges(segment, term, self.profile)
         )
         total = np.zeros((segments * ROWS, len(shapes)))
-        total[found.rows] = found.on(self.values(book, shapes), np.arange(len(shapes)))
+        total[tally.rows] = tally.on(self.values(book, shapes), np.arange(len(shapes)))
         return total.reshape(segments, ROWS, len(shapes))

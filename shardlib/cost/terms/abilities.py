@@ -83,7 +83,7 @@ class Abilities:
             for name, words in _CHOICES.items()
             if getattr(self, name) not in words
         ]
-        known: Mapping[str, tuple[Any, ...]] = {
+        vocabulary: Mapping[str, tuple[Any, ...]] = {
             "axes": INNER_AXES,
             "schedules": tuple(SCHEDULES),
             "zero": (0, 1, 2, 3),
@@ -94,10 +94,10 @@ class Abilities:
             "rules": tuple(RULES),
         }
         failures += [
-            f"{name} names {one!r}; there are {', '.join(map(str, words))}"
-            for name, words in known.items()
-            for one in getattr(self, name)
-            if one not in words
+            f"{name} names {word!r}; there are {', '.join(map(str, words))}"
+            for name, words in vocabulary.items()
+            for word in getattr(self, name)
+            if word not in words
         ]
         if failures:
             raise_all(PinError, "what the framework can do is not usable", failures)
@@ -125,12 +125,12 @@ class Abilities:
         """
         if self.free:
             return []
-        found = [
+        refused = [
             f"mesh.{axis}={size} (its axes are {', '.join(self.axes)})"
             for axis, size in axes.items()
             if size > 1 and axis not in self.axes
         ]
-        found += [
+        refused += [
             f"{word}={pins[word]!r} (it has {word} {', '.join(map(str, able)) or 'nothing'})"
             for word, able in (
                 ("schedule", ("none", *self.schedules)),
@@ -141,19 +141,19 @@ class Abilities:
             )
             if pins.get(word) is not None and pins[word] not in able
         ]
-        found += [
+        refused += [
             f"offload of {part!r} (it has {', '.join(self.offload) or 'none'})"
             for part in pins.get("offload") or ()
             if part not in self.offload
         ]
         if (pins.get("virtual_stages") or 1) > 1 and not self.chunks:
-            found.append(f"virtual_stages={pins['virtual_stages']} (its stages are whole)")
+            refused.append(f"virtual_stages={pins['virtual_stages']} (its stages are whole)")
         if pins.get("remat_layers") and "partly" not in self.remat:
-            found.append(f"remat_layers={pins['remat_layers']} (all layers follow its policy)")
-        wanted = pins.get("sequence_parallel")
-        if wanted is not None and self.sequence_parallel == ("never" if wanted else "always"):
-            found.append(f"sequence_parallel={wanted} (it does so {self.sequence_parallel})")
-        return found + [f"{word} ({why})" for word, why in OWN.items() if pins.get(word)]
+            refused.append(f"remat_layers={pins['remat_layers']} (all layers follow its policy)")
+        pinned = pins.get("sequence_parallel")
+        if pinned is not None and self.sequence_parallel == ("never" if pinned else "always"):
+            refused.append(f"sequence_parallel={pinned} (it does so {self.sequence_parallel})")
+        return refused + [f"{word} ({why})" for word, why in OWN.items() if pins.get(word)]
 
 
 #: What programs of shardlib can do.

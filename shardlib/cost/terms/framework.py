@@ -253,14 +253,14 @@ class FrameworkProfile:
         Raises:
             PinError: an unknown field, or one that is not usable.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = [f"{name!r} is no field" for name in data if name not in known]
+        names = {field.name for field in fields(cls)}
+        unknown = [f"{name!r} is no field" for name in data if name not in names]
         unknown += [] if "name" in data else ["'name' is missing"]
         if unknown:
             raise_all(
                 PinError,
                 f"framework profile {data.get('name', '')!r} is not usable",
                 unknown,
-                hint=f"fields are {', '.join(sorted(known))}",
+                hint=f"fields are {', '.join(sorted(names))}",
             )
         return construct(cls, data, f"framework profile {shown(data.get('name', ''))}", PinError)

@@ -25,20 +25,22 @@ from shardlib.errors import PinError
 EXCHANGE_ROOM = 1.25
 
 
-def gathers(one: FrameworkProfile) -> tuple[str, ...]:
+def gathers(profile: FrameworkProfile) -> tuple[str, ...]:
     """When a stage of a pipeline may gather weights that are stored sharded: the single programs
     that plans are lowered to leave that open.
     """
     return (
-        ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
+        ("use", "once")
+        if profile.pipeline == "lockstep" and profile.stage_gathers == "use"
+        else ("use",)
     )
 
 
-def ends_on_all_stages(one: FrameworkProfile) -> bool:
+def ends_on_all_stages(profile: FrameworkProfile) -> bool:
     """Whether the devices of all stages compute embedding and head, each for a part of the
     sequence: pipelines in one program do. Otherwise the first and the last stage do.
     """
-    return one.pipeline == "lockstep" and one.embedding_and_head == "spread"
+    return profile.pipeline == "lockstep" and profile.embedding_and_head == "spread"
 
 
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
@@ -61,12 +63,15 @@ XLA = FrameworkProfile(
 def framework_profiles() -> Mapping[str, FrameworkProfile]:
     """The framework profiles that come with shardlib, by name."""
     folder = resources.files("shardlib.cost") / "framework_profiles"
-    found = [
+    loaded = [
         FrameworkProfile.from_json(json.loads(file.read_text(encoding="utf-8")))
         for file in folder.iterdir()
         if file.name.endswith(".json")
     ]
-    return {XLA.name: XLA, **{one.name: one for one in sorted(found, key=lambda one: one.name)}}
+    return {
+        XLA.name: XLA,
+        **{profile.name: profile for profile in sorted(loaded, key=lambda profile: profile.name)},
+    }
 
 
 def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
@@ -77,9 +82,9 @@ def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
     """
     if isinstance(name, FrameworkProfile):
         return name
-    known = framework_profiles()
-    if name not in known:
+    profiles = framework_profiles()
+    if name not in profiles:
         raise PinError(
-            f"framework profile {name!r} is unknown; framework profiles are {', '.join(known)}"
+            f"framework profile {name!r} is unknown; framework profiles are {', '.join(profiles)}"
         )
-    return known[name]
+    return profiles[name]

@@ -55,12 +55,12 @@ class Framework:
 def frameworks() -> Mapping[str, Framework]:
     """The frameworks that have files, by name."""
     folder = resources.files("shardlib.cost") / "frameworks"
-    found = [
+    loaded = [
         construct(Framework, json.loads(file.read_text(encoding="utf-8")), file.name, PinError)
         for file in folder.iterdir()
         if file.name.endswith(".json")
     ]
-    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
+    return {entry.name: entry for entry in sorted(loaded, key=lambda entry: entry.name)}
 
 
 def framework(name: str, vendor: str) -> Framework:
@@ -74,18 +74,21 @@ def framework(name: str, vendor: str) -> Framework:
     Raises:
         PinError: there is none of that name, or it does not run on such chips.
     """
-    known = frameworks()
-    if name in known:
-        one = known[name]
-        profile = dict(one.profiles).get(vendor)
+    known_frameworks = frameworks()
+    if name in known_frameworks:
+        entry = known_frameworks[name]
+        profile = dict(entry.profiles).get(vendor)
         if profile is None:
             raise PinError(
-                f"framework {name!r} runs on chips of {' and '.join(dict(one.profiles))}, and these"
-                f" are of {vendor}\nTry: {_others(vendor)}"
+                f"framework {name!r} runs on chips of {' and '.join(dict(entry.profiles))}, and"
+                f" these are of {vendor}\nTry: {_others(vendor)}"
             )
-        return replace(one, profile=profile)
+        return replace(entry, profile=profile)
     if name in framework_profiles() and name != XLA.name:
-        family = next((one for one in known.values() if name in one.releases), Framework(name=name))
+        family = next(
+            (entry for entry in known_frameworks.values() if name in entry.releases),
+            Framework(name=name),
+        )
         vendors = dict(family.profiles)
         if vendors and vendor not in vendors:
             raise PinError(
@@ -93,7 +96,14 @@ def framework(name: str, vendor: str) -> Framework:
                 f" {vendor}\nTry: {_others(vendor)}"
             )
         return replace(family, name=name, profile=name)
-    names = [*known, *(one for one in framework_profiles() if one not in known)]
+    names = [
+        *known_frameworks,
+        *(
+            profile_name
+            for profile_name in framework_profiles()
+            if profile_name not in known_frameworks
+        ),
+    ]
     names.remove(XLA.name)
     near = difflib.get_close_matches(name.lower(), names, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -102,7 +112,7 @@ def framework(name: str, vendor: str) -> Framework:
 
 def _others(vendor: str) -> str:
     """What to try where a framework does not run on the chips of a vendor."""
-    able = [one.name for one in frameworks().values() if vendor in dict(one.profiles)]
+    able = [entry.name for entry in frameworks().values() if vendor in dict(entry.profiles)]
     if able:
         return " or ".join(able)
     return "a machine with chips that it runs on, or no framework for programs of shardlib"

@@ -60,13 +60,13 @@ class Shapes:
 
     def and_one(self) -> Shapes:
         """These, and after them the shape of a program on one device."""
-        one = np.ones(1, dtype=np.int64)
+        single = np.ones(1, dtype=np.int64)
         return Shapes(
-            batch=np.concatenate([self.batch, one]),
-            context=np.concatenate([self.context, one]),
-            tensor=np.concatenate([self.tensor, one]),
-            expert=np.concatenate([self.expert, one]),
-            fsdp=np.concatenate([self.fsdp, one]),
+            batch=np.concatenate([self.batch, single]),
+            context=np.concatenate([self.context, single]),
+            tensor=np.concatenate([self.tensor, single]),
+            expert=np.concatenate([self.expert, single]),
+            fsdp=np.concatenate([self.fsdp, single]),
         )
 
     def stored_ways(self, cut: Cut) -> Array:
@@ -110,11 +110,11 @@ def local(amount: Amount, shapes: Shapes) -> Array:
     """
     key = amount.batch, amount.tensor, amount.context, amount.expert
     if key not in shapes.parts:
-        ways = (
+        degree = (
             shapes.batch if amount.batch else shapes.expert if amount.expert else 1
         ) * shapes.ones
-        ways = ways * shapes.context if amount.context else ways
-        shapes.parts[key] = 1.0 / (ways * shapes.tensor if amount.tensor else ways)
+        degree = degree * shapes.context if amount.context else degree
+        shapes.parts[key] = 1.0 / (degree * shapes.tensor if amount.tensor else degree)
     return amount.total * shapes.parts[key]
 
 
@@ -138,18 +138,18 @@ def divides_stored(
     """
     if flat:
         return shapes.stored_ways(cut) > 1
-    found, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
+    divides, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
     for dim in dims if len(dims) > 1 else ():
         part = cut[dim] or ""
-        found |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
-    return found
+        divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
+    return divides
 
 
 def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
     if key not in shapes.divides:
         size, expert, over_tensor, over_expert = key
-        ways = shapes.stored_ways(("expert",) if expert else ())
+        degree = shapes.stored_ways(("expert",) if expert else ())
         inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
-        shapes.divides[key] = (size % (ways * inner) == 0) & (ways > 1)
+        shapes.divides[key] = (size % (degree * inner) == 0) & (degree > 1)
     return shapes.divides[key]

@@ -48,10 +48,10 @@ class Heads:
     each: int
     shared: tuple[Shared, ...]
 
-    def counts(self, ways: int) -> bool:
+    def counts(self, degree: int) -> bool:
         """Whether the term counts on so many devices along tensor."""
         return (
-            shared(heads=self.groups * self.each, groups=self.groups, devices=ways) in self.shared
+            shared(heads=self.groups * self.each, groups=self.groups, devices=degree) in self.shared
         )
 
 

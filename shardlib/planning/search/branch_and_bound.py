@@ -80,15 +80,15 @@ class Explorer:
     def __init__(
         self,
         load: Workload,
-        room: Space,
+        space: Space,
         topology: Topology,
         capacity: float,
         before: Explorer | None = None,
         *,
         any_plan: bool = False,
     ) -> None:
-        self.load, self.room, self.pricer = load, room, Pricer(topology, load.profile)
-        self._uncut = Uncut(load=load, room=room, pricer=self.pricer)
+        self.load, self.room, self.pricer = load, space, Pricer(topology, load.profile)
+        self._uncut = Uncut(load=load, room=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
@@ -98,18 +98,18 @@ class Explorer:
         self._large = set[int]()
         self._cuttable = tuple(
             dict.fromkeys(
-                [*room.tensor, *(name for choice in room.choices for name in choice.tensor)]
+                [*space.tensor, *(name for choice in space.choices for name in choice.tensor)]
             )
         )
         self.pairs = PairPricer(
-            variants=Variants(load=load, room=room, pricer=self.pricer, capacity=capacity),
+            variants=Variants(load=load, room=space, pricer=self.pricer, capacity=capacity),
             cuttable=self._cuttable,
             best=self.best,
             rows=self.rows,
         )
-        pinned = room.pins.offload
+        pinned = space.pins.offload
         self._fitting = Fitting(
-            room=room,
+            room=space,
             pricer=self.pricer,
             capacity=capacity,
             offloads=(pinned,) if pinned else ((), *self.pairs.variants.offloads()),

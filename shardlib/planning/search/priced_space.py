@@ -306,18 +306,18 @@ def _require_able(framework: Framework | None, pins: Pins) -> None:
         raise_all(PinError, what, failures, hint="other pins, or no framework")
 
 
-def _counts(room: Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:
+def _counts(space: Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:
     """Numbers of devices that a plan may use, the largest first; where none of those that are
     tried has a mesh, the most that one has.
     """
 
     def some(devices: int) -> bool:
-        return len(sizes(room, load.colouring, devices)["micro"]) > 0
+        return len(sizes(space, load.colouring, devices)["micro"]) > 0
 
-    if room.pins.mesh is not None:
+    if space.pins.mesh is not None:
         yield wanted
         return
-    tried = device_counts(topology, room.limits.batch)
+    tried = device_counts(topology, space.limits.batch)
     others = (
         n
         for n in range(wanted, 0, -1)

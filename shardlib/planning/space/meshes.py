@@ -24,24 +24,24 @@ _STAGE = MESH_AXES.index("stage")
 _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 
 
-def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
+def sizes(space: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     """Every mesh of some number of devices, with every number of microbatches.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         colouring: which dims divide by what.
         devices: number of devices, all of which are used.
 
     Returns:
         The sizes of every mesh axis and "micro", arrays of equal length.
     """
-    names = {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}
+    names = {*space.tensor, *(name for choice in space.choices for name in choice.tensor)}
     cuttable = frozenset(colouring.colours[name].divisor for name in names)
     every = _sizes(
-        room.pins, room.limits, cuttable | {room.limits.sequence}, True in room.routes, devices
+        space.pins, space.limits, cuttable | {space.limits.sequence}, True in space.routes, devices
     )
-    fits = lowered(facts_of_pins(room.pins), along(every), room.gaps)
-    if (contexts := room.strategy.contexts) is not None:
+    fits = lowered(facts_of_pins(space.pins), along(every), space.gaps)
+    if (contexts := space.strategy.contexts) is not None:
         fits = fits & ((every["context"] > 1) == contexts)
     return {name: column[fits] for name, column in every.items()}
 
@@ -163,13 +163,13 @@ def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
     )
 
 
-def legal(choice: Choice, room: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
+def legal(choice: Choice, space: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
     """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
     sequence divides, and an expert axis has tokens to route, where that has a lowering.
 
     Args:
         choice: what shards colours.
-        room: the space that is searched.
+        space: the space that is searched.
         routes: whether tokens can be routed over an expert axis.
         sizes: of mesh axes, arrays [candidates].
 
@@ -177,12 +177,12 @@ def legal(choice: Choice, room: Space, routes: bool, sizes: Mapping[str, Array])
         Boolean array [candidates].
     """
     fits = (
-        room.limits.sequence
+        space.limits.sequence
         % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
         == 0
     )
-    if room.limits.able.has("experts in sequence") and routes and not choice.sequence:
+    if space.limits.able.has("experts in sequence") and routes and not choice.sequence:
         fits &= sizes["tensor"] == 1
     if routes:
-        return fits & lowered(facts_of_pins(room.pins) | {"routed"}, along(sizes), room.gaps)
+        return fits & lowered(facts_of_pins(space.pins) | {"routed"}, along(sizes), space.gaps)
     return fits & (sizes["expert"] == 1)

@@ -29,67 +29,67 @@ FEWEST = 3
 Array = np.ndarray
 
 
-def legal_zero(room: Space, zero: int, c: Candidates) -> Array:
+def legal_zero(space: Space, zero: int, c: Candidates) -> Array:
     """Which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis shards
     something, and the framework can do it.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         zero: 0 to 3.
         c: candidates.
 
     Returns:
         Boolean array [candidates].
     """
-    able = room.limits.able
+    able = space.limits.able
     if zero:
         alone = able.has("ZeRO or replicas")
         return (c.ways(STORED_AXES) > 1) & ((c.ways(("data",)) == 1) | (not alone))
     return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
 
 
-def zeros_and_schedules(room: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
+def zeros_and_schedules(space: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
     """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
     said here.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         policy: remat policy.
         pipelined: whether there are stages.
     """
-    pins = room.pins
-    zeros = [zero for zero in room.limits.able.zero if pins.zero in (None, zero)]
-    usual = _schedules(room, policy) if pipelined else [(NONE.name, 1)]
+    pins = space.pins
+    zeros = [zero for zero in space.limits.able.zero if pins.zero in (None, zero)]
+    usual = _schedules(space, policy) if pipelined else [(NONE.name, 1)]
     listed = [
         (zero, schedule, virtual, gather)
         for zero in zeros
         for schedule, virtual in usual
-        for gather in room.gathers
+        for gather in space.gathers
         if gather == "use" or (zero == 3 and pipelined)
     ]
     listed += [
         (3, schedule.name, virtual, "once")
         for schedule in forward_first()
         if pins.schedule in (None, schedule.name)
-        for virtual in (breadth_first(room) if pipelined else ())
+        for virtual in (breadth_first(space) if pipelined else ())
     ]
     return [
         replace(
-            room.strategy.decisions,
+            space.strategy.decisions,
             zero=zero,
             remat=policy,
             schedule=schedule,
             virtual_stages=virtual,
             gather=gather,
-            accumulation=groups(room),
+            accumulation=groups(space),
         )
         for zero, schedule, virtual, gather in listed
     ]
 
 
-def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
+def _schedules(space: Space, policy: str) -> list[tuple[str, int]]:
     """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
-    pins, able = room.pins, room.limits.able
+    pins, able = space.pins, space.limits.able
     tried = [
         (schedule.name, chunks)
         for schedule in SCHEDULES.values()
@@ -104,14 +104,14 @@ def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     return sorted(tried, key=lambda one: one[1] > 1)
 
 
-def of_policy(room: Space, policy: str) -> list[Schedule]:
+def of_policy(space: Space, policy: str) -> list[Schedule]:
     """Schedules of the space under a remat policy, but for `breadth_first`.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         policy: remat policy.
     """
-    return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(room, policy))]
+    return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(space, policy))]
 
 
 def forward_first() -> list[Schedule]:
@@ -119,13 +119,13 @@ def forward_first() -> list[Schedule]:
     return [schedule for schedule in pipelines() if schedule.forward_first]
 
 
-def breadth_first(room: Space) -> list[int]:
+def breadth_first(space: Space) -> list[int]:
     """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
     the next, where no schedule is pinned that has them anyway.
     """
-    pins = room.pins
+    pins = space.pins
     if (
-        "once" not in room.gathers
+        "once" not in space.gathers
         or pins.zero not in (None, 3)
         or pins.schedule not in (None, *(schedule.name for schedule in forward_first()))
         or (pins.schedule and pins.virtual_stages)
@@ -134,7 +134,7 @@ def breadth_first(room: Space) -> list[int]:
         return []
     if pins.virtual_stages:
         return [pins.virtual_stages] if pins.virtual_stages > 1 else []
-    return list(_dividing(room.limits.layers))
+    return list(_dividing(space.limits.layers))
 
 
 @lru_cache(maxsize=256)
@@ -152,23 +152,23 @@ def _dividing(layers: int) -> tuple[int, ...]:
     )
 
 
-def usual(room: Space) -> set[tuple[str, int]]:
+def usual(space: Space) -> set[tuple[str, int]]:
     """Every schedule with its chunks of layers on a stage, but for `breadth_first`."""
-    return {one for policy in room.policies for one in _schedules(room, policy)}
+    return {one for policy in space.policies for one in _schedules(space, policy)}
 
 
-def first(room: Space) -> set[tuple[str, int]]:
+def first(space: Space) -> set[tuple[str, int]]:
     """Every schedule of `breadth_first` with its chunks."""
-    chunks = breadth_first(room)
+    chunks = breadth_first(space)
     return {(schedule.name, most) for schedule in forward_first() for most in chunks}
 
 
-def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
+def most_rounds(space: Space, sizes: Mapping[str, Array]) -> Array:
     """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
     there is none.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         sizes: of mesh axes and "micro", arrays [candidates].
 
     Returns:
@@ -179,27 +179,27 @@ def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
         sizes["micro"],
         math.prod(sizes[axis] for axis in STORED_AXES),
     )
-    most, wanted = room.limits.layers // stages, room.pins.virtual_stages or FEWEST
-    fits = (stages > 1) & (micro >= stages * groups(room)) & (rest > 1) & (most >= wanted)
+    most, wanted = space.limits.layers // stages, space.pins.virtual_stages or FEWEST
+    fits = (stages > 1) & (micro >= stages * groups(space)) & (rest > 1) & (most >= wanted)
     return (
-        np.where(fits, room.pins.virtual_stages or most, 0)
-        if breadth_first(room)
+        np.where(fits, space.pins.virtual_stages or most, 0)
+        if breadth_first(space)
         else np.zeros_like(stages)
     )
 
 
-def groups(room: Space) -> int:
+def groups(space: Space) -> int:
     """Groups of microbatches that go through a pipeline one after the other; more than one only
     where that is pinned, and then all plans have stages.
     """
-    return room.pins.accumulation or 1
+    return space.pins.accumulation or 1
 
 
-def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
+def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array:
     """The most chunks of layers on a stage that a schedule of the space may have, by candidate.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         policy: remat policy.
         stages: number of stages, [candidates].
         micro: microbatches of a step, [candidates].
@@ -207,29 +207,29 @@ def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
     Returns:
         Int array [candidates].
     """
-    most = max((virtual for _, virtual in _schedules(room, policy)), default=1)
+    most = max((virtual for _, virtual in _schedules(space, policy)), default=1)
     return np.where(
-        micro >= stages * groups(room),
-        np.maximum(1, np.minimum(most, room.limits.layers // stages)),
+        micro >= stages * groups(space),
+        np.maximum(1, np.minimum(most, space.limits.layers // stages)),
         1,
     )
 
 
-def legal_schedule(room: Space, how: Decisions, c: Candidates) -> Array:
+def legal_schedule(space: Space, how: Decisions, c: Candidates) -> Array:
     """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
     microbatches for every stage; breadth first, as many layers in every chunk.
 
     Args:
-        room: the space that is searched.
+        space: the space that is searched.
         how: with the schedule and virtual stages.
         c: candidates.
 
     Returns:
         Boolean array [candidates].
     """
-    layers = room.limits.layers
+    layers = space.limits.layers
     fits = c.stage * how.virtual_stages <= layers
-    able, chunks = room.limits.able, how.virtual_stages
+    able, chunks = space.limits.able, how.virtual_stages
     if able.has("equal stages"):
         fits &= layers % (c.stage * chunks) == 0
     if able.has("chunked in groups") and chunks > 1:
@@ -237,13 +237,13 @@ def legal_schedule(room: Space, how: Decisions, c: Candidates) -> Array:
     if able.has("a microbatch a chunk"):
         fits &= c.micro >= c.stage * chunks
     schedule = named(how.schedule)
-    if schedule.forward_first and how.virtual_stages > 1 and not room.pins.virtual_stages:
+    if schedule.forward_first and how.virtual_stages > 1 and not space.pins.virtual_stages:
         fits &= -(-layers // c.stage) % how.virtual_stages == 0
     return fits & schedule.fits(
         Pipelines(
             stages=c.stage,
             chunks=np.full_like(c.stage, how.virtual_stages),
             microbatches=c.micro // how.accumulation,
-            lockstep=room.pins.pipeline != "programs",
+            lockstep=space.pins.pipeline != "programs",
         )
     )

@@ -46,8 +46,8 @@ class Pattern:
         return list(
             itertools.product(
                 *(
-                    ((NONE, policy) if some else (policy,))
-                    for policy, some in zip(self.corner, self.partly, strict=True)
+                    ((NONE, policy) if partly else (policy,))
+                    for policy, partly in zip(self.corner, self.partly, strict=True)
                 )
             )
         )
@@ -61,14 +61,16 @@ def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
         policies: remat policies to choose from.
         classes: number of layer groups.
     """
-    found = [
+    listed = [
         Pattern(corner=corner, partly=partly)
         for corner in corners(policies, classes)
         for partly in itertools.product((False, True), repeat=classes)
-        if not any(some and policy == NONE for policy, some in zip(corner, partly, strict=True))
+        if not any(
+            in_part and policy == NONE for policy, in_part in zip(corner, partly, strict=True)
+        )
         and (any(partly) or len(set(corner)) > 1)
     ]
-    return sorted(found, key=lambda pattern: sum(pattern.partly))
+    return sorted(listed, key=lambda pattern: sum(pattern.partly))
 
 
 def best_mixture(
@@ -113,10 +115,10 @@ def _of_pattern(
     of all classes in two parts but the one with the most layers.
     """
     active = {corner: prices[corner] for corner in pattern.active()}
-    whole = np.stack(
+    rematerialised = np.stack(
         [
-            np.where(policy == NONE, 0.0, most)
-            for policy, most in zip(pattern.corner, layers, strict=True)
+            np.where(policy == NONE, 0.0, count)
+            for policy, count in zip(pattern.corner, layers, strict=True)
         ]
     )
     names = [name for name in next(iter(active.values())).device_bytes if name != "activations"]
@@ -128,19 +130,20 @@ def _of_pattern(
         np.zeros(len(layers[0])),
     )
     partly = sorted(
-        (k for k, some in enumerate(pattern.partly) if some), key=lambda k: float(layers[k].max())
+        (k for k, in_part in enumerate(pattern.partly) if in_part),
+        key=lambda k: float(layers[k].max()),
     )
     if not partly:
         only = prices[pattern.corner]
         legal = (only.device_bytes["activations"] + others <= capacity) & (
-            (total is None) | (whole.sum(0) == (total or 0))
+            (total is None) | (rematerialised.sum(0) == (total or 0))
         )
-        yield whole, np.where(legal, only.step_seconds, np.inf)
+        yield rematerialised, np.where(legal, only.step_seconds, np.inf)
         return
     *outer, last = partly
-    room = capacity - others
+    space = capacity - others
     for chosen in itertools.product(*(range(1, int(layers[k].max())) for k in outer)):
-        numbers = whole.copy()
+        numbers = rematerialised.copy()
         for k, count in zip(outer, chosen, strict=True):
             numbers[k] = count
         legal = np.logical_and.reduce([numbers[k] < layers[k] for k in outer] + [layers[last] > 1])
@@ -152,11 +155,11 @@ def _of_pattern(
             numbers[last] = (
                 total - np.delete(numbers, last, axis=0).sum(0)
                 if total is not None
-                else _number(few, many, layers[last], room)
+                else _number(few, many, layers[last], space)
             )
             share = numbers[last] / layers[last]
             legal &= (
-                (few[1] + (many[1] - few[1]) * share <= room)
+                (few[1] + (many[1] - few[1]) * share <= space)
                 & (numbers[last] >= 1)
                 & (numbers[last] < layers[last])
             )
@@ -173,8 +176,8 @@ def _at_end(
     for corner, totals in active.items():
         if corner[last] == policy:
             weight = np.ones(shares.shape[1])
-            for k, some in enumerate(pattern.partly):
-                if some and k != last:
+            for k, in_part in enumerate(pattern.partly):
+                if in_part and k != last:
                     weight = weight * (
                         shares[k] if corner[k] == pattern.corner[k] else 1 - shares[k]
                     )
@@ -185,16 +188,20 @@ def _at_end(
     return seconds, saved
 
 
-def _number(few: tuple[Array, Array], many: tuple[Array, Array], most: Array, room: Array) -> Array:
+def _number(
+    few: tuple[Array, Array], many: tuple[Array, Array], layers: Array, space: Array
+) -> Array:
     """The number of layers, from 1 to one less than all, that is the fastest of those that fit:
     seconds and bytes are linear in it.
     """
-    slope = (many[1] - few[1]) / most
+    slope = (many[1] - few[1]) / layers
     with np.errstate(divide="ignore", invalid="ignore"):
-        limit = np.clip((room - few[1]) / slope, -1.0, most + 1)
-    least, largest = np.ones_like(most), most - 1
-    least = np.where(slope < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), least)
+        limit = np.clip((space - few[1]) / slope, -1.0, layers + 1)
+    smallest, largest = np.ones_like(layers), layers - 1
+    smallest = np.where(slope < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), smallest)
     largest = np.where(slope > 0, np.minimum(largest, np.floor(limit + 1e-9)), largest)
-    least += (slope < 0) & (few[1] + slope * least > room)  # where rounding was on the wrong side
-    largest -= (slope > 0) & (few[1] + slope * largest > room)
-    return np.where(many[0] < few[0], largest, least)
+    smallest += (slope < 0) & (
+        few[1] + slope * smallest > space
+    )  # where rounding was on the wrong side
+    largest -= (slope > 0) & (few[1] + slope * largest > space)
+    return np.where(many[0] < few[0], largest, smallest)

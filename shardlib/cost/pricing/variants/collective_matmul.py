@@ -88,28 +88,32 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
         facts: of the step.
         choice: what shards colours.
     """
-    found = [
+    candidates = [
         (transfer, ops)
         for transfer, ops in gathers_of(facts, choice)
         if transfer.kind == "all-gather"
     ]
-    found += [
+    candidates += [
         (transfer, ops)
         for transfer, ops in reductions_of(facts, choice)
         if transfer.kind == "reduce-scatter"
     ]
     listed: list[Loop] = []
-    for transfer, ops in found:
+    for transfer, ops in candidates:
         if transfer.group != TENSOR.name or not all(
             _of_weight(facts, index, choice) for index in ops
         ):
             continue
-        made = [facts.graph.ops[i].results[0] in facts.gradients for i in ops]
+        of_gradients = [facts.graph.ops[i].results[0] in facts.gradients for i in ops]
         listed.append(
             Loop(
                 transfer=transfer,
-                matmuls=tuple(i for i, gradient in zip(ops, made, strict=True) if not gradient),
-                gradients=tuple(i for i, gradient in zip(ops, made, strict=True) if gradient),
+                matmuls=tuple(
+                    i for i, gradient in zip(ops, of_gradients, strict=True) if not gradient
+                ),
+                gradients=tuple(
+                    i for i, gradient in zip(ops, of_gradients, strict=True) if gradient
+                ),
                 region=facts.graph.ops[ops[0]].region,
             )
         )
@@ -173,7 +177,7 @@ def saving(
         runs = float(count[0]) * int(c.micro[0])
         exposed += runs * (before - waits)
         compute += runs * (
-            sum(max(0.0, sharded - whole) for whole, sharded in times.values())
+            sum(max(0.0, sharded - unsharded) for unsharded, sharded in times.values())
             + prices.moved(loop, slot, shard)
         )
         messages[loop.transfer] = shard, prices.ways - 1, hop

@@ -14,7 +14,7 @@ from shardlib.cost.terms.terms import Amount, Compute, Elements
 from shardlib.propagation.assignment import Choice, has
 
 
-def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, ways: int) -> Compute:
+def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards: int) -> Compute:
     """The kernel of one of the shards that a matmul of a weight, or of the gradient of one, is made
     in: it reads the weight, or reads and writes sums in float32.
 
@@ -23,7 +23,7 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, ways: 
         index: number of the matmul.
         term: its kernel as a whole.
         choice: what shards colours.
-        ways: number of shards.
+        shards: number of shards.
     """
     op = facts.graph.ops[index]
     side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)
@@ -34,7 +34,7 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, ways: 
         else 8.0 * math.prod(facts.graph.values[value].shape)
     )
     again = Amount(
-        total=again_bytes * (1 - 1 / ways),
+        total=again_bytes * (1 - 1 / shards),
         batch=False,
         tensor=has(facts.value_cut(value, choice), TENSOR.name),
         context=False,
@@ -43,22 +43,22 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, ways: 
     matmul = term.matmul
     if matmul is not None:  # rows of the activation, or what is summed over
         sharded = "depth" if side == 2 else ("columns", "rows")[side]
-        matmul = replace(matmul, **{sharded: _part(getattr(matmul, sharded), ways)})
+        matmul = replace(matmul, **{sharded: _part(getattr(matmul, sharded), shards)})
     return replace(
         term,
-        flops=_part(term.flops, ways),
-        traffic=(*_parts(term.traffic, ways), again),
+        flops=_part(term.flops, shards),
+        traffic=(*_parts(term.traffic, shards), again),
         elements=Elements(
-            simple=_parts(term.elements.simple, ways),
-            transcendental=_parts(term.elements.transcendental, ways),
+            simple=_parts(term.elements.simple, shards),
+            transcendental=_parts(term.elements.transcendental, shards),
         ),
         matmul=matmul,
     )
 
 
-def _part(amount: Amount, ways: int) -> Amount:
-    return replace(amount, total=amount.total / ways)
+def _part(amount: Amount, shards: int) -> Amount:
+    return replace(amount, total=amount.total / shards)
 
 
-def _parts(amounts: Iterable[Amount], ways: int) -> tuple[Amount, ...]:
-    return tuple(_part(amount, ways) for amount in amounts)
+def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
+    return tuple(_part(amount, shards) for amount in amounts)

@@ -69,16 +69,18 @@ def composed(
     )
     for k, policy in enumerate(corner):
         work[k] = parts[policy].work[k]
-    found: list[Array] = []
+    points: list[Array] = []
     for number, segment in enumerate(moments):
-        for one in dict.fromkeys(corner) if segment == OUTSIDE_LAYERS else (corner[segment],):
-            for point in parts[one].points[number]:
+        for peak_policy in (
+            dict.fromkeys(corner) if segment == OUTSIDE_LAYERS else (corner[segment],)
+        ):
+            for point in parts[peak_policy].points[number]:
                 point = point.copy()
                 for k, policy in enumerate(corner):
-                    if policy != one:
+                    if policy != peak_policy:
                         point[k] = parts[policy].stacks[number][k]
-                found.append(point)
-    return work, found
+                points.append(point)
+    return work, points
 
 
 def corners(policies: Sequence[str], classes: int) -> list[Corner]:
@@ -140,16 +142,19 @@ def between(
         price: of a corner.
     """
     options: list[list[tuple[str, Array]]] = []
-    for (policy, number), most in zip(each, layers, strict=True):
-        share = number / most
-        ways = (
+    for (policy, number), count in zip(each, layers, strict=True):
+        share = number / count
+        weighted = (
             [(policy, share), (NONE, 1 - share)]
             if policy != NONE
             else [(NONE, np.ones_like(share))]
         )
-        options.append([(name, weight) for name, weight in ways if weight.any()])
+        options.append([(name, weight) for name, weight in weighted if weight.any()])
     weighed = [
-        (np.multiply.reduce([weight for _, weight in ways]), price(tuple(name for name, _ in ways)))
-        for ways in itertools.product(*options)
+        (
+            np.multiply.reduce([weight for _, weight in combination]),
+            price(tuple(name for name, _ in combination)),
+        )
+        for combination in itertools.product(*options)
     ]
     return blended(weighed)

@@ -94,29 +94,29 @@ def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
     )
 
 
-def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
+def fullest(knobs: Knobs, model: Model, c: Candidates) -> Array:
     """Layers of the stage that has the most, of all classes.
 
     Args:
-        how: with the virtual stages.
+        knobs: with the virtual stages.
         model: counts of layers.
         c: candidates.
 
     Returns:
         Array [candidates].
     """
-    return sum(fullest_by_class(how, model, c), np.zeros(len(c)))
+    return sum(fullest_by_class(knobs, model, c), np.zeros(len(c)))
 
 
 def rematerialised_share(
-    number: Array | int, how: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+    number: Array | int, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
 ) -> Array:
     """Part of the layers of the fullest stage that rematerialise where so many are to: in lockstep
     all chunks of a stage are one program, so that as many layers of each do.
 
     Args:
         number: of layers of the fullest stage.
-        how: with the virtual stages.
+        knobs: with the virtual stages.
         model: counts of layers.
         c: candidates.
         profile: framework profile, which says whether stages move in lockstep.
@@ -124,20 +124,20 @@ def rematerialised_share(
     Returns:
         Array [candidates].
     """
-    alike = chunks_of(how, c) if profile.pipeline == "lockstep" else np.ones(len(c))
-    return np.ceil(number / alike) * alike / fullest(how, model, c)
+    alike = chunks_of(knobs, c) if profile.pipeline == "lockstep" else np.ones(len(c))
+    return np.ceil(number / alike) * alike / fullest(knobs, model, c)
 
 
-def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
+def fullest_by_class(knobs: Knobs, model: Model, c: Candidates) -> list[Array]:
     """Layers of the stage that has the most, of each class.
 
     Args:
-        how: with the virtual stages.
+        knobs: with the virtual stages.
         model: counts of layers.
         c: candidates.
 
     Returns:
         Arrays [candidates], one per layer group.
     """
-    virtual = chunks_of(how, c)
+    virtual = chunks_of(knobs, c)
     return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

@@ -33,7 +33,7 @@ Array = np.ndarray
 def replicated(
     work: Iterable[tuple[Facts, Array]],
     choice: Choice,
-    how: Knobs,
+    knobs: Knobs,
     mesh: MeshShape,
     c: Candidates,
     model: Model,
@@ -46,15 +46,15 @@ def replicated(
         work: step graphs under the remat policies that layers follow, with the part of each segment
             that does.
         choice: the chosen colours.
-        how: the other decisions.
+        knobs: the other decisions.
         mesh: the mesh.
         c: exactly one candidate.
         model: layers.
         pricer: the machine and the software.
     """
     assert len(c) == 1
-    shares = shares_of(how, model, c, pricer.profile)[:, 0]
-    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    shares = shares_of(knobs, model, c, pricer.profile)[:, 0]
+    by_axes: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for facts, parts in work:
         names = _parameters(facts)
         for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
@@ -71,10 +71,10 @@ def replicated(
                         pricer.topology.chip,
                         pricer.constants,
                     )
-                    found[axes][_name(op, facts, names)] += (
+                    by_axes[axes][_name(op, facts, names)] += (
                         float(seconds[0]) * term.trips * part * int(c.micro[0])
                     )
-    return found
+    return by_axes
 
 
 def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
