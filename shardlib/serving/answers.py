@@ -47,9 +47,13 @@ class Answers:
         """
         if not whole(count) or count < 1:
             raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
-        how = asked.sampling
+        sampling = asked.sampling
         return [
-            self.add(replace(asked, sampling=replace(how, seed=(how.seed + number) % (1 << 32))))
+            self.add(
+                replace(
+                    asked, sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32))
+                )
+            )
             for number in range(count)
         ]
 
@@ -71,9 +75,10 @@ class Answers:
         Raises:
             ArgumentError: see `add`.
         """
-        how = sampling or Sampling()
+        options = sampling or Sampling()
         requests = [
-            self.add(Asked(prompt=_tokens(prompt), most=most, sampling=how)) for prompt in prompts
+            self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
+            for prompt in prompts
         ]
         self.run()
         return [request.answer for request in requests]
@@ -91,8 +96,8 @@ class Answers:
         Raises:
             ArgumentError: see `add`.
         """
-        how = sampling or Sampling()
-        request = self.add(Asked(prompt=_tokens(prompt), most=most, sampling=how))
+        options = sampling or Sampling()
+        request = self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
         try:
             while request.ended is None:
                 for event in self.step():

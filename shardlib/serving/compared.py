@@ -50,11 +50,11 @@ def compare(
     used = -(-count // page)
     groups = (CacheGroup(window=0, pages=used, table=used),)
     pages = {
-        name: tuple(jnp.zeros(one.shape, one.dtype) for one in arrays)
+        name: tuple(jnp.zeros(array.shape, array.dtype) for array in arrays)
         for name, arrays in traced.new_pages(groups, page).items()
     }
     position = np.arange(count, dtype=np.int32)
-    where = Token(
+    placement = Token(
         position=position,
         entry=(position,),
         table=(np.zeros((0, used), np.int32),),
@@ -86,11 +86,12 @@ def compare(
             " hold NaN"
         )
     served = jax.jit(partial(traced.__call__, groups=groups))
-    found = np.asarray(served(*weights, pages, tokens, where, position)[0])
-    found, right = (
-        np.where(barred & np.isneginf(one), 0, one).astype(np.float32) for one in (found, right)
+    computed = np.asarray(served(*weights, pages, tokens, placement, position)[0])
+    computed, right = (
+        np.where(barred & np.isneginf(logits), 0, logits).astype(np.float32)
+        for logits in (computed, right)
     )
-    error = np.abs(found - right).max(axis=-1)
+    error = np.abs(computed - right).max(axis=-1)
     coarsest = max(
         (ROUNDING.get(str(leaf.dtype), 0.0) for leaf in jax.tree.leaves((model.params, pages))),
         default=0.0,
@@ -111,10 +112,10 @@ def _tokens(traced: TracedForward, count: int) -> np.ndarray:
     that stands in it.
     """
     tokens = np.random.default_rng(0).integers(0, traced.vocab, count).astype(np.int32)
-    named = sorted({one for one in _numbers(traced.program) if 0 <= one < traced.vocab})
+    named = sorted({number for number in _numbers(traced.program) if 0 <= number < traced.vocab})
     places = range(2, count - 1, 3)
-    for at, token in zip(places, named, strict=False):
-        tokens[at] = token
+    for place, token in zip(places, named, strict=False):
+        tokens[place] = token
     return tokens
 
 

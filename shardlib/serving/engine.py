@@ -70,7 +70,7 @@ class Engine(Answers):
         devices: Sequence[jax.Device] | None = None,
         check: bool = True,
     ) -> None:
-        made = built(
+        parts = built(
             init,
             forward,
             weights=weights,
@@ -79,10 +79,10 @@ class Engine(Answers):
             devices=jax.local_devices() if devices is None else list(devices),
             check=check,
         )
-        self.capacity, self.forward, self.compute = made.capacity, made.forward, made.compute
-        self._placed = made.place
+        self.capacity, self.forward, self.compute = parts.capacity, parts.forward, parts.compute
+        self._placed = parts.place
         self._fresh: tuple[Tree, Tree] | None = None
-        self.schedule = scheduled(data, self.capacity, chunk=made.chunk)
+        self.schedule = scheduled(data, self.capacity, chunk=parts.chunk)
         self._drafts: Drafts = Ngrams()
         self._guided, self._patience = Guided(), 0.0
         self._sources: Sources | None = None
@@ -119,20 +119,20 @@ class Engine(Answers):
             ArgumentError: there is no room for it, it does not fit, or requests use its name.
         """
         others = [*self.schedule.running, *self.schedule.waiting]
-        if any(one.asked.adapter == name for one in others):
+        if any(request.asked.adapter == name for request in others):
             raise ArgumentError(f"requests use the adapter {name!r}")
         if not isinstance(self.compute, Step) or self._sources is not None:
             raise ArgumentError(
                 "a model with a cache of its own, or with an encoder, has no adapters"
             )
-        known = name in self._adapters.rows
+        replaces = name in self._adapters.rows
         self._adapters.add(name, params, self._base)
         rows = self._adapters.rows
         self.compute.adapt(
             self._adapters.wrapped(self._base),
             lambda share: rows.get(share.request.asked.adapter, 0),
         )
-        if known:  # pages of the one that had the name
+        if replaces:  # pages of the one that had the name
             self.schedule.pool.forget()
 
     def encode_with(self, encode: Encode, *, longest: int) -> None:
@@ -252,7 +252,9 @@ class Engine(Answers):
             else {}
         )
         shares = self.schedule.next(guesses)
-        events = [Event(request=one, token=None) for one in before if one.ended is not None]
+        events = [
+            Event(request=request, token=None) for request in before if request.ended is not None
+        ]
         if not shares:
             return events
         if self.capacity.drafts:
@@ -260,49 +262,49 @@ class Engine(Answers):
         if self._sources is not None:
             self.compute.weights = self._sources.wrapped(self._base, shares)
         masks, began = self._guided.masks(shares), time.monotonic()
-        found = self.compute(shares, masks)
+        sampled = self.compute(shares, masks)
         self.steps += 1
         self._patience = PATIENCE * (time.monotonic() - began)
-        kept = {
-            share.request.number: self._take(share, told, events)
-            for share, told in zip(shares, found, strict=True)
+        accepted = {
+            share.request.number: self._take(share, tokens, events)
+            for share, tokens in zip(shares, sampled, strict=True)
         }
         self._guided.ask()
-        self.schedule.done(shares, kept)
-        self._drafts.done(shares, kept)
+        self.schedule.done(shares, accepted)
+        self._drafts.done(shares, accepted)
         for share in shares:
             if share.request.ended is not None:
                 self.schedule.release(share.request)
         return events
 
     def _end_late(self) -> None:
-        self._due = {one: due for one, due in self._due.items() if one.ended is None}
+        self._due = {request: due for request, due in self._due.items() if request.ended is None}
         if self._due:
             now = self.clock()
-            for request in [one for one, due in self._due.items() if due <= now]:
+            for request in [request for request, due in self._due.items() if due <= now]:
                 self.schedule.end(request, LATE)
 
-    def _take(self, share: Share, told: Sequence[Told], events: list[Event]) -> int:
+    def _take(self, share: Share, sampled: Sequence[Told], events: list[Event]) -> int:
         """A request takes what its rows tell; returns how many of the drafted tokens are kept."""
-        request, kept = share.request, 0
+        request, accepted = share.request, 0
         if not share.ends:
-            request.scores += told
+            request.scores += sampled
             return 0
-        scored = len(told) - 1 - len(share.drafted)
-        request.scores += told[:scored]
+        scored = len(sampled) - 1 - len(share.drafted)
+        request.scores += sampled[:scored]
         if not request.asked.most:
             request.ended = LENGTH
             events.append(Event(request=request, token=None))
             return 0
-        for one, guess in zip(told[scored:], (*share.drafted, None), strict=True):
-            request.took(one.token, one.logprob, one.likeliest)
-            follows = self._guided.took(request, one.token)
-            new = None if one.token in request.asked.stop else one.token
+        for token, guess in zip(sampled[scored:], (*share.drafted, None), strict=True):
+            request.took(token.token, token.logprob, token.likeliest)
+            follows = self._guided.took(request, token.token)
+            new = None if token.token in request.asked.stop else token.token
             events.append(Event(request=request, token=new))
-            if request.ended is not None or not follows or one.token != guess:
+            if request.ended is not None or not follows or token.token != guess:
                 break
-            kept += 1
-        return kept
+            accepted += 1
+        return accepted
 
     def warm_up(self) -> None:
         """Compiles all programs, so that nothing is compiled while requests wait."""

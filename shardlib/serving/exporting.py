@@ -42,11 +42,13 @@ def exported_step(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
     )
     pages = on.of_pages(traced, size.groups, size.page)
-    given = operands(size, shape, on.grid.groups)
-    how = choices([None] * len(given.rows), vocab=traced.vocab, longest=size.table * size.page)
-    beside = (given.tokens, given.where, given.rows, how)
+    inputs = operands(size, shape, on.grid.groups)
+    row_choices = choices(
+        [None] * len(inputs.rows), vocab=traced.vocab, longest=size.table * size.page
+    )
+    beside = (inputs.tokens, inputs.where, inputs.rows, row_choices)
     beside = jax.tree.map(
-        lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding),
+        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
         beside,
         on.grid.by_group(beside),
     )
@@ -56,9 +58,9 @@ def exported_step(
         chosen, after = function(weights, pages, *beside)
         return after, tuple(jax.tree.leaves(chosen))
 
-    step.__name__ = step.__qualname__ = f"shardlib_serve_{len(given.tokens)}"
+    step.__name__ = step.__qualname__ = f"shardlib_serve_{len(inputs.tokens)}"
     leaves = jax.tree.leaves(pages)
-    made = exported(
+    step_program = exported(
         step,
         (pages, (params, state), beside),
         results=leaves,
@@ -66,15 +68,17 @@ def exported_step(
         platform=platform,
         what="the program that serves",
     )
-    held = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path((params, state))]
-    others = len(made.arguments) - len(leaves) - len(held)
+    weight_names = [
+        path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path((params, state))
+    ]
+    others = len(step_program.arguments) - len(leaves) - len(weight_names)
     names = (
         *(f"pages.{number}" for number in range(len(leaves))),
-        *(f"weights.{name}" for name in held),
+        *(f"weights.{name}" for name in weight_names),
         *(f"operand.{number}" for number in range(others)),
     )
     predicted = {"weights": _bytes((params, state)), "pages": _bytes(pages)}
-    return replace(made, arguments=names), predicted
+    return replace(step_program, arguments=names), predicted
 
 
 def _bytes(tree: Tree) -> int:

@@ -36,7 +36,7 @@ class Models(Mapping[str, Engine]):
         self._shares = dict(shares or {})
         failures = [] if engines else ["there is none"]
         failures += [
-            f"the share of {one!r} is of no model" for one in self._shares if one not in engines
+            f"the share of {name!r} is of no model" for name in self._shares if name not in engines
         ]
         failures += [
             f"the share of {name!r} is {share!r}; it is a number above 0"
@@ -89,8 +89,8 @@ class Models(Mapping[str, Engine]):
         active = [self._used(name) for name in busy if name not in self._idle]
         for name in busy:  # one that had nothing to do has saved nothing up
             if name in self._idle and active:
-                least = min(active) * self._shares.get(name, 1.0)
-                self._spent[name] = max(self._spent[name], least)
+                minimum = min(active) * self._shares.get(name, 1.0)
+                self._spent[name] = max(self._spent[name], minimum)
         self._idle = set(self._engines) - set(busy)
         name = min(busy, key=self._used)
         start = self.clock()
@@ -100,7 +100,7 @@ class Models(Mapping[str, Engine]):
 
     def run(self) -> None:
         """Serves until every request has ended."""
-        while any(one.schedule.waiting or one.schedule.running for one in self.values()):
+        while any(engine.schedule.waiting or engine.schedule.running for engine in self.values()):
             self.step()
 
     def warm_up(self) -> None:

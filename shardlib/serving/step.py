@@ -42,12 +42,12 @@ def step_function(forward: TracedForward, groups: Sequence[CacheGroup], grid: Gr
         weights: tuple[Tree, Tree],
         pages: Mapping[str, Pages],
         tokens: jax.Array,
-        where: Token,
+        placement: Token,
         rows: jax.Array,
-        how: Choices,
+        choices: Choices,
     ) -> tuple[Chosen, Mapping[str, Pages]]:
-        logits, pages = forward(*weights, pages, tokens, where, rows, groups, grid)
-        return grid.by_row(choose, logits, how), pages
+        logits, pages = forward(*weights, pages, tokens, placement, rows, groups, grid)
+        return grid.by_row(choose, logits, choices), pages
 
     return step
 
@@ -108,34 +108,36 @@ class Step:
             allowed: tokens that may come next, as bits of uint32, for each row of a request, by its
                 number; all where there is none.
         """
-        shape = next(one for one in self.sizes.shapes if self._fits(one, shares))
-        given = self._operands(shape)
-        wanted = len(given.rows) // self.grid.groups
+        shape = next(candidate for candidate in self.sizes.shapes if self._fits(candidate, shares))
+        operands = self._operands(shape)
+        rows_per_group = len(operands.rows) // self.grid.groups
         chunks, used = [0] * self.grid.groups, [0] * self.grid.groups
-        rows, masks, at = dict[int, Row](), dict[int, np.ndarray](), list[list[int]]()
+        rows, masks, row_numbers = dict[int, Row](), dict[int, np.ndarray](), list[list[int]]()
         for share in shares:
             group, slot = divmod(share.slot, self.sizes.slots)
             if share.count == 1 and shape.singles:
-                tables, places = [one[share.slot] for one in given.table], np.asarray([slot])
+                tables, places = [table[share.slot] for table in operands.table], np.asarray([slot])
             else:
                 first, many = chunks[group], -(-share.count // shape.chunk)
-                mine = group * shape.chunks + first + np.arange(many)
-                tables = [one[mine[0] : mine[-1] + 1] for one in given.chunks]
+                chunk_rows = group * shape.chunks + first + np.arange(many)
+                tables = [table[chunk_rows[0] : chunk_rows[-1] + 1] for table in operands.chunks]
                 places = shape.singles + first * shape.chunk + np.arange(share.count)
                 chunks[group] += many
-            for table, held in zip(tables, share.request.held, strict=True):
-                table[..., np.arange(held.gone, held.end) % table.shape[-1]] = held.pages
-            self._fill(given, share, group * shape.tokens + places)
+            for table, pages in zip(tables, share.request.held, strict=True):
+                table[..., np.arange(pages.gone, pages.end) % table.shape[-1]] = pages.pages
+            self._fill(operands, share, group * shape.tokens + places)
             here = range(used[group], used[group] + share.rows)
-            given.rows[group * wanted :][here.start : here.stop] = places[
+            operands.rows[group * rows_per_group :][here.start : here.stop] = places[
                 share.count - share.rows :
             ]
-            at.append([group * wanted + row for row in here])
+            row_numbers.append([group * rows_per_group + row for row in here])
             used[group] += share.rows
-            masks.update(zip(at[-1], (allowed or {}).get(share.request.number, ()), strict=False))
-            rows.update(zip(at[-1], rows_of(share), strict=True))
-        found = self._run(given, rows, masks)
-        return [[found[row] for row in each] for each in at]
+            masks.update(
+                zip(row_numbers[-1], (allowed or {}).get(share.request.number, ()), strict=False)
+            )
+            rows.update(zip(row_numbers[-1], rows_of(share), strict=True))
+        sampled = self._run(operands, rows, masks)
+        return [[sampled[row] for row in each] for each in row_numbers]
 
     def _compiled(self, beside: Tree) -> jax.stages.Compiled:
         def held(tree: Tree) -> Tree:
@@ -170,48 +172,51 @@ class Step:
                 used[share.slot // self.sizes.slots] += many
         return max(used) <= shape.chunks
 
-    def _fill(self, given: Given, share: Share, places: np.ndarray) -> None:
+    def _fill(self, operands: Given, share: Share, places: np.ndarray) -> None:
         """The tokens of a share, at their places."""
         if share.count == 1:
-            self._fill_one(given, share, int(places[0]))
+            self._fill_one(operands, share, int(places[0]))
             return
         position = np.arange(share.first, share.first + share.count)
         page = self.sizes.page
-        given.tokens[places] = share.tokens
-        if given.adapter is not None and self._which is not None:
-            given.adapter[places] = self._which(share)
-        given.position[places] = position
-        for entry, held in zip(given.entry, share.request.held, strict=True):
-            pages = np.asarray(held.pages, np.int32)[position // page - held.gone]
+        operands.tokens[places] = share.tokens
+        if operands.adapter is not None and self._which is not None:
+            operands.adapter[places] = self._which(share)
+        operands.position[places] = position
+        for entry, group in zip(operands.entry, share.request.held, strict=True):
+            pages = np.asarray(group.pages, np.int32)[position // page - group.gone]
             entry[places] = pages * page + position % page
 
-    def _fill_one(self, given: Given, share: Share, place: int) -> None:
+    def _fill_one(self, operands: Given, share: Share, place: int) -> None:
         """The token of a share that has one: without the arrays that several want."""
-        page, at = self.sizes.page, share.first
-        given.tokens[place], given.position[place] = share.tokens[0], at
-        if given.adapter is not None and self._which is not None:
-            given.adapter[place] = self._which(share)
-        for entry, held in zip(given.entry, share.request.held, strict=True):
-            entry[place] = held.at(at // page) * page + at % page
+        page, position = self.sizes.page, share.first
+        operands.tokens[place], operands.position[place] = share.tokens[0], position
+        if operands.adapter is not None and self._which is not None:
+            operands.adapter[place] = self._which(share)
+        for entry, group in zip(operands.entry, share.request.held, strict=True):
+            entry[place] = group.at(position // page) * page + position % page
 
     def _operands(self, shape: Shape) -> Given:
-        found = operands(self.sizes, shape, self.grid.groups)
-        return replace(found, adapter=np.zeros_like(found.tokens)) if self._which else found
+        blank = operands(self.sizes, shape, self.grid.groups)
+        return replace(blank, adapter=np.zeros_like(blank.tokens)) if self._which else blank
 
     def _run(
-        self, given: Given, rows: Mapping[int, Row], masks: Mapping[int, np.ndarray] | None = None
+        self,
+        operands: Given,
+        rows: Mapping[int, Row],
+        masks: Mapping[int, np.ndarray] | None = None,
     ) -> dict[int, Told]:
-        how = choices(
-            [rows.get(number) for number in range(len(given.rows))],
+        row_choices = choices(
+            [rows.get(number) for number in range(len(operands.rows))],
             vocab=self.forward.vocab,
             longest=self.sizes.table * self.sizes.page,
             allowed=masks,
         )
-        beside = given.tokens, given.where, given.rows, how
-        if given.shape not in self._programs:
-            self._programs[given.shape] = self._compiled(beside)
-        found, self.pages = self._programs[given.shape](self.weights, self.pages, *beside)
-        return told(found, rows)
+        beside = operands.tokens, operands.where, operands.rows, row_choices
+        if operands.shape not in self._programs:
+            self._programs[operands.shape] = self._compiled(beside)
+        chosen, self.pages = self._programs[operands.shape](self.weights, self.pages, *beside)
+        return told(chosen, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +263,13 @@ def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
     tokens, groups = devices * shape.tokens, sizes.groups
 
     def tables(count: int) -> tuple[np.ndarray, ...]:
-        return tuple(np.zeros((devices * count, one.table), np.int32) for one in groups)
+        return tuple(np.zeros((devices * count, group.table), np.int32) for group in groups)
 
     return Given(
         shape=shape,
         tokens=np.zeros(tokens, np.int32),
         position=np.zeros(tokens, np.int32),
-        entry=tuple(np.full(tokens, one.pages * sizes.page, np.int32) for one in groups),
+        entry=tuple(np.full(tokens, group.pages * sizes.page, np.int32) for group in groups),
         table=tables(shape.singles),
         chunks=tables(shape.chunks),
         rows=np.zeros(devices * min(shape.tokens, sizes.rows), np.int32),

@@ -132,9 +132,9 @@ class Pieces:
         self._tokens.append(token)
         self._new += 1
         text = self._text.decode(self._tokens)
-        whole = len(text) - text.endswith(UNKNOWN)
-        piece, self._sent = text[self._sent : whole], max(self._sent, whole)
-        if whole == len(text):
+        complete = len(text) - text.endswith(UNKNOWN)
+        piece, self._sent = text[self._sent : complete], max(self._sent, complete)
+        if complete == len(text):
             self._keep(self._new, waiting=0)
             self._new = 0
         elif len(self._tokens) > LONGEST_KEPT:
@@ -159,5 +159,5 @@ def plain_chat(messages: Sequence[JsonMapping]) -> str:
     Args:
         messages: each with a "role" and a "content".
     """
-    lines = [f"{one['role']}: {one['content']}\n" for one in messages]
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
     return "".join([*lines, "assistant:"])

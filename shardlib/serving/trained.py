@@ -56,19 +56,19 @@ def trained_run(folder: Path, *, average: bool = False) -> TrainedRun:
             f"{folder} is no folder of a run: it has no {run.manifest.name}\nTry: one that"
             " shardlib train --run has made"
         )
-    about = manifest.get("run")
-    if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
+    description = manifest.get("run")
+    if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
         raise RunError(
             f"{folder} is no run of shardlib train, so that its model is not known\nTry:"
             " shardlib.serving.Engine(init, forward, weights=state.params)"
         )
     config = construct(
         TransformerConfig,
-        {"name": folder.name or "run", **about["model"]},
+        {"name": folder.name or "run", **description["model"]},
         f"the model of {run.manifest}",
         RunError,
     )
-    if average and "average" not in about:
+    if average and "average" not in description:
         raise RunError(
             f"{folder} keeps no average of its parameters\nTry: shardlib train --average 0.999, or"
             " its parameters as they are, without --average"

@@ -73,15 +73,15 @@ class ServedProgram:
         )
         lines = [str(finding) for finding in self.findings]
         if self.compiled is not None:
-            found = self.compiled.device_bytes
+            sizes = self.compiled.device_bytes
             lines = [
-                f"compiled: {bytes_text(found['arguments'])} of arguments,"
-                f" {bytes_text(found['temporaries'])} of temporaries, peak"
-                f" {bytes_text(found['peak'])}",
+                f"compiled: {bytes_text(sizes['arguments'])} of arguments,"
+                f" {bytes_text(sizes['temporaries'])} of temporaries, peak"
+                f" {bytes_text(sizes['peak'])}",
                 *(
-                    f"{one.kind} over {'+'.join(one.axes) or 'no axes'}: {one.count} x"
-                    f" {bytes_text(one.bytes)} ({one.cause})"
-                    for one in self.compiled.collectives
+                    f"{collective.kind} over {'+'.join(collective.axes) or 'no axes'}:"
+                    f" {collective.count} x {bytes_text(collective.bytes)} ({collective.cause})"
+                    for collective in self.compiled.collectives
                 ),
                 *lines,
             ]
@@ -135,16 +135,18 @@ def verify_serving(
     traced = traced_forward(model, forward, longest=size.longest)
     size = size.within(traced.windows)
     arrangement = arranged(model, forward, traced, tensor=tensor, data=data)
-    where = target(machine, arrangement.mesh)
-    require_compiler(where.platform)
+    compile_target = target(machine, arrangement.mesh)
+    require_compiler(compile_target.platform)
     on = placed(model, arrangement, arrangement.abstract(), size.storage)
-    found: list[ServedProgram] = []
+    programs: list[ServedProgram] = []
     for shape in size.shapes:
-        step, predicted = exported_step(model, traced, on, size, shape, where.platform)
-        made = compile_apart(step, where, limits)
+        step, predicted = exported_step(model, traced, on, size, shape, compile_target.platform)
+        outcome = compile_apart(step, compile_target, limits)
         logits = 4 * traced.vocab * data * shape.tokens
-        compiled, said = _judged(arrangement.mesh, machine, where, step, made, predicted, logits)
-        found.append(
+        compiled, issues = _judged(
+            arrangement.mesh, machine, compile_target, step, outcome, predicted, logits
+        )
+        programs.append(
             ServedProgram(
                 topology=machine.name,
                 tensor=tensor,
@@ -153,25 +155,25 @@ def verify_serving(
                 table=size.table,
                 predicted=predicted,
                 compiled=compiled,
-                seconds=made.seconds,
-                findings=said,
+                seconds=outcome.seconds,
+                findings=issues,
             )
         )
-    return tuple(found)
+    return tuple(programs)
 
 
 def _judged(
     mesh: MeshShape,
     machine: Topology,
-    where: Target,
+    compile_target: Target,
     step: ExportedStep,
-    made: Compiled | Failure,
+    outcome: Compiled | Failure,
     predicted: Mapping[str, int],
     logits: int,
 ) -> tuple[CompiledStep | None, tuple[Finding, ...]]:
-    if isinstance(made, Failure):
-        return None, (_finding(made.kind, "error", made.message[:600], "smaller sizes"),)
-    compiled, traffic = read_compiled(mesh, (), machine, where, step, made)
+    if isinstance(outcome, Failure):
+        return None, (_finding(outcome.kind, "error", outcome.message[:600], "smaller sizes"),)
+    compiled, traffic = read_compiled(mesh, (), machine, compile_target, step, outcome)
     return compiled, tuple(
         findings(
             machine,
@@ -204,19 +206,20 @@ def findings(
         logits: bytes of those of all tokens of the step: a gather of more than twice as much is
             one of weights, whatever the compiler calls it.
     """
-    found, pages = compiled.device_bytes, predicted["pages"]
+    sizes, pages = compiled.device_bytes, predicted["pages"]
     gathered = [
-        one
-        for one in compiled.collectives
-        if one.kind == "all-gather" and (one.cause.startswith("weights.") or one.bytes > 2 * logits)
+        collective
+        for collective in compiled.collectives
+        if collective.kind == "all-gather"
+        and (collective.cause.startswith("weights.") or collective.bytes > 2 * logits)
     ]
     if gathered:
-        size = sum(one.total_bytes for one in gathered)
+        size = sum(collective.total_bytes for collective in gathered)
         yield _finding(
             "weights-gathered",
             "error",
             f"the program gathers {bytes_text(size)} of weights in a step:"
-            f" {', '.join(one.cause for one in gathered[:3])}",
+            f" {', '.join(collective.cause for collective in gathered[:3])}",
             "another number of devices along tensor",
         )
     if aliased < donated:
@@ -226,29 +229,29 @@ def findings(
             f"{donated - aliased} of {donated} arrays of pages are not written in place",
             "",
         )
-    if found["temporaries"] >= pages:
+    if sizes["temporaries"] >= pages:
         yield _finding(
             "cache-copied",
             "warning",
-            f"temporaries of {bytes_text(found['temporaries'])} are more than the pages,"
+            f"temporaries of {bytes_text(sizes['temporaries'])} are more than the pages,"
             f" {bytes_text(pages)}: the cache is copied, a step reads all of it at once, or weights"
             " of a layer are copied, as those of experts may be",
             "fewer slots, or a smaller budget",
         )
     expected = sum(predicted.values())
-    if abs(found["arguments"] - expected) > ALLOWED * expected:
+    if abs(sizes["arguments"] - expected) > ALLOWED * expected:
         yield _finding(
             "memory-differs",
             "warning",
             f"weights and pages are {bytes_text(expected)}, the arguments of the program"
-            f" {bytes_text(found['arguments'])}",
+            f" {bytes_text(sizes['arguments'])}",
             "",
         )
-    if found["peak"] > machine.chip.usable_bytes:
+    if sizes["peak"] > machine.chip.usable_bytes:
         yield _finding(
             "does-not-fit",
             "error",
-            f"the program needs {bytes_text(found['peak'])} of"
+            f"the program needs {bytes_text(sizes['peak'])} of"
             f" {bytes_text(machine.chip.usable_bytes)}",
             "fewer pages, or more devices along tensor",
         )

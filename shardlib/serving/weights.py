@@ -34,18 +34,18 @@ from shardlib.serving.scheduling.capacity import Storage
 from shardlib.tracing.forward_only import served_problem
 
 
-def both(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
+def both(model: Model, weights: Tree | int) -> tuple[Tree, Tree]:
     """(params, state) of what a user gave; state of params alone is that of a new model.
 
     Args:
         model: whose.
-        given: params, (params, state) where the model has state, or a seed.
+        weights: params, (params, state) where the model has state, or a seed.
     """
-    if isinstance(given, int):
-        return jax.jit(model.init)(given)
-    if isinstance(given, tuple) and len(given) == 2:
-        return given
-    return given, jax.jit(lambda: model.init(0)[1])()
+    if isinstance(weights, int):
+        return jax.jit(model.init)(weights)
+    if isinstance(weights, tuple) and len(weights) == 2:
+        return weights
+    return weights, jax.jit(lambda: model.init(0)[1])()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,27 +109,27 @@ class Placed:
             params: arrays anywhere.
             state: arrays anywhere.
         """
-        held = jax.device_put(params, self.params)
+        stored = jax.device_put(params, self.params)
         if self.storage.weights != "model":
-            shardings = jax.tree.map(lambda one: one.sharding, self.described(held))
-            held = jax.jit(self._stored, out_shardings=shardings)(held)
+            shardings = jax.tree.map(lambda array: array.sharding, self.described(stored))
+            stored = jax.jit(self._stored, out_shardings=shardings)(stored)
         if self.layered or self.factors:
-            leaves, tree = jax.tree.flatten(held, is_leaf=is_stored)
-            held = None  # or every array is there twice
-            for at in self.layered:
-                leaves[at] = by_layer(leaves[at])
-            for at, summed in self.factors.items():
-                leaves[at] = self._columns(leaves[at], summed)
-            held = jax.tree.unflatten(tree, leaves)
-        return held, jax.device_put(state, self.whole)
+            leaves, tree = jax.tree.flatten(stored, is_leaf=is_stored)
+            stored = None  # or every array is there twice
+            for index in self.layered:
+                leaves[index] = by_layer(leaves[index])
+            for index, summed in self.factors.items():
+                leaves[index] = self._columns(leaves[index], summed)
+            stored = jax.tree.unflatten(tree, leaves)
+        return stored, jax.device_put(state, self.whole)
 
-    def _columns(self, held: Leaf | Layered, summed: tuple[int, ...]) -> Columns | Layered:
-        made = jax.jit(
+    def _columns(self, leaf: Leaf | Layered, summed: tuple[int, ...]) -> Columns | Layered:
+        converted = jax.jit(
             partial(in_columns, summed=summed, parts=self.threads), out_shardings=self.whole
         )
-        if isinstance(held, Layered):
-            return Layered(rows=tuple(made(row) for row in held.rows))
-        return made(held)
+        if isinstance(leaf, Layered):
+            return Layered(rows=tuple(converted(row) for row in leaf.rows))
+        return converted(leaf)
 
     def described(self, params: Tree) -> Tree:
         """Params as they are stored, without their contents, each with its sharding.
@@ -176,13 +176,13 @@ class Placed:
         grid = self.grid
         pages = forward.new_pages(groups, size, self.storage.cache, grid.groups)
 
-        def page(one: Tree, heads: int) -> Tree:
+        def page(array: Tree, heads: int) -> Tree:
             return jax.tree.map(
                 lambda array, spec: jax.ShapeDtypeStruct(
                     array.shape, array.dtype, sharding=grid.sharding(spec)
                 ),
-                one,
-                grid.page_spec(one, heads),
+                array,
+                grid.page_spec(array, heads),
             )
 
         return {
@@ -203,10 +203,10 @@ class Placed:
         Raises:
             ArgumentError: pages cannot be sharded over the devices.
         """
-        wanted = self.of_pages(forward, groups, size)
+        shapes = self.of_pages(forward, groups, size)
         return jax.jit(
-            lambda: jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), wanted),
-            out_shardings=jax.tree.map(lambda page: page.sharding, wanted),
+            lambda: jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes),
+            out_shardings=jax.tree.map(lambda page: page.sharding, shapes),
         )()
 
 
@@ -216,7 +216,7 @@ def _like(leaf: Leaf, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def placed(
     model: Model,
-    found: Arrangement,
+    arrangement: Arrangement,
     mesh: Mesh | AbstractMesh,
     storage: Storage | None = None,
     cpu: TracedForward | None = None,
@@ -225,7 +225,7 @@ def placed(
 
     Args:
         model: from a front end in `annotation/`.
-        found: see `arranged`.
+        arrangement: see `arranged`.
         mesh: of its shape.
         storage: of weights and the cache; None for those of the model.
         cpu: the forward pass where CPUs compute it: rows of loops are held by layers, and factors
@@ -235,15 +235,15 @@ def placed(
     storage = storage or Storage()
 
     def of(path: KeyPath, _: Leaf) -> NamedSharding:
-        return named_sharding(mesh, found.layouts[path_text(path) or "params"])
+        return named_sharding(mesh, arrangement.layouts[path_text(path) or "params"])
 
     def shared(path: KeyPath, leaf: Leaf) -> int:
-        dim = found.scales.get(path_text(path) or "params", -1)
+        dim = arrangement.scales.get(path_text(path) or "params", -1)
         return dim if jnp.issubdtype(leaf.dtype, jnp.floating) else -1
 
     params = jax.tree_util.tree_map_with_path(of, model.params)
-    specs = [one.spec for one in jax.tree.leaves(params)]
-    rows = {at for at, spec in enumerate(specs) if not (*spec, None)[0]}
+    specs = [sharding.spec for sharding in jax.tree.leaves(params)]
+    rows = {index for index, spec in enumerate(specs) if not (*spec, None)[0]}
     layered = frozenset(rows & cpu.scanned) if cpu else frozenset[int]()
     factors = cpu.factors if cpu and storage.weights == "model" else {}
     return Placed(
@@ -252,7 +252,7 @@ def placed(
         shared=jax.tree_util.tree_map_with_path(shared, model.params),
         storage=storage,
         layered=layered,
-        factors={at: dims for at, dims in factors.items() if not any(specs[at])},
+        factors={index: dims for index, dims in factors.items() if not any(specs[index])},
         threads=os.cpu_count() or 1,
     )
 

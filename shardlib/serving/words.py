@@ -50,7 +50,7 @@ def named(word: str, *, average: bool = False) -> Served:
 
 def _run(folder: Path, *, average: bool) -> Served:
     """A run, as it is, also while it trains; its tokens are bytes."""
-    found = trained_run(folder, average=average)
+    run = trained_run(folder, average=average)
 
     def newer(version: str) -> tuple[Tree, str] | None:
         if not newer_step(folder, int(version.removeprefix("step "))):
@@ -60,24 +60,24 @@ def _run(folder: Path, *, average: bool) -> Served:
         return None if now == version else (fresh.weights, now)
 
     name = folder.resolve().name
-    return _bytes(found.model, name, found.weights, version=f"step {found.step}", newer=newer)
+    return _bytes(run.model, name, run.weights, version=f"step {run.step}", newer=newer)
 
 
 def _random(word: str) -> Served:
     """A model with random weights, whose tokens are bytes."""
-    found = models.load(word)
-    if not isinstance(found, TransformerConfig) or found.vocab_size < 256:
+    config = models.load(word)
+    if not isinstance(config, TransformerConfig) or config.vocab_size < 256:
         raise ModelError(
             f"{word} cannot be served: it is no decoder that knows 256 bytes\nTry: a folder of"
             " shardlib train --run, or shardlib.serving.Engine(init, forward) in a program of your"
             " own"
         )
     return _bytes(
-        found,
-        found.name,
+        config,
+        config.name,
         0,
         warning=(
-            f"{found.name} is served with RANDOM weights: it answers in noise, byte by byte, and"
+            f"{config.name} is served with RANDOM weights: it answers in noise, byte by byte, and"
             " shows only how fast it would answer"
         ),
     )

@@ -61,19 +61,21 @@ def single_pass(
     Raises:
         ArgumentError: no inputs, or one without rows.
     """
-    flat = {key: jax.ShapeDtypeStruct(tuple(one.shape), one.dtype) for key, one in inputs.items()}
-    if not flat or not all(one.shape for one in flat.values()):
+    flat = {
+        key: jax.ShapeDtypeStruct(tuple(shape.shape), shape.dtype) for key, shape in inputs.items()
+    }
+    if not flat or not all(shape.shape for shape in flat.values()):
         raise ArgumentError("the inputs of a pass are arrays by name, with rows in the first dim")
     model = read(init)
-    held = both(model, weights)
-    return SinglePass(name=name, model=model, weights=held, run=forward, inputs=flat)
+    arrays = both(model, weights)
+    return SinglePass(name=name, model=model, weights=arrays, run=forward, inputs=flat)
 
 
-def user_pass(found: UserModel, word: str, seq: int | None = None) -> SinglePass:
+def user_pass(model: UserModel, word: str, seq: int | None = None) -> SinglePass:
     """The pass that a user's function gives, see `shardlib.models.load`.
 
     Args:
-        found: what it returned.
+        model: what it returned.
         word: what it is called.
         seq: tokens of a row that are asked for; its batch says them.
 
@@ -85,17 +87,17 @@ def user_pass(found: UserModel, word: str, seq: int | None = None) -> SinglePass
         raise ArgumentError(
             f"{word} brings its own batch; --seq cannot change it\nTry: leave out --seq"
         )
-    if found.outputs is None or not isinstance(found.batch, Mapping):
+    if model.outputs is None or not isinstance(model.batch, Mapping):
         raise ModelError(
             f"{word} gives no 'outputs', (model, batch) -> arrays by name, over a batch that is a"
             " mapping of arrays\nTry: add it to what the function returns"
         )
     return single_pass(
-        found.init,
-        found.outputs,
-        found.batch,
-        weights=0 if found.weights is None else found.weights,
-        name=found.name.rpartition(":")[2] or "model",
+        model.init,
+        model.outputs,
+        model.batch,
+        weights=0 if model.weights is None else model.weights,
+        name=model.name.rpartition(":")[2] or "model",
     )
 
 
@@ -177,9 +179,9 @@ def named_pass(word: str, seq: int | None = None) -> SinglePass:
         ModelError: nothing of that name, or it has no such pass.
     """
     if ":" in word:
-        found = models.load(word)
-        if isinstance(found, UserModel):
-            return user_pass(found, word, seq)
+        loaded = models.load(word)
+        if isinstance(loaded, UserModel):
+            return user_pass(loaded, word, seq)
     from shardlib.serving.words import named
 
     served = named(word)

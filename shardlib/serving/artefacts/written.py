@@ -59,7 +59,7 @@ class Artefact:
 
 
 def write_artefact(
-    one: SinglePass,
+    single: SinglePass,
     folder: str | Path,
     *,
     batch: int | None = None,
@@ -68,7 +68,7 @@ def write_artefact(
     """Writes a pass; see the module.
 
     Args:
-        one: what is computed.
+        single: what is computed.
         folder: made where it is not there.
         batch: rows that the program takes; None for any number.
         platforms: where it can run: "cpu", "cuda", "tpu".
@@ -82,16 +82,18 @@ def write_artefact(
     if unknown or not platforms:
         raise ArgumentError(f"platforms are some of {', '.join(PLATFORMS)}, not {unknown}")
     root = Path(folder)
-    held = jax.tree_util.tree_leaves_with_path(one.weights)
+    leaves_by_path = jax.tree_util.tree_leaves_with_path(single.weights)
     # Keys of random streams are no arrays of a file, and nothing is drawn here.
-    plain = {path: leaf for path, leaf in enumerate(leaf for _, leaf in held) if not _key(leaf)}
-    function = _function(one, plain)
-    made = _exported(one, function, [_abstract(plain[n]) for n in plain], batch, platforms)
-    names = [f"{n}.{path_text(held[n][0])}" for n in plain]
-    about = Artefact(
-        name=one.name,
-        inputs={key: _row(shape) for key, shape in one.inputs.items()},
-        outputs={key: _row(shape) for key, shape in _outputs(made, batch).items()},
+    plain = {
+        path: leaf for path, leaf in enumerate(leaf for _, leaf in leaves_by_path) if not _key(leaf)
+    }
+    function = _function(single, plain)
+    program = _exported(single, function, [_abstract(plain[n]) for n in plain], batch, platforms)
+    names = [f"{n}.{path_text(leaves_by_path[n][0])}" for n in plain]
+    artefact = Artefact(
+        name=single.name,
+        inputs={key: _row(shape) for key, shape in single.inputs.items()},
+        outputs={key: _row(shape) for key, shape in _outputs(program, batch).items()},
         batch=batch,
     )
     try:
@@ -100,17 +102,17 @@ def write_artefact(
             raise CheckpointError(
                 f"{root} holds an artefact already; nothing is overwritten\nTry: an empty folder"
             )
-        (root / PROGRAM).write_bytes(made.serialize())
+        (root / PROGRAM).write_bytes(program.serialize())
         leaves = (np.asarray(plain[n], order="C") for n in plain)
         save_file(dict(zip(names, leaves, strict=True)), root / WEIGHTS)
         (root / ABOUT).write_text(
-            json.dumps(_json(about, names, platforms), indent=2) + "\n", encoding="utf-8"
+            json.dumps(_json(artefact, names, platforms), indent=2) + "\n", encoding="utf-8"
         )
     except OSError as error:
         raise CheckpointError(
             f"the artefact could not be written to {root} ({error})\nTry: a folder with more room"
         ) from error
-    return about
+    return artefact
 
 
 def _key(leaf: jax.Array) -> bool:
@@ -121,25 +123,25 @@ def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _function(one: SinglePass, plain: Mapping[int, jax.Array]) -> Tree:
-    all_leaves, tree = jax.tree.flatten(one.weights)
+def _function(single: SinglePass, plain: Mapping[int, jax.Array]) -> Tree:
+    all_leaves, tree = jax.tree.flatten(single.weights)
     keys = {
         n: np.asarray(jax.random.key_data(leaf)) for n, leaf in enumerate(all_leaves) if _key(leaf)
     }
 
     def forward(leaves: list[jax.Array], inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        given = dict(zip(plain, leaves, strict=True))
-        given |= {n: jax.random.wrap_key_data(jnp.asarray(data)) for n, data in keys.items()}
-        params, state = tree.unflatten([given[n] for n in range(len(all_leaves))])
-        module = one.model.evaluating(one.model.rebuild(params, state))
-        found = one.run(module, inputs)
-        return dict(found) if isinstance(found, Mapping) else {"output": found}
+        by_number = dict(zip(plain, leaves, strict=True))
+        by_number |= {n: jax.random.wrap_key_data(jnp.asarray(data)) for n, data in keys.items()}
+        params, state = tree.unflatten([by_number[n] for n in range(len(all_leaves))])
+        module = single.model.evaluating(single.model.rebuild(params, state))
+        output = single.run(module, inputs)
+        return dict(output) if isinstance(output, Mapping) else {"output": output}
 
     return forward
 
 
 def _exported(
-    one: SinglePass,
+    single: SinglePass,
     function: Tree,
     leaves: list[jax.ShapeDtypeStruct],
     batch: int | None,
@@ -148,7 +150,7 @@ def _exported(
     rows = export.symbolic_shape("rows")[0] if batch is None else batch
     inputs = {
         key: jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
-        for key, shape in one.inputs.items()
+        for key, shape in single.inputs.items()
     }
     try:
         return export.export(jax.jit(function), platforms=tuple(platforms))(leaves, inputs)
@@ -159,39 +161,39 @@ def _exported(
         )
         number = "any number of" if batch is None else batch
         raise ModelError(
-            f"the pass of {one.name} cannot be traced for {number} rows"
+            f"the pass of {single.name} cannot be traced for {number} rows"
             f" ({fit(printable(str(error)), 300)}){hint if batch is None else ''}"
         ) from error
 
 
-def _outputs(made: export.Exported, batch: int | None) -> dict[str, jax.ShapeDtypeStruct]:
-    rows = made.in_avals[-1].shape[0] if batch is None else batch  # inputs come last
-    listed = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made.out_avals]
-    found: dict[str, jax.ShapeDtypeStruct] = made.out_tree.unflatten(listed)
-    wrong = [key for key, one in found.items() if str(one.shape[:1]) != str((rows,))]
+def _outputs(program: export.Exported, batch: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = program.in_avals[-1].shape[0] if batch is None else batch  # inputs come last
+    listed = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.out_avals]
+    outputs: dict[str, jax.ShapeDtypeStruct] = program.out_tree.unflatten(listed)
+    wrong = [key for key, output in outputs.items() if str(output.shape[:1]) != str((rows,))]
     if wrong:
         raise ModelError(
             f"outputs of a pass have as many rows in their first dim as inputs; {shown(wrong[0])}"
-            f" has the shape {found[wrong[0]].shape}"
+            f" has the shape {outputs[wrong[0]].shape}"
         )
-    return found
+    return outputs
 
 
 def _row(shape: jax.ShapeDtypeStruct) -> Shape:
     return Shape(dims=tuple(shape.shape[1:]), dtype=str(shape.dtype))
 
 
-def _json(about: Artefact, names: list[str], platforms: Sequence[str]) -> JsonObject:
-    def shapes(given: Mapping[str, Shape]) -> JsonObject:
+def _json(artefact: Artefact, names: list[str], platforms: Sequence[str]) -> JsonObject:
+    def shapes(rows: Mapping[str, Shape]) -> JsonObject:
         return {
-            key: {"shape": [about.batch, *one.dims], "dtype": one.dtype}
-            for key, one in given.items()
+            key: {"shape": [artefact.batch, *row.dims], "dtype": row.dtype}
+            for key, row in rows.items()
         }
 
     return {
-        "name": about.name,
-        "inputs": shapes(about.inputs),
-        "outputs": shapes(about.outputs),
+        "name": artefact.name,
+        "inputs": shapes(artefact.inputs),
+        "outputs": shapes(artefact.outputs),
         "weights": names,
         "platforms": list(platforms),
         "jax": jax.__version__,

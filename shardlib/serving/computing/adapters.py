@@ -36,21 +36,21 @@ class Adapters:
         rows: number of each, from 1 on, by name.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.most = limit
         self.rows: dict[str, int] = {}
         self._stacks: dict[int, jax.Array] = {}
 
-    def failures(self, asked: Asked) -> list[str]:
+    def failures(self, request: Asked) -> list[str]:
         """Why the adapter of a request cannot be served; empty where it can.
 
         Args:
-            asked: what is asked.
+            request: what is asked.
         """
-        if not asked.adapter or asked.adapter in self.rows:
+        if not request.adapter or request.adapter in self.rows:
             return []
         there = ", ".join(map(repr, self.rows)) or "none"
-        return [f"there is no adapter {asked.adapter!r}; there are {there}"]
+        return [f"there is no adapter {request.adapter!r}; there are {there}"]
 
     def wrapped(self, weights: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         """Weights with those of all adapters.
@@ -62,12 +62,12 @@ class Adapters:
             return weights
         return Adapted(params=weights[0], stacks=self._stacks), weights[1]
 
-    def add(self, name: str, given: Tree, weights: tuple[Tree, Tree]) -> None:
+    def add(self, name: str, arrays: Tree, weights: tuple[Tree, Tree]) -> None:
         """One more adapter.
 
         Args:
             name: by which requests ask for it.
-            given: arrays in place of parameters of the base: a tree of a part of its params, or
+            arrays: arrays in place of parameters of the base: a tree of a part of its params, or
                 arrays by dotted path.
             weights: (params, state) of the base.
 
@@ -76,8 +76,8 @@ class Adapters:
         """
         leaves = jax.tree_util.tree_leaves_with_path(weights[0], is_leaf=is_held)
         stored = any(map(is_stored, jax.tree.leaves(weights[0], is_leaf=is_stored)))
-        places = {path_text(path): at for at, (path, _) in enumerate(leaves)}
-        parts = parts_of(given)
+        places = {path_text(path): index for index, (path, _) in enumerate(leaves)}
+        parts = parts_of(arrays)
         failures = [
             why
             for why, wrong in (
@@ -92,48 +92,48 @@ class Adapters:
             if path not in places:
                 failures.append(f"the model has no parameter {path}")
             elif tuple(array.shape) != tuple(leaves[places[path]][1].shape):
-                own = list(leaves[places[path]][1].shape)
-                failures.append(f"{path} is {list(array.shape)}; that of the model is {own}")
-        mine = {places[path] for path in parts if path in places}
-        if self._stacks and mine != set(self._stacks):
+                parameter = list(leaves[places[path]][1].shape)
+                failures.append(f"{path} is {list(array.shape)}; that of the model is {parameter}")
+        adapted = {places[path] for path in parts if path in places}
+        if self._stacks and adapted != set(self._stacks):
             failures.append("it has other parameters than the adapters that are there")
         if failures:
             raise_all(ArgumentError, f"the adapter {name!r} cannot be served", failures[:5])
         row = self.rows.get(name, len(self.rows) + 1)
         for path, array in parts.items():
-            at, own = places[path], leaves[places[path]][1]
-            stack = self._stacks.get(at)
+            index, parameter = places[path], leaves[places[path]][1]
+            stack = self._stacks.get(index)
             if stack is None:
-                stack = empty_stack(own, self.most)
-            new = jnp.asarray(array, own.dtype)
+                stack = empty_stack(parameter, self.most)
+            new = jnp.asarray(array, parameter.dtype)
             self._stacks = {
                 **self._stacks,
-                at: jax.jit(
+                index: jax.jit(
                     lambda stack, new, row: stack.at[row].set(new), out_shardings=stack.sharding
                 )(stack, new, row - 1),
             }
         self.rows[name] = row
 
 
-def parts_of(given: Tree) -> Parts:
+def parts_of(tree: Tree) -> Parts:
     """Arrays by dotted path.
 
     Args:
-        given: a tree, or arrays by dotted path already.
+        tree: a tree, or arrays by dotted path already.
     """
-    if isinstance(given, Mapping) and all(hasattr(one, "shape") for one in given.values()):
-        return {str(path): array for path, array in given.items()}
-    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}
+    if isinstance(tree, Mapping) and all(hasattr(array, "shape") for array in tree.values()):
+        return {str(path): array for path, array in tree.items()}
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def empty_stack(own: jax.Array | Layered | Columns, most: int) -> jax.Array:
+def empty_stack(parameter: jax.Array | Layered | Columns, count: int) -> jax.Array:
     """Room for so many arrays like one of the model, sharded as it is.
 
     Args:
-        own: the array of the model.
-        most: how many.
+        parameter: the array of the model.
+        count: how many.
     """
-    where = own.sharding
-    if isinstance(where, NamedSharding):
-        where = NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
-    return jax.device_put(jnp.zeros((most, *own.shape), own.dtype), where)
+    sharding = parameter.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.device_put(jnp.zeros((count, *parameter.shape), parameter.dtype), sharding)

@@ -102,9 +102,9 @@ def built(
     _require_own(devices, weights)
     _check_devices(tensor, data, len(devices))
     model = read(init)
-    own = own_cache(model, forward, longest=capacity.longest)
-    if own is not None:
-        return _slotted(own, weights, capacity, grid, devices[0])
+    cached_forward = own_cache(model, forward, longest=capacity.longest)
+    if cached_forward is not None:
+        return _slotted(cached_forward, weights, capacity, grid, devices[0])
     if capacity.adapters and capacity.storage.weights != "model":
         raise ArgumentError(
             f"weights are {capacity.storage.weights}, and those of adapters are not\nTry: no"
@@ -112,19 +112,19 @@ def built(
         )
     traced = traced_forward(model, forward, longest=capacity.longest)
     capacity = capacity.within(traced.windows if windows is None else windows)
-    found = arranged(model, forward, traced, tensor=tensor, data=data)
-    mesh = device_mesh(found.mesh, devices[: tensor * data])[0]
+    arrangement = arranged(model, forward, traced, tensor=tensor, data=data)
+    mesh = device_mesh(arrangement.mesh, devices[: tensor * data])[0]
     cpu = traced if devices[0].platform == "cpu" else None
-    where = placed(model, found, mesh, capacity.storage, cpu)
+    placement = placed(model, arrangement, mesh, capacity.storage, cpu)
 
-    def place(given: Tree | int) -> tuple[Tree, Tree]:
-        return where.weights(*_weights(model, given))
+    def place(weights: Tree | int) -> tuple[Tree, Tree]:
+        return placement.weights(*_weights(model, weights))
 
-    held, pages = place(weights), where.pages(traced, capacity.groups, capacity.page)
+    stored, pages = place(weights), placement.pages(traced, capacity.groups, capacity.page)
     if check:
-        compare(model, forward, traced, held, page=capacity.page)
+        compare(model, forward, traced, stored, page=capacity.page)
     return Built(
-        compute=Step(traced, held, pages, capacity, where.grid),
+        compute=Step(traced, stored, pages, capacity, placement.grid),
         capacity=capacity,
         forward=traced,
         place=place,
@@ -133,7 +133,7 @@ def built(
 
 
 def _slotted(
-    own: OwnCache,
+    forward: OwnCache,
     weights: Tree | int,
     capacity: Capacity,
     grid: tuple[int, int],
@@ -150,18 +150,18 @@ def _slotted(
         )
     sizes = slotted(capacity)
 
-    def place(given: Tree | int) -> tuple[Tree, Tree]:
-        return jax.device_put(_weights(own.model, given), device)
+    def place(weights: Tree | int) -> tuple[Tree, Tree]:
+        return jax.device_put(_weights(forward.model, weights), device)
 
-    compute = SlotStep(own, place(weights), sizes)
-    return Built(compute=compute, capacity=sizes, forward=own, place=place, chunk=compute.chunk)
+    compute = SlotStep(forward, place(weights), sizes)
+    return Built(compute=compute, capacity=sizes, forward=forward, place=place, chunk=compute.chunk)
 
 
 def _require_own(devices: Sequence[jax.Device], weights: Tree | int) -> None:
     """Refuses devices of other processes, and weights on them: every process schedules requests by
     its own clock.
     """
-    others = sorted({one.process_index for one in devices} - {jax.process_index()})
+    others = sorted({device.process_index for device in devices} - {jax.process_index()})
     if others:
         raise ArgumentError(
             f"an engine computes on devices of its own process, and devices of"
@@ -170,7 +170,7 @@ def _require_own(devices: Sequence[jax.Device], weights: Tree | int) -> None:
             " in each process that is to answer"
         )
     leaves = jax.tree.leaves(weights)
-    if any(isinstance(one, jax.Array) and not one.is_fully_addressable for one in leaves):
+    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
         raise ArgumentError(
             "the weights are on devices of other processes, and an engine computes in one\nTry:"
             " jax.tree.map(whole, weights) with `whole` of shardlib.processes.values, which all"
@@ -192,33 +192,33 @@ def _check_devices(tensor: int, data: int, there: int) -> None:
         raise_all(ArgumentError, "the model cannot be served so", failures)
 
 
-def _weights(model: Model, given: Tree | int) -> tuple[Tree, Tree]:
+def _weights(model: Model, weights: Tree | int) -> tuple[Tree, Tree]:
     """(params, state) of what a user gave."""
-    alone = not isinstance(given, int) and not (isinstance(given, tuple) and len(given) == 2)
+    alone = not isinstance(weights, int) and not (isinstance(weights, tuple) and len(weights) == 2)
     if alone and jax.tree.leaves(model.state):
         raise ArgumentError(
             "the model has state, and weights are params alone\nTry: (params, state)"
         )
-    _require_own((), given)
-    found = (given, model.state) if alone else both(model, given)
-    _require_same(model.params, found[0])
-    return found
+    _require_own((), weights)
+    pair = (weights, model.state) if alone else both(model, weights)
+    _require_same(model.params, pair[0])
+    return pair
 
 
-def _require_same(wanted: Tree, given: Tree) -> None:
+def _require_same(expected: Tree, params: Tree) -> None:
     """Refuses weights of another model."""
-    mine, theirs = (
+    shapes, theirs = (
         {
             path_text(path) or "params": tuple(jnp.shape(leaf))
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
-        for tree in (wanted, given)
+        for tree in (expected, params)
     )
-    failures = [f"{path} is missing" for path in mine if path not in theirs]
-    failures += [f"{path} is no parameter of the model" for path in theirs if path not in mine]
+    failures = [f"{path} is missing" for path in shapes if path not in theirs]
+    failures += [f"{path} is no parameter of the model" for path in theirs if path not in shapes]
     failures += [
         f"{path} is {list(theirs[path])}; the model has {list(shape)}"
-        for path, shape in mine.items()
+        for path, shape in shapes.items()
         if theirs.get(path, shape) != shape
     ]
     if failures:

@@ -38,22 +38,22 @@ def draft_model(
             " requests of one group\nTry: data=1, or guesses of what followed the last time"
         )
     devices = jax.tree.leaves(beside.weights)[0].devices()
-    made = built(
+    draft = built(
         init,
         forward,
         weights=weights,
         capacity=sizes,
         grid=(1, 1),
-        devices=sorted(devices, key=lambda one: one.id)[:1],
+        devices=sorted(devices, key=lambda device: device.id)[:1],
         check=False,
         windows=sizes.windows,
     )
-    assert isinstance(beside, Step) and isinstance(made.compute, Step), "drafts need pages"
-    mine, other = made.forward.vocab, beside.forward.vocab
-    if mine != other:
+    assert isinstance(beside, Step) and isinstance(draft.compute, Step), "drafts need pages"
+    draft_vocab, vocab = draft.forward.vocab, beside.forward.vocab
+    if draft_vocab != vocab:
         raise_all(
             ArgumentError,
             "the model cannot guess",
-            [f"it knows {mine} tokens, and the model that is served {other}"],
+            [f"it knows {draft_vocab} tokens, and the model that is served {vocab}"],
         )
-    return DraftModel(made.compute)
+    return DraftModel(draft.compute)

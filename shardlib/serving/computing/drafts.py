@@ -27,12 +27,12 @@ from shardlib.serving.step import Step
 class Drafts(Protocol):
     """Guesses tokens."""
 
-    def guessed(self, running: Sequence[Request], most: int) -> Mapping[int, Sequence[int]]:
+    def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
         """Guesses, by number of the request; any tokens, where `filled` guesses.
 
         Args:
             running: requests that have slots.
-            most: tokens for each.
+            count: tokens for each.
         """
         ...
 
@@ -44,12 +44,12 @@ class Drafts(Protocol):
         """
         ...
 
-    def done(self, shares: Sequence[Share], kept: Mapping[int, int]) -> None:
+    def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
         """A step has computed them.
 
         Args:
             shares: as `filled` gave them.
-            kept: how many guesses were right, by number of the request.
+            accepted: how many guesses were right, by number of the request.
         """
         ...
 
@@ -66,29 +66,29 @@ class Ngrams:
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.longest, self.shortest = longest, shortest
 
-    def guessed(self, running: Sequence[Request], most: int) -> Mapping[int, Sequence[int]]:
+    def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
         """See `Drafts`."""
         waiting = [request for request in running if request.waiting == 1]
-        return {request.number: self._after(request.tokens, most) for request in waiting}
+        return {request.number: self._after(request.tokens, count) for request in waiting}
 
     def filled(self, shares: Sequence[Share]) -> list[Share]:
         """See `Drafts`."""
         return list(shares)
 
-    def done(self, shares: Sequence[Share], kept: Mapping[int, int]) -> None:
+    def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
         """See `Drafts`."""
 
-    def _after(self, tokens: Sequence[int], most: int) -> list[int]:
+    def _after(self, tokens: Sequence[int], count: int) -> list[int]:
         text = np.asarray(tokens, np.int32)
         for length in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)
-            found = np.flatnonzero((windows == text[-length:]).all(axis=1))
-            if len(found):
-                at = int(found[-1]) + length
-                followed = text[at : at + most].tolist()
+            matches = np.flatnonzero((windows == text[-length:]).all(axis=1))
+            if len(matches):
+                start = int(matches[-1]) + length
+                followed = text[start : start + count].tolist()
                 # where it repeats itself, what follows goes on behind the end
-                period = len(text) - at
-                return [followed[n % period] for n in range(most)] if period < most else followed
+                period = len(text) - start
+                return [followed[n % period] for n in range(count)] if period < count else followed
         return []
 
 
@@ -103,9 +103,9 @@ class DraftModel:
         self.step = step
         self._behind: dict[int, int] = {}
 
-    def guessed(self, running: Sequence[Request], most: int) -> Mapping[int, Sequence[int]]:
+    def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
         """See `Drafts`."""
-        return {request.number: (0,) * most for request in running if request.waiting == 1}
+        return {request.number: (0,) * count for request in running if request.waiting == 1}
 
     def filled(self, shares: Sequence[Share]) -> list[Share]:
         """See `Drafts`."""
@@ -113,10 +113,10 @@ class DraftModel:
         if not self.step.holds(now):
             now = [self._own(share, behind=False) for share in shares]
         guesses: dict[int, tuple[int, ...]] = {share.request.number: () for share in shares}
-        wanted = {share.request.number: len(share.drafted) for share in shares}
+        lengths = {share.request.number: len(share.drafted) for share in shares}
         while now:
-            told = self.step(now)
-            for share, rows in zip(now, told, strict=True):
+            sampled = self.step(now)
+            for share, rows in zip(now, sampled, strict=True):
                 if rows:
                     guesses[share.request.number] += (rows[-1].token,)
             now = [
@@ -127,16 +127,16 @@ class DraftModel:
                     drafted=guesses[number],
                 )
                 for share in now
-                if 0 < len(guesses[number := share.request.number]) < wanted[number]
+                if 0 < len(guesses[number := share.request.number]) < lengths[number]
             ]
         return [replace(share, drafted=guesses[share.request.number]) for share in shares]
 
-    def done(self, shares: Sequence[Share], kept: Mapping[int, int]) -> None:
+    def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
         """See `Drafts`."""
         self._behind = {
             share.request.number: share.first + share.count
             for share in shares
-            if share.drafted and kept[share.request.number] == len(share.drafted)
+            if share.drafted and accepted[share.request.number] == len(share.drafted)
         }
 
     def _own(self, share: Share, behind: bool = True) -> Share:

@@ -78,25 +78,25 @@ def own_cache(model: Model, forward: UserForward, *, longest: int) -> OwnCache |
     """
     if not jax.tree.leaves(model.state):
         return None
-    made = jax.make_jaxpr(
+    traced = jax.make_jaxpr(
         lambda params, state, tokens: _run(model, forward, params, state, tokens)
     )(model.params, model.state, jax.ShapeDtypeStruct((1, 1), jnp.int32))
-    before = made.jaxpr.invars[len(jax.tree.leaves(model.params)) : -1]
-    after = made.jaxpr.outvars[1:]
+    before = traced.jaxpr.invars[len(jax.tree.leaves(model.params)) : -1]
+    after = traced.jaxpr.outvars[1:]
     changed = tuple(
-        at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new
+        index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new
     )
     if not changed:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(model.state)
-    for at in changed:
-        name, shape = path_text(leaves[at][0]), leaves[at][1].shape
+    for index in changed:
+        name, shape = path_text(leaves[index][0]), leaves[index][1].shape
         if any(word in name for word in FLAX) and len(shape) > 2 and shape[-3] < longest:
             raise ModelError(
                 f"{name} has room for {shape[-3]} tokens, and a request may have {longest}\nTry:"
                 f" init_cache with {longest} tokens, or Capacity(longest={shape[-3]})"
             )
-    (vocab,) = made.out_avals[0].shape
+    (vocab,) = traced.out_avals[0].shape
     return OwnCache(model=model, forward=forward, changed=changed, vocab=vocab)
 
 
@@ -128,8 +128,8 @@ class SlotStep:
     def __init__(self, forward: OwnCache, weights: tuple[Tree, Tree], sizes: Capacity) -> None:
         self.forward, self.weights, self.sizes = forward, weights, sizes
         self.chunk = sizes.chunk_size
-        blank = [jax.tree.leaves(weights[1])[at] for at in forward.changed]
-        self.caches = [jnp.repeat(one[None], sizes.slots, axis=0) for one in blank]
+        blank = [jax.tree.leaves(weights[1])[index] for index in forward.changed]
+        self.caches = [jnp.repeat(leaf[None], sizes.slots, axis=0) for leaf in blank]
         self._step = jax.jit(self._computed, donate_argnums=1)
         self._programs: dict[int, jax.stages.Compiled] = {}
 
@@ -159,13 +159,15 @@ class SlotStep:
             tokens[: share.count, share.slot] = share.tokens
             live[: share.count, share.slot] = True
             fresh[share.slot] = share.first == 0
-            at = np.arange(share.count - share.rows, share.count) * self.sizes.slots + share.slot
-            row[len(rows) : len(rows) + share.rows] = at
+            computed_rows = (
+                np.arange(share.count - share.rows, share.count) * self.sizes.slots + share.slot
+            )
+            row[len(rows) : len(rows) + share.rows] = computed_rows
             for number, mask in enumerate((allowed or {}).get(share.request.number, ())):
                 masks[len(rows) + number] = mask
             rows += rows_of(share)
-        found = iter(self._run((tokens, live, fresh, row), rows, masks))
-        return [[next(found) for _ in range(share.rows)] for share in shares]
+        chosen = iter(self._run((tokens, live, fresh, row), rows, masks))
+        return [[next(chosen) for _ in range(share.rows)] for share in shares]
 
     def _empty(self, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         slots = self.sizes.slots
@@ -177,20 +179,22 @@ class SlotStep:
         )
 
     def _run(
-        self, given: tuple[np.ndarray, ...], rows: Sequence[Row], masks: Mapping[int, np.ndarray]
+        self, operands: tuple[np.ndarray, ...], rows: Sequence[Row], masks: Mapping[int, np.ndarray]
     ) -> list[Told]:
-        how = choices(
+        row_choices = choices(
             [*rows, *[None] * (self.sizes.slots - len(rows))],
             vocab=self.forward.vocab,
             longest=self.sizes.longest,
             allowed=masks,
         )
-        columns = len(given[0])
+        columns = len(operands[0])
         if columns not in self._programs:
-            lowered = self._step.lower(self.weights, self.caches, *given, how)
+            lowered = self._step.lower(self.weights, self.caches, *operands, row_choices)
             self._programs[columns] = lowered.compile()
-        found, self.caches = self._programs[columns](self.weights, self.caches, *given, how)
-        return list(told(found, dict(enumerate(rows))).values())
+        chosen, self.caches = self._programs[columns](
+            self.weights, self.caches, *operands, row_choices
+        )
+        return list(told(chosen, dict(enumerate(rows))).values())
 
     def _computed(
         self,
@@ -200,22 +204,22 @@ class SlotStep:
         live: jax.Array,
         fresh: jax.Array,
         rows: jax.Array,
-        how: Choices,
+        row_choices: Choices,
     ) -> tuple[Chosen, list[jax.Array]]:
         params, state = weights[0], jax.tree.leaves(weights[1])
-        blank = [state[at] for at in self.forward.changed]
+        blank = [state[index] for index in self.forward.changed]
 
         def one(cache: list[jax.Array], token: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            held = list(state)
-            for at, leaf in zip(self.forward.changed, cache, strict=True):
-                held[at] = leaf
-            logits, after = self.forward(params, held, token)
-            return logits, [after[at] for at in self.forward.changed]
+            leaves = list(state)
+            for index, leaf in zip(self.forward.changed, cache, strict=True):
+                leaves[index] = leaf
+            logits, after = self.forward(params, leaves, token)
+            return logits, [after[index] for index in self.forward.changed]
 
         def column(
-            caches: list[jax.Array], given: tuple[jax.Array, jax.Array]
+            caches: list[jax.Array], inputs: tuple[jax.Array, jax.Array]
         ) -> tuple[list[jax.Array], jax.Array]:
-            token, on = given
+            token, on = inputs
             logits, after = jax.vmap(one)(caches, token)
             return [_where(on, new, old) for new, old in zip(after, caches, strict=True)], logits
 
@@ -228,7 +232,7 @@ class SlotStep:
             lambda: caches,
         )
         caches, logits = jax.lax.scan(column, caches, (tokens, live))
-        return choose(logits.reshape(-1, logits.shape[-1])[rows], how), caches
+        return choose(logits.reshape(-1, logits.shape[-1])[rows], row_choices), caches
 
 
 def _where(slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

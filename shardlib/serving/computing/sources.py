@@ -67,46 +67,49 @@ class Sources:
             for part in weights
             for path, leaf in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_held)
         ]
-        places = {path: at for at, (path, _) in enumerate(leaves)}
+        places = {path: index for index, (path, _) in enumerate(leaves)}
         row = jax.ShapeDtypeStruct((1, longest), jnp.int32)
-        found = jax.eval_shape(made, *weights, row, jax.ShapeDtypeStruct((), jnp.int32))
-        failures = [] if found else ["it gives nothing"]
-        for path, one in found.items():
-            own = leaves[places[path]][1] if path in places else None
-            if own is None:
+        shapes = jax.eval_shape(made, *weights, row, jax.ShapeDtypeStruct((), jnp.int32))
+        failures = [] if shapes else ["it gives nothing"]
+        for path, shape in shapes.items():
+            variable = leaves[places[path]][1] if path in places else None
+            if variable is None:
                 failures.append(f"the model has no variable {path}")
-            elif _kind(own) != _kind(one):
-                failures.append(f"{path} is {_kind(one)}; that of the model is {_kind(own)}")
+            elif _kind(variable) != _kind(shape):
+                failures.append(f"{path} is {_kind(shape)}; that of the model is {_kind(variable)}")
         if failures:
             raise_all(ModelError, "the encoder does not fit the model", failures)
-        self._stacks = {places[path]: empty_stack(leaves[places[path]][1], slots) for path in found}
+        self._stacks = {
+            places[path]: empty_stack(leaves[places[path]][1], slots) for path in shapes
+        }
 
         def written(
             stacks: dict[int, jax.Array],
             weights: tuple[Tree, Tree],
             source: jax.Array,
-            at: jax.Array,
+            slot_and_length: jax.Array,
         ) -> dict[int, jax.Array]:
-            new = made(*weights, source, at[1])
+            new = made(*weights, source, slot_and_length[1])
             return {
-                places[path]: stacks[places[path]].at[at[0]].set(one) for path, one in new.items()
+                places[path]: stacks[places[path]].at[slot_and_length[0]].set(array)
+                for path, array in new.items()
             }
 
         self._written = jax.jit(
             written,
             donate_argnums=0,
-            out_shardings={at: stack.sharding for at, stack in self._stacks.items()},
+            out_shardings={index: stack.sharding for index, stack in self._stacks.items()},
         )
 
-    def failures(self, asked: Asked) -> list[str]:
+    def failures(self, request: Asked) -> list[str]:
         """Why the source of a request cannot be served; empty where it can.
 
         Args:
-            asked: what is asked.
+            request: what is asked.
         """
-        if not 0 < len(asked.source) <= self.longest:
-            return [f"the source has {len(asked.source)} tokens; it has from 1 to {self.longest}"]
-        if not all(whole(token) and 0 <= token < 1 << 31 for token in asked.source):
+        if not 0 < len(request.source) <= self.longest:
+            return [f"the source has {len(request.source)} tokens; it has from 1 to {self.longest}"]
+        if not all(whole(token) and 0 <= token < 1 << 31 for token in request.source):
             return ["the source has what is no token; tokens are whole numbers from 0 on"]
         return []
 
@@ -129,8 +132,8 @@ class Sources:
             tokens = share.request.asked.source
             source = np.zeros((1, self.longest), np.int32)
             source[0, : len(tokens)] = tokens
-            at = np.asarray([share.slot, len(tokens)], np.int32)
-            self._stacks = self._written(self._stacks, weights, source, at)
+            slot_and_length = np.asarray([share.slot, len(tokens)], np.int32)
+            self._stacks = self._written(self._stacks, weights, source, slot_and_length)
             self._held[share.slot] = share.request
         return Adapted(params=weights[0], stacks=self._stacks), weights[1]
 

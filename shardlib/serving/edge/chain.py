@@ -59,10 +59,10 @@ class Chain:
 
     def close(self) -> None:
         """Ends all connections: every stage waits for its next part then."""
-        for one in (*self.drivers, self.first, self.last):
+        for connection in (*self.drivers, self.first, self.last):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def through(
         self, batches: Mapping[int, Sequence[np.ndarray]]
@@ -80,7 +80,7 @@ class Chain:
         def sending() -> None:
             with contextlib.suppress(*BROKEN):
                 for number, arrays in batches.items():
-                    named = {str(k): one for k, one in enumerate(arrays)}
+                    named = {str(k): array for k, array in enumerate(arrays)}
                     send(self.first, {"batch": number}, named)
 
         def receiving() -> None:
@@ -93,20 +93,20 @@ class Chain:
                     results.put((number, arrays))
             results.put(None)
 
-        for one in (sending, receiving):
-            threading.Thread(target=one, daemon=True).start()
+        for loop in (sending, receiving):
+            threading.Thread(target=loop, daemon=True).start()
         left = len(batches)
         while left:
             self._check()
             try:
-                found = results.get(timeout=0.2)
+                result = results.get(timeout=0.2)
             except queue.Empty:
                 continue
-            if found is None:
+            if result is None:
                 self._lost()
-            assert found is not None
+            assert result is not None
             left -= 1
-            yield found
+            yield result
 
     def _check(self) -> None:
         if self.gone:
@@ -114,8 +114,8 @@ class Chain:
         now = time.monotonic()
         for stage, last in enumerate(self.heard):
             if now - last > SILENT_SECONDS:
-                said = f"has given no sign of life for {SILENT_SECONDS:g} s"
-                raise StageError(stage, self.addresses[stage], said)
+                reason = f"has given no sign of life for {SILENT_SECONDS:g} s"
+                raise StageError(stage, self.addresses[stage], reason)
 
     def _lost(self) -> None:
         """Says which stage is gone: that whose own connection has closed first."""
@@ -154,8 +154,8 @@ def connected(
             listener = socket.create_server((host, 0))
             with contextlib.closing(Entrance(listener, workers.secret)) as entrance:
                 after = [*addresses[1:], (host, listener.getsockname()[1])]
-                for stage, one in enumerate(stages):
-                    header, arrays = _told(one, stage, after[stage], least_s[stage])
+                for stage, program in enumerate(stages):
+                    header, arrays = _told(program, stage, after[stage], least_s[stage])
                     drivers[stage].settimeout(READY_SECONDS)
                     send(drivers[stage], header, arrays)
                 for stage in range(count):
@@ -168,8 +168,8 @@ def connected(
             stage = 0
             first = opened.enter_context(_to(workers, addresses[0]))
         except BROKEN as error:
-            said = f"does not answer ({error})"
-            raise StageError(stage, addresses[stage], said) from error
+            reason = f"does not answer ({error})"
+            raise StageError(stage, addresses[stage], reason) from error
         opened.pop_all()
     chain = Chain(
         addresses=list(addresses),
@@ -199,17 +199,17 @@ def _to(workers: Workers, address: tuple[str, int]) -> socket.socket:
 
 
 def _told(
-    one: StageProgram, number: int, after: tuple[str, int], least_s: float
+    program: StageProgram, number: int, after: tuple[str, int], least_s: float
 ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
-    arrays = {"program": np.frombuffer(one.program, np.uint8)}
-    arrays |= {f"weight{k}": array for k, array in enumerate(one.weights)}
-    arrays |= {f"taken{k}": np.zeros(a.shape, a.dtype) for k, a in enumerate(one.taken)}
+    arrays = {"program": np.frombuffer(program.program, np.uint8)}
+    arrays |= {f"weight{k}": array for k, array in enumerate(program.weights)}
+    arrays |= {f"taken{k}": np.zeros(a.shape, a.dtype) for k, a in enumerate(program.taken)}
     header: dict[str, object] = {
         "stage": number,
         "after": list(after),
         "after_number": number + 1,
-        "weights": len(one.weights),
-        "taken": len(one.taken),
+        "weights": len(program.weights),
+        "taken": len(program.taken),
         "least_s": least_s,
     }
     return header, arrays

@@ -62,49 +62,52 @@ def cut(
     """
     chain = TracedChain.of(model, forward, batch, weights)
     places = chain.places(plan.stages[-1].last + 1)
-    given = tuple(chain.shapes[key[0]] for key in chain.live(places[0]))
-    found: list[StageProgram] = []
+    inputs = tuple(chain.shapes[key[0]] for key in chain.live(places[0]))
+    programs: list[StageProgram] = []
     for stage in plan.stages:
-        one = _stage(chain, places[stage.first], places[stage.last + 1], given)
-        found.append(one[0])
-        given = one[1]
-    return found
+        cut_stage = _stage(chain, places[stage.first], places[stage.last + 1], inputs)
+        programs.append(cut_stage[0])
+        inputs = cut_stage[1]
+    return programs
 
 
 def _stage(
-    chain: TracedChain, first: Place, last: Place, given: tuple[jax.ShapeDtypeStruct, ...]
+    chain: TracedChain, first: Place, last: Place, inputs: tuple[jax.ShapeDtypeStruct, ...]
 ) -> tuple[StageProgram, tuple[jax.ShapeDtypeStruct, ...]]:
     """A stage's program, and what it hands on."""
     parts = chain.weights(first, last)
     taken, handed = chain.live(first), chain.live(last)
     ends = last[0] == len(chain.program.equations)
 
-    def run(weights: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
+    def run(weights: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
         env: dict[Key, Value] = {
-            key: _unpacked(one, chain.dtype(key)) for key, one in zip(taken, given, strict=True)
+            key: _unpacked(array, chain.dtype(key))
+            for key, array in zip(taken, arrays, strict=True)
         }
         stage = _Stage(chain=chain, env=env)
-        for (number, start, stop), one in zip(parts, weights, strict=True):
+        for (number, start, stop), array in zip(parts, weights, strict=True):
             leaf = chain.leaves[number]
-            stage.weights[number] = _unpacked(one, jnp.dtype(leaf.dtype)), start, stop
+            stage.weights[number] = _unpacked(array, jnp.dtype(leaf.dtype)), start, stop
         stage.run(first, last)
         keys: list[Key] = [(n, "", 0) for n in chain.program.outputs] if ends else handed
         return [_packed(jnp.asarray(stage.handed(key))) for key in keys]
 
-    held = tuple(_bits(chain.leaves[n][a:b] if b else chain.leaves[n]) for n, a, b in parts)
-    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in held]
-    taken_as = [_packed_shape(one) for one in given]
-    made = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(shapes, taken_as)
-    one = StageProgram(program=bytes(made.serialize()), weights=held, taken=tuple(taken_as))
+    weights_bits = tuple(_bits(chain.leaves[n][a:b] if b else chain.leaves[n]) for n, a, b in parts)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weights_bits]
+    taken_as = [_packed_shape(shape) for shape in inputs]
+    exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(shapes, taken_as)
+    program = StageProgram(
+        program=bytes(exported.serialize()), weights=weights_bits, taken=tuple(taken_as)
+    )
     after = (
         tuple(
             jax.ShapeDtypeStruct(aval.shape, chain.dtype(key))
-            for aval, key in zip(made.out_avals, handed, strict=True)
+            for aval, key in zip(exported.out_avals, handed, strict=True)
         )
         if not ends
         else ()
     )
-    return one, after
+    return program, after
 
 
 @dataclass(kw_only=True)
@@ -125,7 +128,7 @@ class _Stage:
         if number in program.constants:
             return program.constants[number]
         equation = program.equations[self.chain.maker[number]]  # of weights and constants alone
-        self._store(equation, bind(equation, [self.value(one) for one in equation.inputs]))
+        self._store(equation, bind(equation, [self.value(operand) for operand in equation.inputs]))
         return self.env[number, "", 0]
 
     def handed(self, key: Key) -> Value:
@@ -133,7 +136,9 @@ class _Stage:
         return self.env[key] if key[1] else self.value(key[0])
 
     def _store(self, equation: Equation, results: Sequence[Value]) -> None:
-        self.env.update({(n, "", 0): one for n, one in zip(equation.outputs, results, strict=True)})
+        self.env.update(
+            {(n, "", 0): result for n, result in zip(equation.outputs, results, strict=True)}
+        )
 
     def run(self, first: Place, last: Place) -> None:
         """Computes what lies between two places."""
@@ -157,22 +162,22 @@ class _Stage:
         ]
         rows = [self._rows(number, start, stop) for number in inputs[constants + carried :]]
         begun = [
-            jnp.asarray(one, self.chain.shapes[number].dtype)
-            for one, number in zip(begun, equation.outputs, strict=False)
+            jnp.asarray(array, self.chain.shapes[number].dtype)
+            for array, number in zip(begun, equation.outputs, strict=False)
         ]
         results = bind(equation, [*fixed, *begun, *rows], length=stop - start)
         stacks = results[carried:]
         if start:
             stacks = [
-                jnp.concatenate([self.env[place, "stack", k], one])
+                jnp.concatenate([self.env[place, "stack", k], stack])
                 if (place, "stack", k) in self.env
-                else one
-                for k, one in enumerate(stacks)
+                else stack
+                for k, stack in enumerate(stacks)
             ]
         if stop == length:
             self._store(equation, [*results[:carried], *stacks])
-        self.env.update({(place, "carry", k): one for k, one in enumerate(results[:carried])})
-        self.env.update({(place, "stack", k): one for k, one in enumerate(stacks)})
+        self.env.update({(place, "carry", k): result for k, result in enumerate(results[:carried])})
+        self.env.update({(place, "stack", k): stack for k, stack in enumerate(stacks)})
 
     def _rows(self, number: int, start: int, stop: int) -> Value:
         if number in self.weights:
@@ -182,8 +187,8 @@ class _Stage:
 
 
 def _bits(array: Any) -> np.ndarray:
-    found = np.asarray(array, order="C")
-    return found.view(np.uint16) if found.dtype == jnp.bfloat16 else found
+    bits = np.asarray(array, order="C")
+    return bits.view(np.uint16) if bits.dtype == jnp.bfloat16 else bits
 
 
 def _packed(array: jax.Array) -> jax.Array:
@@ -196,6 +201,6 @@ def _unpacked(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.bfloat16) if half else array
 
 
-def _packed_shape(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    dtype = jnp.uint16 if one.dtype == jnp.bfloat16 else one.dtype
-    return jax.ShapeDtypeStruct(one.shape, dtype)
+def _packed_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    dtype = jnp.uint16 if shape.dtype == jnp.bfloat16 else shape.dtype
+    return jax.ShapeDtypeStruct(shape.shape, dtype)

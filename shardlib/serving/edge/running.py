@@ -73,7 +73,7 @@ def run_edge(
     if not batches:
         raise ArgumentError("there are no batches")
     model = read(init)
-    held = both(model, weights)
+    arrays = both(model, weights)
     flat = {n: [np.asarray(leaf) for leaf in jax.tree.leaves(b)] for n, b in enumerate(batches)}
     shape = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batches[0])
     done: dict[int, list[np.ndarray]] = {}
@@ -82,16 +82,16 @@ def run_edge(
     times = list[float]()
     try:
         while True:
-            stages = cut(model, forward, shape, held, plan)
-            least = [one.seconds if simulated else 0.0 for one in plan.stages]
-            addresses = used.of([one.device for one in plan.stages])
+            stages = cut(model, forward, shape, arrays, plan)
+            minimum_seconds = [stage.seconds if simulated else 0.0 for stage in plan.stages]
+            addresses = used.of([stage.device for stage in plan.stages])
             times.clear()
             try:
-                chain = connected(used, addresses, stages, least)
+                chain = connected(used, addresses, stages, minimum_seconds)
                 try:
-                    left = {n: one for n, one in flat.items() if n not in done}
-                    for number, found in chain.through(left):
-                        done[number] = found
+                    left = {n: leaves for n, leaves in flat.items() if n not in done}
+                    for number, results in chain.through(left):
+                        done[number] = results
                         times.append(time.perf_counter())
                 finally:
                     chain.close()

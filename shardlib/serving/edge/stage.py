@@ -69,10 +69,10 @@ class Part:
 
     def close(self) -> None:
         """Ends what it is connected to, also for threads that wait."""
-        for one in self.links:
+        for link in self.links:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
 
 
 class Entrance:
@@ -89,21 +89,21 @@ class Entrance:
         self._door = Door(listener, secret, 0, enter=self._entered, note=_say)
         threading.Thread(target=self._door.serve, daemon=True).start()
 
-    def accepted(self, wanted: int, seconds: float | None) -> socket.socket:
+    def accepted(self, number: int, seconds: float | None) -> socket.socket:
         """The first connection from whom it is wanted.
 
         Args:
-            wanted: number of who is.
+            number: number of who is.
             seconds: that it may take; None for as long as it takes.
 
         Raises:
             TimeoutError: nobody came in time.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._from(wanted), seconds):
+            if not self._changed.wait_for(lambda: self._from(number), seconds):
                 raise TimeoutError(f"nobody has connected within {seconds} s")
-            first = self._from(wanted)[0]
-            self._waiting.remove((wanted, first))
+            first = self._from(number)[0]
+            self._waiting.remove((number, first))
             return first
 
     def forget(self, but: int) -> None:
@@ -113,9 +113,9 @@ class Entrance:
             but: number of those who stay.
         """
         with self._changed:
-            for _, stream in [one for one in self._waiting if one[0] != but]:
+            for _, stream in [entry for entry in self._waiting if entry[0] != but]:
                 stream.close()
-            self._waiting = [one for one in self._waiting if one[0] == but]
+            self._waiting = [entry for entry in self._waiting if entry[0] == but]
 
     def close(self) -> None:
         """Nobody can connect any more."""
@@ -129,13 +129,13 @@ class Entrance:
                 self._waiting.pop(0)[1].close()
             self._changed.notify_all()
 
-    def _from(self, wanted: int) -> list[socket.socket]:
+    def _from(self, number: int) -> list[socket.socket]:
         """Connections of a number that wait and are not closed at the other end."""
-        gone = [one for one in self._waiting if one[0] == wanted and _is_closed(one[1])]
+        gone = [entry for entry in self._waiting if entry[0] == number and _is_closed(entry[1])]
         for _, stream in gone:
             stream.close()
-        self._waiting = [one for one in self._waiting if one not in gone]
-        return [stream for who, stream in self._waiting if who == wanted]
+        self._waiting = [entry for entry in self._waiting if entry not in gone]
+        return [stream for who, stream in self._waiting if who == number]
 
 
 def _is_closed(stream: socket.socket) -> bool:
@@ -177,8 +177,8 @@ def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
         threading.Thread(target=_sign, args=(driver, lives, part), daemon=True),
         threading.Thread(target=_watch, args=(driver, part), daemon=True),
     ]
-    for one in watch:
-        one.start()
+    for thread in watch:
+        thread.start()
     try:
         after = _connect(part, secret)
         before = part.number - 1 if part.number else DRIVER
@@ -219,14 +219,14 @@ def _watch(driver: socket.socket, part: Part) -> None:
 
 def _part(frame: Frame) -> Part:
     """What a driver says."""
-    said, arrays = frame.header, frame.arrays
-    after, count, taken = said.get("after"), said.get("weights"), said.get("taken")
-    match said:
+    header, arrays = frame.header, frame.arrays
+    after, count, taken = header.get("after"), header.get("weights"), header.get("taken")
+    match header:
         case {"stage": int(number), "after_number": int(after_number)}:
             pass
         case _:
             raise FrameError("it is no part of a chain")
-    least = said.get("least_s", 0.0)
+    minimum = header.get("least_s", 0.0)
     if (
         not isinstance(after, list)
         or len(after) != 2
@@ -234,7 +234,7 @@ def _part(frame: Frame) -> Part:
         or not isinstance(after[1], int)
         or not isinstance(count, int)
         or not isinstance(taken, int)
-        or not isinstance(least, int | float)
+        or not isinstance(minimum, int | float)
         or "program" not in arrays
     ):
         raise FrameError("it is no part of a chain")
@@ -245,41 +245,41 @@ def _part(frame: Frame) -> Part:
     except (KeyError, ValueError) as error:
         raise FrameError(f"it is no part of a chain: {error}") from error
 
-    def compute(given: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [np.asarray(one) for one in program(weights, list(given))]
+    def compute(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.asarray(array) for array in program(weights, list(inputs))]
 
     compute(first)  # compiles
     return Part(
         number=number,
         after=(after[0], after[1]),
         after_number=after_number,
-        least_s=float(least),
+        least_s=float(minimum),
         compute=compute,
     )
 
 
 def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
     """Computes batches until one end is gone; messages go beside the computation."""
-    given: queue.Queue[Frame | None] = queue.Queue(WAITING)
+    received: queue.Queue[Frame | None] = queue.Queue(WAITING)
     done: queue.Queue[tuple[dict[str, int], dict[str, np.ndarray]] | None] = queue.Queue(WAITING)
 
     def receiving() -> None:
         with contextlib.suppress(*BROKEN):
             while True:
-                given.put(receive(came, most=MOST_BYTES))
-        given.put(None)
+                received.put(receive(came, most=MOST_BYTES))
+        received.put(None)
 
     def sending() -> None:
-        while (one := done.get()) is not None:
+        while (message := done.get()) is not None:
             try:
-                send(after, one[0], one[1])
+                send(after, message[0], message[1])
             except BROKEN:
                 part.close()
 
-    threads = [threading.Thread(target=one, daemon=True) for one in (receiving, sending)]
-    for one in threads:
-        one.start()
-    while (frame := given.get()) is not None:
+    threads = [threading.Thread(target=loop, daemon=True) for loop in (receiving, sending)]
+    for thread in threads:
+        thread.start()
+    while (frame := received.get()) is not None:
         start = time.perf_counter()
         number = frame.header.get("batch")
         if not isinstance(number, int):
@@ -287,7 +287,7 @@ def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
         arrays = [frame.arrays[str(k)] for k in range(len(frame.arrays))]
         results = part.compute(arrays)
         time.sleep(max(0.0, part.least_s - (time.perf_counter() - start)))
-        done.put(({"batch": number}, {str(k): one for k, one in enumerate(results)}))
+        done.put(({"batch": number}, {str(k): array for k, array in enumerate(results)}))
     done.put(None)
     threads[1].join(SILENT_SECONDS)
 
@@ -297,17 +297,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="One stage of a chain of unlike devices.")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; loopback by default")
     parser.add_argument("--secret-file", type=Path, help="that all stages know")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     secret = (
-        read_secret(asked.secret_file)
-        if asked.secret_file
+        read_secret(options.secret_file)
+        if options.secret_file
         else long_enough(os.environ.get(SECRET, ""))
     )
-    at = listener(read_address(asked.listen, "--listen"))
-    print(at.getsockname()[1], flush=True)
-    if asked.secret_file is None:  # whoever started it holds the other end of its input
+    server_socket = listener(read_address(options.listen, "--listen"))
+    print(server_socket.getsockname()[1], flush=True)
+    if options.secret_file is None:  # whoever started it holds the other end of its input
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(at, secret)
+    serve(server_socket, secret)
 
 
 def _end_with_parent() -> None:

@@ -50,17 +50,17 @@ class TracedChain:
             return jax.tree.leaves(forward(module, batch))
 
         program = flatten(jax.make_jaxpr(run)(*weights, batch))
-        held = jax.tree.leaves(weights)
+        leaves = jax.tree.leaves(weights)
         numbers = program.inputs
-        made, maker = set(numbers[len(held) :]), dict[int, int]()
+        computed, maker = set(numbers[len(leaves) :]), dict[int, int]()
         for place, equation in enumerate(program.equations):
             maker.update(dict.fromkeys(equation.outputs, place))
-            if made.intersection(equation.inputs):
-                made.update(equation.outputs)
+            if computed.intersection(equation.inputs):
+                computed.update(equation.outputs)
         loops = tuple(
             place
-            for place, one in enumerate(program.equations)
-            if one.name == "scan" and made.intersection(one.outputs)
+            for place, equation in enumerate(program.equations)
+            if equation.name == "scan" and computed.intersection(equation.outputs)
         )
         if not loops:
             raise ModelError(
@@ -69,14 +69,14 @@ class TracedChain:
             )
         return cls(
             program=program,
-            leaves=dict(zip(numbers[: len(held)], held, strict=True)),
-            batch=tuple(numbers[len(held) :]),
+            leaves=dict(zip(numbers[: len(leaves)], leaves, strict=True)),
+            batch=tuple(numbers[len(leaves) :]),
             shapes={
                 number: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
                 for number, aval in enumerate(program.avals)
                 if hasattr(aval, "shape")
             },
-            made=frozenset(made),
+            made=frozenset(computed),
             loops=loops,
             maker=maker,
         )
@@ -97,29 +97,31 @@ class TracedChain:
         full = [any(self.made.intersection(e.outputs) for e in equations[a:b]) for a, b in gaps]
         if pieces - layers == len(gaps):  # the plan counts what is made of weights alone, too
             full = [True] * len(gaps)
-        found: list[Place] = []
+        places: list[Place] = []
         for number, (start, _) in enumerate(gaps):
-            found += [(start, 0)] if full[number] else []
+            places += [(start, 0)] if full[number] else []
             if number < len(self.loops):
                 loop = self.loops[number]
-                found += [(loop, layer) for layer in range(equations[loop].params["length"])]
-        if len(found) != pieces:
+                places += [(loop, layer) for layer in range(equations[loop].params["length"])]
+        if len(places) != pieces:
             raise ModelError(
-                f"the plan has {pieces} pieces, and the loops of the model make {len(found)}: its"
+                f"the plan has {pieces} pieces, and the loops of the model make {len(places)}: its"
                 " layers are not all in loops\nTry: jax.lax.scan over the layers"
             )
-        return [(0, 0), *found[1:], (total, 0)]
+        return [(0, 0), *places[1:], (total, 0)]
 
-    def live(self, at: Place) -> list[Key]:
+    def live(self, position: Place) -> list[Key]:
         """What is handed on at a place, in order.
 
         Args:
-            at: the place.
+            position: the place.
         """
-        place, layer = at
+        place, layer = position
         equations = self.program.equations
-        before = set(self.batch).union(*(set(one.outputs) for one in equations[:place]))
-        later = {number for one in equations[place + bool(layer) :] for number in one.inputs}
+        before = set(self.batch).union(*(set(equation.outputs) for equation in equations[:place]))
+        later = {
+            number for equation in equations[place + bool(layer) :] for number in equation.inputs
+        }
         later.update(self.program.outputs)
         keys: list[Key] = []
         if layer:
@@ -128,7 +130,7 @@ class TracedChain:
             later.update(loop.inputs[:constants])
             later.update(loop.inputs[constants + carried :])
             keys += [(place, "carry", k) for k in range(carried)]
-            after = {n for one in equations[place + 1 :] for n in one.inputs}
+            after = {n for equation in equations[place + 1 :] for n in equation.inputs}
             keys += [
                 (place, "stack", k)
                 for k, number in enumerate(loop.outputs[carried:])
@@ -155,17 +157,17 @@ class TracedChain:
         Args:
             first, last: places that it lies between.
         """
-        found: dict[int, tuple[int, int]] = {}
+        rows_by_leaf: dict[int, tuple[int, int]] = {}
 
         def read(number: int, rows: tuple[int, int] = (0, 0)) -> None:
             if number in self.made:
                 return
             if number in self.leaves:
-                known = found.get(number, rows)
-                found[number] = rows if known == rows else (0, 0)
+                previous = rows_by_leaf.get(number, rows)
+                rows_by_leaf[number] = rows if previous == rows else (0, 0)
             elif number in self.maker:
-                for other in self.program.equations[self.maker[number]].inputs:
-                    read(other)
+                for operand in self.program.equations[self.maker[number]].inputs:
+                    read(operand)
 
         for place, start, stop in self.spans(first, last):
             equation = self.program.equations[place]
@@ -181,7 +183,7 @@ class TracedChain:
         if last[0] == len(self.program.equations):
             for number in self.program.outputs:
                 read(number)
-        return [(number, *rows) for number, rows in sorted(found.items())]
+        return [(number, *rows) for number, rows in sorted(rows_by_leaf.items())]
 
     def spans(self, first: Place, last: Place) -> list[tuple[int, int, int]]:
         """(equation, first layer, last layer + 1) of what lies between two places.
@@ -189,11 +191,11 @@ class TracedChain:
         Args:
             first, last: the places.
         """
-        found: list[tuple[int, int, int]] = []
+        spans: list[tuple[int, int, int]] = []
         for place in range(first[0], min(last[0] + bool(last[1]), len(self.program.equations))):
             params = self.program.equations[place].params
             length = params["length"] if place in self.loops else 0
             start = first[1] if place == first[0] else 0
             stop = last[1] if place == last[0] else length
-            found.append((place, start, stop))
-        return found
+            spans.append((place, start, stop))
+        return spans

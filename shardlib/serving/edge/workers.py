@@ -48,15 +48,15 @@ class Workers:
             )
             for _ in range(count)
         ]
-        found = cls(addresses=[], secret=secret, processes=started)
-        for one in started:
-            assert one.stdout is not None
-            line = one.stdout.readline().strip()
+        workers = cls(addresses=[], secret=secret, processes=started)
+        for process in started:
+            assert process.stdout is not None
+            line = process.stdout.readline().strip()
             if not line.isdigit():
-                found.close()
+                workers.close()
                 raise LaunchError("a process of a stage has not started; see what it says above")
-            found.addresses.append(("127.0.0.1", int(line)))
-        return found
+            workers.addresses.append(("127.0.0.1", int(line)))
+        return workers
 
     def of(self, devices: Sequence[str]) -> list[tuple[str, int]]:
         """Addresses of the processes of some stages.
@@ -68,17 +68,17 @@ class Workers:
             ArgumentError: there are too few.
         """
         left = list(range(len(self.addresses)))
-        found = list[int]()
+        indices = list[int]()
         for device in devices:
-            mine = [k for k in left if not self.names or self.names[k] == device]
-            if not mine:
+            matches = [k for k in left if not self.names or self.names[k] == device]
+            if not matches:
                 there = f" among {', '.join(self.names)}" if self.names else ""
                 raise ArgumentError(
                     f"the plan needs another {device}, and there is no process of one{there}"
                 )
-            left.remove(mine[0])
-            found.append(mine[0])
-        return [self.addresses[k] for k in found]
+            left.remove(matches[0])
+            indices.append(matches[0])
+        return [self.addresses[k] for k in indices]
 
     def lose(self, address: tuple[str, int]) -> None:
         """A process is not used again.
@@ -86,17 +86,17 @@ class Workers:
         Args:
             address: where it listens.
         """
-        at = self.addresses.index(address)
+        index = self.addresses.index(address)
         for listed in (self.addresses, self.names, self.processes):
             if listed:
-                lost = listed.pop(at)
+                lost = listed.pop(index)
                 if isinstance(lost, subprocess.Popen):
                     _end(lost)
 
     def close(self) -> None:
         """Ends the processes that were started here."""
-        for one in self.processes:
-            _end(one)
+        for process in self.processes:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -88,35 +88,37 @@ def adapted(
     model = read(served.init)
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(model.params).items()}
     places = {
-        one.name((layer,)).removesuffix(".weight"): (one, layer)
-        for one in locate(config, names(config, family), shapes)
-        if one.layers is not None and one.lead == 1 and not one.form.windows
-        for layer in range(one.shape[0])
+        located.name((layer,)).removesuffix(".weight"): (located, layer)
+        for located in locate(config, names(config, family), shapes)
+        if located.layers is not None and located.lead == 1 and not located.form.windows
+        for layer in range(located.shape[0])
     }
-    found = {name: read_adapter(Path(place)) for name, place in adapters.items()}
-    for name, one in found.items():
-        _check(name, one, places)
-    used = {places[tensor][0].path for one in found.values() for tensor in one.tensors}
-    rank = max(a.shape[0] for one in found.values() for a, _ in one.tensors.values())
+    loaded = {name: read_adapter(Path(place)) for name, place in adapters.items()}
+    for name, adapter in loaded.items():
+        _check(name, adapter, places)
+    used = {places[tensor][0].path for adapter in loaded.values() for tensor in adapter.tensors}
+    rank = max(a.shape[0] for adapter in loaded.values() for a, _ in adapter.tensors.values())
 
     def init(rngs: nnx.Rngs) -> nnx.Module:
-        wanted = {path.rsplit(".", 1)[1] for path in used}
-        return add_low_rank(models.build(config)[0](rngs), rank, wanted, rngs)
+        modules = {path.rsplit(".", 1)[1] for path in used}
+        return add_low_rank(models.build(config)[0](rngs), rank, modules, rngs)
 
-    whole = read(init)
+    adapted_model = read(init)
     low = {
         path: leaf
-        for path, leaf in named_leaves(whole.params).items()
+        for path, leaf in named_leaves(adapted_model.params).items()
         if path.endswith(("_lora.a", "_lora.b"))
     }
     empty = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in low.items()}
     params, state = both(model, served.weights)
-    held = {**named_leaves(params), **empty}
-    leaves = [held[path] for path in named_leaves(whole.params)]
+    arrays = {**named_leaves(params), **empty}
+    leaves = [arrays[path] for path in named_leaves(adapted_model.params)]
     wide = replace(
-        served, init=init, weights=(jax.tree.structure(whole.params).unflatten(leaves), state)
+        served,
+        init=init,
+        weights=(jax.tree.structure(adapted_model.params).unflatten(leaves), state),
     )
-    return wide, {name: _arrays(one, places, empty) for name, one in found.items()}
+    return wide, {name: _arrays(adapter, places, empty) for name, adapter in loaded.items()}
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
@@ -131,21 +133,21 @@ def read_adapter(folder: Path) -> PeftAdapter:
         CheckpointError: a file that cannot be read.
     """
     path, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    for one in (path, file):
-        if not one.is_file():
+    for required in (path, file):
+        if not required.is_file():
             raise MissingFileError(
-                f"the folder {folder} has no {one.name}\nTry: model.save_pretrained(folder) of the"
-                " library peft, which writes one"
+                f"the folder {folder} has no {required.name}\nTry: model.save_pretrained(folder) of"
+                " the library peft, which writes one"
             )
-    about = read_json(path, "adapter configuration", ModelError, limits=CONFIG)
-    if not isinstance(about, Mapping):
-        raise ModelError(f"{path} holds {type(about).__name__}, not a JSON object")
+    settings = read_json(path, "adapter configuration", ModelError, limits=CONFIG)
+    if not isinstance(settings, Mapping):
+        raise ModelError(f"{path} holds {type(settings).__name__}, not a JSON object")
     failures = [
-        f"{key} is {shown(about[key])}; {shown(allowed[0])} is served"
+        f"{key} is {shown(settings[key])}; {shown(allowed[0])} is served"
         for key, allowed in PLAIN.items()
-        if key in about and about[key] not in allowed
+        if key in settings and settings[key] not in allowed
     ]
-    rank, alpha = about.get("r"), about.get("lora_alpha")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         failures.append(f"r is {shown(rank)}; it is a whole number above 0")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
@@ -160,7 +162,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
             f"{file} is no file that can be read ({fit(printable(str(error)), 200)})\nTry: fetch it"
             " again"
         ) from error
-    scale = alpha / (rank**0.5 if about.get("use_rslora") else rank)
+    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     return PeftAdapter(scale=scale, tensors=_paired(file, tensors, rank))
 
 
@@ -172,49 +174,51 @@ def _paired(
     bare = {name.removeprefix(START): array for name, array in tensors.items()}
     stems = {name.removesuffix(ends[0]).removesuffix(ends[1]) for name in bare}
     wrong = sorted(stem for stem in stems if any(stem + end not in bare for end in ends))
-    found = {stem: (bare[stem + ends[0]], bare[stem + ends[1]]) for stem in stems - {*wrong}}
+    pairs = {stem: (bare[stem + ends[0]], bare[stem + ends[1]]) for stem in stems - {*wrong}}
     wrong += [
         stem
-        for stem, (a, b) in found.items()
+        for stem, (a, b) in pairs.items()
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank
     ]
-    if wrong or not found:
+    if wrong or not pairs:
         raise_all(
             ModelError,
             f"{file} is no adapter of rank {rank}; these are no pairs of matrices",
             wrong[:5] or ["it is empty"],
         )
-    return found
+    return pairs
 
 
-def _check(name: str, one: PeftAdapter, places: Mapping[str, tuple[Located, int]]) -> None:
+def _check(name: str, adapter: PeftAdapter, places: Mapping[str, tuple[Located, int]]) -> None:
     """Refuses an adapter of matrices that the model does not have, or that have none."""
     failures: list[str] = []
-    for tensor, (a, b) in one.tensors.items():
+    for tensor, (a, b) in adapter.tensors.items():
         if tensor not in places or not _dims(places[tensor][0]):
             failures.append(f"{tensor} has no adapter in the model")
             continue
-        own = places[tensor][0].form.file_shape(places[tensor][0].inner)
-        if (b.shape[0], a.shape[1]) != own:
-            failures.append(f"{tensor} is {[b.shape[0], a.shape[1]]}; that of the model {[*own]}")
+        shape = places[tensor][0].form.file_shape(places[tensor][0].inner)
+        if (b.shape[0], a.shape[1]) != shape:
+            failures.append(f"{tensor} is {[b.shape[0], a.shape[1]]}; that of the model {[*shape]}")
     if failures:
         raise_all(ModelError, f"the adapter {name!r} does not fit the model", failures[:5])
 
 
-def _dims(one: Located) -> int:
+def _dims(located: Located) -> int:
     """How many dims of ours a matrix multiplies; 0 for no matrix that has adapters."""
-    *_, place, name = one.path.split(".")
+    *_, place, name = located.path.split(".")
     return MATRICES.get(place, {}).get(name, 0)
 
 
-def _arrays(one: PeftAdapter, places: Mapping[str, tuple[Located, int]], empty: Arrays) -> Arrays:
+def _arrays(
+    adapter: PeftAdapter, places: Mapping[str, tuple[Located, int]], empty: Arrays
+) -> Arrays:
     """An adapter in our parameters; what it does not change is zero."""
-    found = {path: array.copy() for path, array in empty.items()}
-    for tensor, (a, b) in one.tensors.items():
+    arrays = {path: array.copy() for path, array in empty.items()}
+    for tensor, (a, b) in adapter.tensors.items():
         place, layer = places[tensor]
         into = place.inner[: _dims(place)]
         rank, out = a.shape[0], place.inner[_dims(place) :]
-        mine_a, mine_b = found[f"{place.path}_lora.a"], found[f"{place.path}_lora.b"]
+        mine_a, mine_b = arrays[f"{place.path}_lora.a"], arrays[f"{place.path}_lora.b"]
         mine_a[layer, ..., :rank] = a.astype(np.float32).T.reshape(*into, rank)
-        mine_b[layer, :rank] = one.scale * b.astype(np.float32).T.reshape(rank, *out)
-    return found
+        mine_b[layer, :rank] = adapter.scale * b.astype(np.float32).T.reshape(rank, *out)
+    return arrays

@@ -77,20 +77,20 @@ def read_folder(folder: str | Path, *, dtype: str | None = None) -> Served:
     )
 
 
-def _dtype(root: Path, asked: str | None) -> str:
-    if asked is not None and asked not in DTYPES:
-        raise ArgumentError(f"dtype is {shown(asked)}\nTry: one of {', '.join(DTYPES)}")
-    if asked is not None:
-        return asked
+def _dtype(root: Path, dtype: str | None) -> str:
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError(f"dtype is {shown(dtype)}\nTry: one of {', '.join(DTYPES)}")
+    if dtype is not None:
+        return dtype
     data = read_json(root / "config.json", "model configuration", ModelError, limits=CONFIG)
     nested = data.get("text_config")
-    for one in (data, nested if isinstance(nested, Mapping) else {}):
-        said = one.get("dtype", one.get("torch_dtype"))
-        if said is not None:
-            if said not in DTYPES:
+    for section in (data, nested if isinstance(nested, Mapping) else {}):
+        stored = section.get("dtype", section.get("torch_dtype"))
+        if stored is not None:
+            if stored not in DTYPES:
                 raise ModelError(
-                    f"{root / 'config.json'} has dtype {shown(said)}; known are"
+                    f"{root / 'config.json'} has dtype {shown(stored)}; known are"
                     f" {', '.join(DTYPES)}\nTry: dtype="
                 )
-            return said
+            return stored
     return "float32"

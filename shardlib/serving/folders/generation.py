@@ -46,42 +46,42 @@ def read_generation(folder: Path) -> Generation:
         data = read_json(path, "generation configuration", ModelError, limits=LIMITS)
     else:
         path = folder / "config.json"
-        whole = read_json(path, "model configuration", ModelError, limits=Limits(bytes=1 << 24))
-        whole = whole if isinstance(whole, Mapping) else {}
-        nested = whole.get("text_config")
+        config = read_json(path, "model configuration", ModelError, limits=Limits(bytes=1 << 24))
+        config = config if isinstance(config, Mapping) else {}
+        nested = config.get("text_config")
         inner: JsonMapping = nested if isinstance(nested, Mapping) else {}
-        data = {"eos_token_id": whole.get("eos_token_id", inner.get("eos_token_id"))}
+        data = {"eos_token_id": config.get("eos_token_id", inner.get("eos_token_id"))}
     if not isinstance(data, Mapping):
         raise ModelError(f"{path} holds {type(data).__name__}, not a JSON object")
     return generation(data, str(path))
 
 
-def generation(data: JsonMapping, where: str) -> Generation:
+def generation(data: JsonMapping, source: str) -> Generation:
     """What the keys of a `generation_config.json` say; those that are not known here are passed
     over.
 
     Args:
         data: its content.
-        where: for messages.
+        source: for messages.
 
     Raises:
         ModelError: figures that are not usable.
     """
     ends = data.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    stop = [one for one in listed if isinstance(one, int) and not isinstance(one, bool)]
-    if len(stop) < len(listed) or any(one < 0 for one in stop):
-        raise ModelError(f"{where} has eos_token_id {shown(ends)}; it is a token, or some")
+    stop = [token for token in listed if isinstance(token, int) and not isinstance(token, bool)]
+    if len(stop) < len(listed) or any(token < 0 for token in stop):
+        raise ModelError(f"{source} has eos_token_id {shown(ends)}; it is a token, or some")
     if not data.get("do_sample"):
         return Generation(stop=frozenset(stop))
-    given = {
+    fields = {
         name: value
         for name in ("temperature", "top_k", "top_p", "min_p")
         if (value := data.get(name)) is not None
     }
     defaults = {"temperature": 1.0, "top_k": 50}  # those of `transformers`
     try:
-        sampling = Sampling(**(defaults | given))  # type: ignore[arg-type]  (checked in there)
+        sampling = Sampling(**(defaults | fields))  # type: ignore[arg-type]  (checked in there)
     except (TypeError, ValueError) as error:
-        raise ModelError(f"{where} is not usable: {error}") from error
+        raise ModelError(f"{source} is not usable: {error}") from error
     return Generation(sampling=sampling, stop=frozenset(stop))

@@ -105,7 +105,7 @@ class FolderText:
             MissingPackageError: the library llguidance, which knows them, is not installed.
         """
         check_installed()
-        return [one or b"" for one in _unpacked(self._call("spell", {}, b""))]
+        return [spelled or b"" for spelled in _unpacked(self._call("spell", {}, b""))]
 
     def _call(self, operation: str, header: JsonMapping, body: bytes) -> bytes:
         try:
@@ -143,17 +143,17 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
             ".save_pretrained(folder) of the library transformers, which writes one"
         )
     confined, tokens, table = _read(path)
-    about = _settings(folder)
+    settings = _settings(folder)
     return FolderText(
         confined=confined,
         tokens=tokens,
         table=table,
         ends=ends,
-        template=_template(folder, about),
+        template=_template(folder, settings),
         variables={
             name: token
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (token := _token(about.get(name))) is not None
+            if (token := _token(settings.get(name))) is not None
         },
     )
 
@@ -189,7 +189,7 @@ def _read(path: Path) -> tuple[Confined, list[str | None], Tokenizer | None]:
         header, packed = confined.about()
     except RefusedError as error:
         raise ModelError(f"{path} is no tokenizer ({error})\nTry: fetch it again") from error
-    tokens = [None if one is None else one.decode() for one in _unpacked(packed)]
+    tokens = [None if token is None else token.decode() for token in _unpacked(packed)]
     special = header["special"]
     assert isinstance(special, list)
     return confined, tokens, _table(tokens, special, header["decoder"])
@@ -201,26 +201,26 @@ def _table(tokens: list[str | None], special: list[Json], decoder: Json) -> Toke
     """
     from tokenizers import Tokenizer
 
-    vocab = {one: token for token, one in enumerate(tokens) if one is not None}
-    several = len(vocab) < sum(one is not None for one in tokens)
-    longest = max((len(one.encode()) for one in vocab), default=0)
+    vocab = {text: token for token, text in enumerate(tokens) if text is not None}
+    several = len(vocab) < sum(text is not None for text in tokens)
+    longest = max((len(text.encode()) for text in vocab), default=0)
     if several or longest > LONGEST_TOKEN or not _writes_no_more(decoder):
         return None
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     added = [
-        {"id": one, "content": tokens[one], "special": True, **dict.fromkeys(flags, False)}
-        for one in special
-        if isinstance(one, int) and tokens[one]
+        {"id": token, "content": tokens[token], "special": True, **dict.fromkeys(flags, False)}
+        for token in special
+        if isinstance(token, int) and tokens[token]
     ]
     empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
-    whole = {
+    settings = {
         "version": "1.0",
         **dict.fromkeys(empty),
         "added_tokens": added,
         "decoder": decoder,
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": ""},
     }
-    return Tokenizer.from_str(json.dumps(whole))
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 def _writes_no_more(decoder: Json) -> bool:
@@ -259,13 +259,13 @@ def _settings(folder: Path) -> JsonMapping:
     return data
 
 
-def _token(said: Json) -> str | None:
+def _token(value: Json) -> str | None:
     """A special token: text, or an object with its content."""
-    content = said.get("content") if isinstance(said, Mapping) else said
+    content = value.get("content") if isinstance(value, Mapping) else value
     return content if isinstance(content, str) else None
 
 
-def _template(folder: Path, about: JsonMapping) -> str | None:
+def _template(folder: Path, settings: JsonMapping) -> str | None:
     """The file, as newer versions of `transformers` write it; or the key of the settings, a text or
     a list of named ones.
     """
@@ -273,8 +273,8 @@ def _template(folder: Path, about: JsonMapping) -> str | None:
     if path.is_file():
         data = read_bytes(path, "template of conversations", ModelError, limit=TEMPLATE_BYTES)
         return data.decode("utf-8", "replace")
-    said = about.get("chat_template")
-    for one in said if isinstance(said, list) else []:
-        if isinstance(one, Mapping) and one.get("name") == "default":
-            said = one.get("template")
-    return said if isinstance(said, str) and len(said) <= TEMPLATE_BYTES else None
+    template = settings.get("chat_template")
+    for entry in template if isinstance(template, list) else []:
+        if isinstance(entry, Mapping) and entry.get("name") == "default":
+            template = entry.get("template")
+    return template if isinstance(template, str) and len(template) <= TEMPLATE_BYTES else None

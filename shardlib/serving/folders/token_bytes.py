@@ -23,9 +23,9 @@ def bytes_of(written: str) -> bytes | None:
     """
     if (byte := BYTE.fullmatch(written)) is not None:
         return bytes.fromhex(byte[1])
-    found = [_characters().get(one) for one in written]
-    whole = [one for one in found if one is not None]
-    return bytes(whole) if whole and len(whole) == len(found) else None
+    values = [_characters().get(character) for character in written]
+    data = [value for value in values if value is not None]
+    return bytes(data) if data and len(data) == len(values) else None
 
 
 @cache
@@ -36,5 +36,5 @@ def _characters() -> dict[str, int]:
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = (byte for byte in range(256) if byte not in seen)
     return {chr(byte): byte for byte in seen} | {
-        chr(256 + at): byte for at, byte in enumerate(others)
+        chr(256 + number): byte for number, byte in enumerate(others)
     }

@@ -19,36 +19,38 @@ NONE = 0xFFFFFFFF
 
 def _packed(texts: list[bytes | None]) -> bytes:
     return b"".join(
-        struct.pack("<I", NONE) if one is None else struct.pack("<I", len(one)) + one
-        for one in texts
+        struct.pack("<I", NONE) if text is None else struct.pack("<I", len(text)) + text
+        for text in texts
     )
 
 
-def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
+def prepare(settings: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
     """Operations `encode`, `decode` and `spell`, and the tokens: of each its length and text.
 
     Args:
-        given: nothing.
+        settings: nothing.
         body: of the file.
     """
-    del given
+    del settings
     tokenizer = Tokenizer.from_buffer(body)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
     if size > 1 << 24:
         raise ValueError(f"it has a token with the number {size - 1}")
     names = [tokenizer.id_to_token(token) for token in range(size)]
-    special = [token for token, one in tokenizer.get_added_tokens_decoder().items() if one.special]
+    special = [
+        token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+    ]
 
     def encode(header: Mapping[str, Any], body: bytes) -> Any:
         """{"begin"}, text -> tokens, int32."""
-        found = tokenizer.encode(body.decode(), add_special_tokens=header["begin"]).ids
-        return {}, struct.pack(f"<{len(found)}i", *found)
+        tokens = tokenizer.encode(body.decode(), add_special_tokens=header["begin"]).ids
+        return {}, struct.pack(f"<{len(tokens)}i", *tokens)
 
     def decode(header: Mapping[str, Any], body: bytes) -> Any:
         """Tokens, int32 -> text."""
         del header
-        tokens = [one for (one,) in struct.iter_unpack("<i", body)]
+        tokens = [token for (token,) in struct.iter_unpack("<i", body)]
         return {}, tokenizer.decode(tokens, skip_special_tokens=True).encode("utf-8", "replace")
 
     def spell(header: Mapping[str, Any], nothing: bytes) -> Any:
@@ -56,13 +58,13 @@ def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
         del header, nothing
         from llguidance import LLTokenizer
 
-        made = LLTokenizer(body.decode())
+        speller = LLTokenizer(body.decode())
         spelt = [
-            b"" if made.is_special_token(token) else made.decode_bytes([token])
-            for token in range(made.vocab_size)
+            b"" if speller.is_special_token(token) else speller.decode_bytes([token])
+            for token in range(speller.vocab_size)
         ]
         return {}, _packed(list(spelt))
 
-    packed = _packed([None if one is None else one.encode("utf-8", "replace") for one in names])
-    about = {"special": special, "decoder": json.loads(body).get("decoder")}, packed
-    return {"encode": encode, "decode": decode, "spell": spell}, about
+    packed = _packed([None if name is None else name.encode("utf-8", "replace") for name in names])
+    description = {"special": special, "decoder": json.loads(body).get("decoder")}, packed
+    return {"encode": encode, "decode": decode, "spell": spell}, description

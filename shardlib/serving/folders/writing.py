@@ -94,17 +94,17 @@ def _of_bytes(weights: tuple[Tree, Tree], tied: bool) -> tuple[Tree, Tree]:
 
 def _generation(served: Served) -> JsonObject:
     ends = sorted(served.text.ends)
-    found: JsonObject = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
-    how = served.sampling
-    if how is None or not how.temperature:
-        return {**found, "do_sample": False}
+    fields: JsonObject = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    sampling = served.sampling
+    if sampling is None or not sampling.temperature:
+        return {**fields, "do_sample": False}
     return {
-        **found,
+        **fields,
         "do_sample": True,
-        "temperature": how.temperature,
-        "top_k": how.top_k,
-        "top_p": how.top_p,
-        "min_p": how.min_p,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
     }
 
 

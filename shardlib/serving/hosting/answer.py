@@ -87,27 +87,27 @@ class Part:
     calls: tuple[ToolCall, ...] = ()
 
 
-def written(text: Text, told: Told, offset: int) -> Written:
+def written(text: Text, sampled: Told, offset: int) -> Written:
     """A token as text.
 
     Args:
         text: the model's tokenizer.
-        told: the token.
+        sampled: the token.
         offset: characters before it.
     """
     return Written(
-        listed=_listed(text, told.token, told.logprob),
-        likely=tuple(_listed(text, one, odds) for one, odds in told.likeliest),
+        listed=_listed(text, sampled.token, sampled.logprob),
+        likely=tuple(_listed(text, alternative, odds) for alternative, odds in sampled.likeliest),
         offset=offset,
     )
 
 
 def _listed(text: Text, token: int, logprob: float | None) -> Listed:
-    said = text.decode([token])
-    raw = text.raw(token) if UNKNOWN in said else None
+    decoded = text.decode([token])
+    raw = text.raw(token) if UNKNOWN in decoded else None
     if raw is not None and raw.decode("utf-8", "ignore").encode() == raw:
         raw = None  # it says U+FFFD itself
-    return Listed(token=token, text=said, raw=raw, logprob=logprob)
+    return Listed(token=token, text=decoded, raw=raw, logprob=logprob)
 
 
 def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
@@ -118,16 +118,16 @@ def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Pa
         prompt: its tokens.
         scores: of the tokens but the first; empty where they were not asked for.
     """
-    whole = text.decode(prompt)
+    prompt_text = text.decode(prompt)
     if len(scores) != len(prompt) - 1:
-        return Part(whole, (), None)
+        return Part(prompt_text, (), None)
     tokens = [Written(listed=_listed(text, prompt[0], None), likely=(), offset=0)]
     pieces = Pieces(text)
     offset = len(pieces.add(prompt[0]))
-    for told in scores:
-        tokens.append(written(text, told, offset))
-        offset += len(pieces.add(told.token))
-    return Part(whole, tuple(tokens), None)
+    for score in scores:
+        tokens.append(written(text, score, offset))
+        offset += len(pieces.add(score.token))
+    return Part(prompt_text, tuple(tokens), None)
 
 
 class Answer:
@@ -141,38 +141,38 @@ class Answer:
     """
 
     def __init__(
-        self, text: Text, *, stop: Sequence[str] = (), before: int = 0, least: int = 0
+        self, text: Text, *, stop: Sequence[str] = (), before: int = 0, minimum: int = 0
     ) -> None:
         self._text, self._stop = text, tuple(stop)
         self._pieces = Pieces(text)
         self._held = ""  # that may be the beginning of a stop string
         self._given = before
-        self._least = least
+        self._least = minimum
         self._safe = 0  # characters that are held, of the first tokens
         self._tokens: list[Written] = []  # whose text has not begun
 
-    def add(self, told: Told | None, *, ended: str | None = None) -> Part:
+    def add(self, sampled: Told | None, *, ended: str | None = None) -> Part:
         """One more token, or the end.
 
         Args:
-            told: the token; None where the answer ends without one.
+            sampled: the token; None where the answer ends without one.
             ended: why the answer ends with it.
         """
-        if told is not None:
-            self._tokens.append(written(self._text, told, self._given + len(self._held)))
-            self._held += self._pieces.add(told.token)
+        if sampled is not None:
+            self._tokens.append(written(self._text, sampled, self._given + len(self._held)))
+            self._held += self._pieces.add(sampled.token)
             if self._least > 0:
                 self._least -= 1
                 self._safe = len(self._held)
         if ended is not None:
             self._held += self._pieces.end()
-        found = [
-            at
-            for one in self._stop
-            if (at := self._held.find(one, max(0, self._safe - len(one) + 1))) >= 0
+        starts = [
+            start
+            for stop in self._stop
+            if (start := self._held.find(stop, max(0, self._safe - len(stop) + 1))) >= 0
         ]
-        if found:
-            self._held = self._held[: min(found)]
+        if starts:
+            self._held = self._held[: min(starts)]
             return replace(self._give(len(self._held), last=False), ended=STOP)
         if ended is not None:
             return replace(self._give(len(self._held), last=True), ended=ended)
@@ -183,9 +183,9 @@ class Answer:
         return max(
             (
                 size
-                for one in self._stop
-                for size in range(1, len(one))
-                if self._held.endswith(one[:size])
+                for stop in self._stop
+                for size in range(1, len(stop))
+                if self._held.endswith(stop[:size])
             ),
             default=0,
         )
@@ -194,6 +194,6 @@ class Answer:
         piece, self._held = self._held[:size], self._held[size:]
         self._given += size
         self._safe = max(0, self._safe - size)
-        given = [one for one in self._tokens if last or one.offset < self._given]
-        self._tokens = self._tokens[len(given) :]
-        return Part(text=piece, tokens=tuple(given), ended=None)
+        complete = [token for token in self._tokens if last or token.offset < self._given]
+        self._tokens = self._tokens[len(complete) :]
+        return Part(text=piece, tokens=tuple(complete), ended=None)

@@ -56,10 +56,10 @@ class Deployment:
         while newer is not None:
             await asyncio.sleep(seconds)
             try:
-                found = await asyncio.to_thread(newer, self.worker.version)
-                if found is None:
+                update = await asyncio.to_thread(newer, self.worker.version)
+                if update is None:
                     continue
-                weights, version = found
+                weights, version = update
                 change = self.worker.call(
                     lambda weights=weights, version=version: self.worker.replace(weights, version)
                 )

@@ -57,8 +57,8 @@ class Embedder:
         row = np.zeros(size, np.int32)
         row[: len(tokens)] = tokens
         weights = base_of(self._engine.compute.weights)
-        found = self._programs[size](weights, row, np.float32(len(tokens)))
-        return np.asarray(found)
+        vector = self._programs[size](weights, row, np.float32(len(tokens)))
+        return np.asarray(vector)
 
     def _compile(self, size: int) -> None:
         weights = base_of(self._engine.compute.weights)

@@ -41,24 +41,24 @@ def _as_json(value: object, indent: int | None = None, **_: object) -> str:
 
 def environment() -> ImmutableSandboxedEnvironment:
     """What templates of checkpoints expect to find."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    made.filters["tojson"] = _as_json
-    made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+    sandbox.filters["tojson"] = _as_json
+    sandbox.globals["raise_exception"] = _refuse
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return sandbox
 
 
-def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
+def prepare(settings: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
     """One operation, `render`: {"template", "variables"} -> the text of a conversation."""
-    del given, body
-    made = environment()
+    del settings, body
+    sandbox = environment()
 
     def render(header: Mapping[str, Any], body: bytes) -> tuple[Mapping[str, Any], bytes]:
         del body
         try:
-            text = made.from_string(header["template"]).render(**header["variables"])
+            text = sandbox.from_string(header["template"]).render(**header["variables"])
         except TemplateError as error:
             raise ValueError(str(error) or type(error).__name__) from error
         if len(text) > LONGEST:

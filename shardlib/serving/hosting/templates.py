@@ -55,15 +55,15 @@ class Renderer:
             return plain_chat(messages)
         variables = {
             **self._text.variables,
-            "messages": [dict(one) for one in messages],
+            "messages": [dict(message) for message in messages],
             "add_generation_prompt": True,
-            **({"tools": [dict(one) for one in tools]} if tools else {}),
+            **({"tools": [dict(tool) for tool in tools]} if tools else {}),
         }
-        asked = {"template": self._text.template, "variables": variables}
+        arguments = {"template": self._text.template, "variables": variables}
         with self._lock:
             try:
                 self._fork = self._fork or self._confined.fork()
-                return self._fork.call("render", asked)[1].decode()
+                return self._fork.call("render", arguments)[1].decode()
             except RefusedError as error:
                 if error.ended:
                     self._fork = None

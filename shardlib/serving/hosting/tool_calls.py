@@ -102,38 +102,38 @@ class CallReader:
         """
         last = part.ended is not None
         called = self._calls > (self._told is not None)
-        held = Held(text=self._rest + part.text, last=last, begun=self._begun, called=called)
-        found = self._split(held)
-        pieces = [piece for one in found.calls for piece in self._new(one, whole=True)]
-        if found.begun is not None:
-            pieces += self._new(found.begun, whole=False)
-        self._rest, self._begun = found.rest, self._begun or bool(found.text)
+        buffered = Held(text=self._rest + part.text, last=last, begun=self._begun, called=called)
+        parsed = self._split(buffered)
+        pieces = [piece for call in parsed.calls for piece in self._new(call, complete=True)]
+        if parsed.begun is not None:
+            pieces += self._new(parsed.begun, complete=False)
+        self._rest, self._begun = parsed.rest, self._begun or bool(parsed.text)
         ended = self._ends if part.ended == STOP and self._calls else part.ended
-        return replace(part, text=found.text, calls=tuple(pieces), ended=ended)
+        return replace(part, text=parsed.text, calls=tuple(pieces), ended=ended)
 
-    def _new(self, call: ToolCall, *, whole: bool) -> list[ToolCall]:
+    def _new(self, call: ToolCall, *, complete: bool) -> list[ToolCall]:
         """What is new of a call."""
         begins = self._told is None
-        told = self._told or replace(call, arguments="", index=self._calls)
+        announced = self._told or replace(call, arguments="", index=self._calls)
         self._calls += begins
-        self._told = None if whole else replace(told, arguments=call.arguments)
-        new = call.arguments[len(told.arguments) :]
-        return [replace(told, arguments=new, begins=begins)] if new or begins else []
+        self._told = None if complete else replace(announced, arguments=call.arguments)
+        new = call.arguments[len(announced.arguments) :]
+        return [replace(announced, arguments=new, begins=begins)] if new or begins else []
 
 
-def joined(given: Iterable[ToolCall]) -> list[ToolCall]:
+def joined(pieces: Iterable[ToolCall]) -> list[ToolCall]:
     """Calls, of the pieces that an answer gave.
 
     Args:
-        given: by one answer, in order.
+        pieces: by one answer, in order.
     """
-    found: list[ToolCall] = []
-    for one in given:
-        if one.begins:
-            found.append(one)
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if piece.begins:
+            calls.append(piece)
         else:
-            found[-1] = replace(found[-1], arguments=found[-1].arguments + one.arguments)
-    return found
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
+    return calls
 
 
 def tagged(names: Collection[str]) -> Splitter:
@@ -143,27 +143,29 @@ def tagged(names: Collection[str]) -> Splitter:
         names: of the functions that were given.
     """
 
-    def split(held: Held) -> Split:
-        text, calls, rest = "", list[ToolCall](), held.text
+    def split(buffered: Held) -> Split:
+        text, calls, remaining = "", list[ToolCall](), buffered.text
 
         def given(piece: str) -> str:
-            return "" if (held.called or calls) and piece.isspace() else piece
+            return "" if (buffered.called or calls) and piece.isspace() else piece
 
-        while rest:
-            before, tag, after = rest.partition(OPEN)
+        while remaining:
+            before, tag, after = remaining.partition(OPEN)
             if not tag:
-                size = len(rest) - (0 if held.last else _waiting(rest, OPEN))
-                return Split(text=text + given(rest[:size]), calls=calls, rest=rest[size:])
+                size = len(remaining) - (0 if buffered.last else _waiting(remaining, OPEN))
+                return Split(
+                    text=text + given(remaining[:size]), calls=calls, rest=remaining[size:]
+                )
             inner, close, after = after.partition(CLOSE)
             if not close and (waits := _waiting(inner, CLOSE)):
                 inner, close = inner[:-waits], inner[-waits:]
-            if close != CLOSE and not held.last:
-                begun, rest = _begun(inner, 0, names), tag + inner + close
-                return Split(text=text + given(before), calls=calls, begun=begun, rest=rest)
+            if close != CLOSE and not buffered.last:
+                begun, remaining = _begun(inner, 0, names), tag + inner + close
+                return Split(text=text + given(before), calls=calls, begun=begun, rest=remaining)
             call = _whole(inner, names) or _begun(inner, 0, names)
             text += before + tag + inner + close if call is None else given(before)
             calls += [] if call is None else [call]
-            rest = after
+            remaining = after
         return Split(text=text, calls=calls)
 
     return split
@@ -176,27 +178,34 @@ def plain(names: Collection[str]) -> Splitter:
         names: of the functions that were given.
     """
 
-    def split(held: Held) -> Split:
-        text, calls, at = held.text, list[ToolCall](), 0
-        if held.begun or text.lstrip()[:1] not in ("", "{", "[", *(",;]" if held.called else "")):
+    def split(buffered: Held) -> Split:
+        text, calls, position = buffered.text, list[ToolCall](), 0
+        if buffered.begun or text.lstrip()[:1] not in (
+            "",
+            "{",
+            "[",
+            *(",;]" if buffered.called else ""),
+        ):
             return Split(text=text)
         try:
-            while (at := _after_blanks(text, at)) < len(text):
-                call, end = _object(text, at, names)
+            while (position := _after_blanks(text, position)) < len(text):
+                call, end = _object(text, position, names)
                 if call is None:  # of none of the functions
-                    return Split(text=text[at:] if calls or held.called else text, calls=calls)
-                calls, at = [*calls, call], end
+                    return Split(
+                        text=text[position:] if calls or buffered.called else text, calls=calls
+                    )
+                calls, position = [*calls, call], end
         except (ValueError, RecursionError):
-            begun = _begun(text, at, names)
+            begun = _begun(text, position, names)
         else:
             begun = None
-        called = bool(calls or begun or held.called)
-        rest = text[at:] if called else text
-        if not held.last:
-            return Split(calls=calls, begun=begun, rest=rest)
+        called = bool(calls or begun or buffered.called)
+        remaining = text[position:] if called else text
+        if not buffered.last:
+            return Split(calls=calls, begun=begun, rest=remaining)
         if begun is not None:
             return Split(calls=[*calls, begun])
-        return Split(calls=calls, text=rest)
+        return Split(calls=calls, text=remaining)
 
     return split
 
@@ -208,24 +217,24 @@ def forced(name: str) -> Splitter:
         name: of the function.
     """
 
-    def split(held: Held) -> Split:
-        call = ToolCall(name=name, arguments=held.text)
-        if held.last:
+    def split(buffered: Held) -> Split:
+        call = ToolCall(name=name, arguments=buffered.text)
+        if buffered.last:
             return Split(calls=[call])
-        return Split(begun=call if held.text else None, rest=held.text)
+        return Split(begun=call if buffered.text else None, rest=buffered.text)
 
     return split
 
 
-def _begun(text: str, at: int, names: Collection[str]) -> ToolCall | None:
+def _begun(text: str, start: int, names: Collection[str]) -> ToolCall | None:
     """A call that begins at a place, with its arguments so far."""
-    found = BEGUN.match(text, at)
-    if found is None or found[1] not in names:
+    match = BEGUN.match(text, start)
+    if match is None or match[1] not in names:
         return None
     end = len(text)  # unless they are whole, all that there is, is of the arguments
     with contextlib.suppress(ValueError, RecursionError):
-        end = DECODER.raw_decode(text, found.end())[1]
-    return ToolCall(name=found[1], arguments=text[found.end() : end])
+        end = DECODER.raw_decode(text, match.end())[1]
+    return ToolCall(name=match[1], arguments=text[match.end() : end])
 
 
 def _whole(text: str, names: Collection[str]) -> ToolCall | None:
@@ -237,17 +246,17 @@ def _whole(text: str, names: Collection[str]) -> ToolCall | None:
     return call if _after_blanks(text, end) == len(text) else None
 
 
-def _object(text: str, at: int, names: Collection[str]) -> tuple[ToolCall | None, int]:
+def _object(text: str, start: int, names: Collection[str]) -> tuple[ToolCall | None, int]:
     """The JSON at a place as a call, where it is one, and where it ends.
 
     Raises:
         ValueError, RecursionError: it is not whole.
     """
-    value, end = DECODER.raw_decode(text, at)
+    value, end = DECODER.raw_decode(text, start)
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str) or name not in names:
         return None, end
-    if (begun := _begun(text, at, names)) is not None:
+    if (begun := _begun(text, start, names)) is not None:
         return begun, end
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, dict):
@@ -255,10 +264,10 @@ def _object(text: str, at: int, names: Collection[str]) -> tuple[ToolCall | None
     return (ToolCall(name=name, arguments=arguments) if isinstance(arguments, str) else None), end
 
 
-def _after_blanks(text: str, at: int) -> int:
+def _after_blanks(text: str, start: int) -> int:
     """Where what stands between calls ends."""
-    found = BETWEEN.match(text, at)
-    return at if found is None else found.end()
+    match = BETWEEN.match(text, start)
+    return start if match is None else match.end()
 
 
 def _waiting(text: str, tag: str) -> int:

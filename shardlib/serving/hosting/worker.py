@@ -190,13 +190,13 @@ class Worker:
 
     def _add(self, stream: Stream) -> None:
         try:
-            for index, asked in enumerate(stream.asked):
-                request = self.engine.add(asked)
+            for index, query in enumerate(stream.asked):
+                request = self.engine.add(query)
                 stream.requests.append(request)
                 self._open[request] = _Open(stream=stream, index=index)
         except ShardlibError as error:
-            said = StreamError(str(error), refused=True)
-            self._post(lambda: stream.fail(said))
+            refusal = StreamError(str(error), refused=True)
+            self._post(lambda: stream.fail(refusal))
             stream.cancelled = True
         if stream.cancelled:  # also those of which nobody knew when that was said
             stream.cancel()
@@ -235,34 +235,34 @@ class Worker:
         if not events:
             return
         now = time.perf_counter()
-        last = {event.request: at for at, event in enumerate(events)}
-        told: list[tuple[Stream, Heard]] = []
-        for at, event in enumerate(events):
+        last = {event.request: position for position, event in enumerate(events)}
+        messages: list[tuple[Stream, Heard]] = []
+        for position, event in enumerate(events):
             open_one = self._open[event.request]
-            told.append((open_one.stream, self._heard(event, open_one, now)))
+            messages.append((open_one.stream, self._heard(event, open_one, now)))
             open_one.heard += 1
-            if last[event.request] == at and event.request.ended is not None:
+            if last[event.request] == position and event.request.ended is not None:
                 del self._open[event.request]
                 self._mean_seconds += NEWEST * (now - open_one.stream.begun - self._mean_seconds)
             elif event.request.ended is not None:  # more of its tokens follow
-                told[-1] = told[-1][0], replace(told[-1][1], ended=None)
-        self._post(lambda: self._hand_out(told))
+                messages[-1] = messages[-1][0], replace(messages[-1][1], ended=None)
+        self._post(lambda: self._hand_out(messages))
 
-    def _heard(self, event: Event, one: _Open, now: float) -> Heard:
+    def _heard(self, event: Event, entry: _Open, now: float) -> Heard:
         request = event.request
         return Heard(
-            index=one.index,
+            index=entry.index,
             token=event.token,
-            told=None if event.token is None else request.told[one.heard],
-            scores=() if one.heard else tuple(request.scores),
+            told=None if event.token is None else request.told[entry.heard],
+            scores=() if entry.heard else tuple(request.scores),
             ended=request.ended,
             reused=request.reused,
             version=self.version,
             at=now,
         )
 
-    def _hand_out(self, told: Sequence[tuple[Stream, Heard]]) -> None:
-        for stream, heard in told:
+    def _hand_out(self, messages: Sequence[tuple[Stream, Heard]]) -> None:
+        for stream, heard in messages:
             if self.watch is not None:
                 self.watch.heard(stream, heard)
             stream.take(heard)
@@ -272,14 +272,14 @@ class Worker:
         with self._lock:
             self.error = why
         self._busy_since = None
-        said = StreamError(f"the engine has failed: {why}", dead=True)
+        failure = StreamError(f"the engine has failed: {why}", dead=True)
         while not self._inbox.empty():
             job = self._inbox.get()
             if job is not None:
                 with contextlib.suppress(Exception):
                     job()  # streams are among the open ones then, and functions have an answer
-        streams = {one.stream for one in self._open.values()}
-        self._post(lambda: [stream.fail(said) for stream in streams])
+        streams = {entry.stream for entry in self._open.values()}
+        self._post(lambda: [stream.fail(failure) for stream in streams])
 
     def _post(self, call: Callable[[], object]) -> None:
         assert self._loop is not None

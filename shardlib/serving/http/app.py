@@ -35,32 +35,32 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
         ArgumentError: no models, or two models or adapters of one name.
     """
     limits = settings or Settings()
-    names = [one.name for one in deployed]
+    names = [deployment.name for deployment in deployed]
     if not names or len(set(names)) < len(names):
         raise ArgumentError(
             f"the models are {', '.join(names) or 'none'}; each has a name of its own\nTry:"
             " NAME=MODEL"
         )
-    models: Mapping[str, Deployment] = {one.name: one for one in deployed}
+    models: Mapping[str, Deployment] = {deployment.name: deployment for deployment in deployed}
     catalog, started = Catalog(models), int(time.time())
     watching = Watching(models)
-    for name, one in models.items():
-        one.worker.watch = watching.of[name]
+    for name, deployment in models.items():
+        deployment.worker.watch = watching.of[name]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         del app
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(watching.look(models))]
-        for one in models.values():
-            one.worker.start(loop)
-            tasks.append(loop.create_task(one.follow(limits.refresh_seconds)))
+        for deployment in models.values():
+            deployment.worker.start(loop)
+            tasks.append(loop.create_task(deployment.follow(limits.refresh_seconds)))
         yield
         for task in tasks:
             task.cancel()
-        for one in models.values():
-            await asyncio.to_thread(one.worker.stop)
-            one.renderer.close()
+        for deployment in models.values():
+            await asyncio.to_thread(deployment.worker.stop)
+            deployment.renderer.close()
 
     app = FastAPI(
         title="shardlib", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None

@@ -37,15 +37,15 @@ class Catalog:
     """
 
     def __init__(self, models: Mapping[str, Deployment]) -> None:
-        found = [Named(name=name, deployed=one) for name, one in models.items()]
-        found += [
-            Named(name=adapter, deployed=one, adapter=adapter)
-            for one in models.values()
-            for adapter in one.adapters
+        entries = [Named(name=name, deployed=deployment) for name, deployment in models.items()]
+        entries += [
+            Named(name=adapter, deployed=deployment, adapter=adapter)
+            for deployment in models.values()
+            for adapter in deployment.adapters
         ]
-        self._named = {one.name: one for one in found}
-        if len(self._named) < len(found):
-            names = ", ".join(one.name for one in found)
+        self._named = {entry.name: entry for entry in entries}
+        if len(self._named) < len(entries):
+            names = ", ".join(entry.name for entry in entries)
             raise ArgumentError(f"models and adapters are {names}; each has a name of its own")
         self._models = len(models)
 

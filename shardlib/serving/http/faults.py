@@ -39,8 +39,8 @@ class Fault(HTTPException):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        said = message.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
-        super().__init__(status, said, dict(headers or {}))
+        text = message.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+        super().__init__(status, text, dict(headers or {}))
         self.code, self.param = code, param
 
     @property
@@ -87,7 +87,7 @@ def _wrong_body(error: RequestValidationError) -> Fault:
         path = str(first.get("ctx", {}).get("field"))
         return Fault(400, first["msg"], code="invalid_value", param=path.partition(".")[0])
     field = first["loc"][1:2]
-    same = [one for one in error.errors() if one["loc"][1:2] == field]
+    same = [detail for detail in error.errors() if detail["loc"][1:2] == field]
     name = str(field[0]) if field else None
     return Fault(400, _said(same, error.body), code="invalid_value", param=name)
 
@@ -110,29 +110,33 @@ def _said(errors: Sequence[Mapping[str, Any]], body: object) -> str:
     """What is wrong with a field: of errors of all types that it may have, the one that goes
     deepest.
     """
-    paths = [_path(one, body) for one in errors]
+    paths = [_path(detail, body) for detail in errors]
     deepest = [
-        one for one, path in zip(errors, paths, strict=True) if len(path) == max(map(len, paths))
+        detail
+        for detail, path in zip(errors, paths, strict=True)
+        if len(path) == max(map(len, paths))
     ]
-    one = next((one for one in deepest if not one["type"].endswith("_type")), deepest[0])
-    name = ".".join(_path(one, body)) or "the body"
-    kind, given, context = one["type"], one.get("input"), one.get("ctx", {})
-    is_now = f"{name} is {shown(given)}"
+    detail = next(
+        (detail for detail in deepest if not detail["type"].endswith("_type")), deepest[0]
+    )
+    name = ".".join(_path(detail, body)) or "the body"
+    kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    is_now = f"{name} is {shown(value)}"
     if kind == "missing":
         return f"{name} is missing"
     if kind == "literal_error":
         return f"{is_now}; it is {context['expected']}"
     for word, limit in (("max_length", "at most"), ("min_length", "at least")):
-        if word in context and isinstance(given, Sized):
-            unit = "characters" if isinstance(given, str) else "items"
-            return f"{name} has {len(given)} {unit}; it has {limit} {context[word]}"
+        if word in context and isinstance(value, Sized):
+            unit = "characters" if isinstance(value, str) else "items"
+            return f"{name} has {len(value)} {unit}; it has {limit} {context[word]}"
     for word, limit in _LIMITS.items():
         if word in context:
-            most = context[word]
-            return f"{is_now}; it is {limit} {int(most) if most == int(most) else most}"
-    types = [_TYPES.get(one["type"].partition("_")[0]) for one in deepest]
+            bound = context[word]
+            return f"{is_now}; it is {limit} {int(bound) if bound == int(bound) else bound}"
+    types = [_TYPES.get(detail["type"].partition("_")[0]) for detail in deepest]
     if None in types:
-        return f"{name}: {one['msg']}"
+        return f"{name}: {detail['msg']}"
     return f"{is_now}; it is {' or '.join(dict.fromkeys(filter(None, types)))}"
 
 

@@ -58,12 +58,12 @@ class Guard:
             return
         await self.app(scope, _Counted(receive, self.settings), send)
 
-    def _salt(self, path: str, given: bytes) -> str:
+    def _salt(self, path: str, header: bytes) -> str:
         if not self._tokens or path in OPEN:
             return ""
-        scheme, _, token = given.partition(b" ")
-        found = [hmac.compare_digest(token.strip(), one) for one in self._tokens]
-        if scheme.lower() != b"bearer" or not any(found):
+        scheme, _, token = header.partition(b" ")
+        matches = [hmac.compare_digest(token.strip(), known_token) for known_token in self._tokens]
+        if scheme.lower() != b"bearer" or not any(matches):
             raise Fault(
                 401,
                 "the request has no bearer token that is known here",
@@ -72,8 +72,8 @@ class Guard:
             )
         return hashlib.sha256(b"shardlib prefixes " + token.strip()).hexdigest()
 
-    def _check_length(self, given: bytes) -> None:
-        if not given.isdigit() or len(given) > 18 or int(given) > self.settings.body_bytes:
+    def _check_length(self, header: bytes) -> None:
+        if not header.isdigit() or len(header) > 18 or int(header) > self.settings.body_bytes:
             raise too_large(self.settings)
 
 

@@ -36,31 +36,31 @@ class _Connections:
         self._strangers: dict[H11Protocol, str] = {}  # address by connection, the first in front
         self._known: set[H11Protocol] = set()
 
-    def came(self, one: H11Protocol) -> None:
+    def came(self, connection: H11Protocol) -> None:
         """A connection is there."""
-        address = one.client[0] if one.client else ""
-        self._strangers[one] = address
+        address = connection.client[0] if connection.client else ""
+        self._strangers[connection] = address
         counts = Counter(self._strangers.values())
         if counts[address] > self._settings.strangers_per_address:
             self._cut_off(address)
         elif len(self._strangers) > self._settings.strangers:
             self._cut_off(counts.most_common(1)[0][0])
 
-    def shown(self, one: H11Protocol) -> bool:
+    def shown(self, connection: H11Protocol) -> bool:
         """A connection has shown a token; whether there is a place for it."""
-        if one not in self._known and len(self._known) >= self._settings.connections:
+        if connection not in self._known and len(self._known) >= self._settings.connections:
             return False
-        self._strangers.pop(one, None)
-        self._known.add(one)
+        self._strangers.pop(connection, None)
+        self._known.add(connection)
         return True
 
-    def gone(self, one: H11Protocol) -> None:
+    def gone(self, connection: H11Protocol) -> None:
         """A connection has ended."""
-        self._strangers.pop(one, None)
-        self._known.discard(one)
+        self._strangers.pop(connection, None)
+        self._known.discard(connection)
 
     def _cut_off(self, address: str) -> None:
-        first = next(one for one, other in self._strangers.items() if other == address)
+        first = next(connection for connection, peer in self._strangers.items() if peer == address)
         del self._strangers[first]
         first.transport.abort()
 
@@ -75,8 +75,8 @@ def protocol(settings: Settings) -> type[H11Protocol]:
     connections = _Connections(settings)
 
     class Limited(H11Protocol):
-        def __init__(self, config: uvicorn.Config, *given: object, **named: object) -> None:
-            super().__init__(config, *given, **named)  # type: ignore[arg-type]
+        def __init__(self, config: uvicorn.Config, *arguments: object, **named: object) -> None:
+            super().__init__(config, *arguments, **named)  # type: ignore[arg-type]
             self.app_state = {
                 **self.app_state,
                 "abort": lambda: self.transport.abort(),
@@ -120,13 +120,14 @@ class _Server(uvicorn.Server):
             yield
             return
         before = {
-            one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             yield
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -143,19 +144,23 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, number)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-        made.bind(address)
+        listening = socket.socket(family, kind, number)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        listening.bind(address)
     except (OSError, OverflowError) as error:
         raise LaunchError(
             f"{host}:{port} cannot be listened at ({error})\nTry: --port 0 for any that is free"
         ) from error
-    return made
+    return listening
 
 
 def run(
-    app: FastAPI, settings: Settings, at: socket.socket, *, ready: Callable[[], None] | None = None
+    app: FastAPI,
+    settings: Settings,
+    listening: socket.socket,
+    *,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT; answers that have begun may end then, and no others begin. A
     second SIGINT ends it at once.
@@ -163,15 +168,15 @@ def run(
     Args:
         app: what is served.
         settings: limits.
-        at: a socket that listens.
+        listening: a socket that listens.
         ready: is called when requests can come.
     """
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.connections + settings.strangers + OTHER_FILES
-    if files < wanted:
-        files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-    _server(app, settings, ready or (lambda: None)).run(sockets=[at])
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    required = settings.connections + settings.strangers + OTHER_FILES
+    if files < required:
+        files = required if hard_limit == resource.RLIM_INFINITY else min(required, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard_limit))
+    _server(app, settings, ready or (lambda: None)).run(sockets=[listening])
 
 
 @contextlib.contextmanager
@@ -190,15 +195,15 @@ def serving(
         LaunchError: there is no such place, or the server does not start.
     """
     started = threading.Event()
-    with listen(host, port) as at:
+    with listen(host, port) as listening:
         server = _server(app, settings or Settings(), started.set)
-        thread = threading.Thread(target=lambda: server.run(sockets=[at]), name="server")
+        thread = threading.Thread(target=lambda: server.run(sockets=[listening]), name="server")
         thread.start()
         while not started.wait(0.1):
             if not thread.is_alive():
                 raise LaunchError("the server has not started")
         try:
-            yield f"http://{host}:{at.getsockname()[1]}"
+            yield f"http://{host}:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join()

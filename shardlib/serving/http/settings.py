@@ -53,10 +53,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         failures = [
-            f"{one.name} is {value!r}; it is a number above 0"
-            for one in fields(self)
-            if one.name not in ("tokens", "waiting")
-            if (value := getattr(self, one.name)) is not None
+            f"{field.name} is {value!r}; it is a number above 0"
+            for field in fields(self)
+            if field.name not in ("tokens", "waiting")
+            if (value := getattr(self, field.name)) is not None
             if not (value > 0 and math.isfinite(value))
         ]
         if self.waiting < 0:
@@ -82,12 +82,12 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         raise MissingFileError(f"the tokens in {path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{path} holds other characters than those of ASCII") from error
-    found = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not found or len(text) > TOKEN_FILE_BYTES:
+    tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not tokens or len(text) > TOKEN_FILE_BYTES:
         raise ArgumentError(f"{path} holds no tokens, or too many\nTry: one a line")
-    if short := [number for number, one in enumerate(found, 1) if len(one) < TOKEN_LENGTH]:
+    if short := [number for number, token in enumerate(tokens, 1) if len(token) < TOKEN_LENGTH]:
         raise ArgumentError(
             f"token {short[0]} of {path} has fewer than {TOKEN_LENGTH} characters\nTry: python -c"
             " 'import secrets; print(secrets.token_urlsafe(32))'"
         )
-    return found
+    return tokens

@@ -33,13 +33,15 @@ class Watching:
     def __init__(self, models: Mapping[str, Deployment]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Gauges(models))
-        one = ["model"]
+        labels = ["model"]
 
         def histogram(name: str, what: str, bounds: tuple[float, ...]) -> Histogram:
-            return Histogram(f"shardlib_{name}", what, one, buckets=bounds, registry=self.registry)
+            return Histogram(
+                f"shardlib_{name}", what, labels, buckets=bounds, registry=self.registry
+            )
 
         def counter(name: str, what: str, *more: str) -> Counter:
-            return Counter(f"shardlib_{name}", what, [*one, *more], registry=self.registry)
+            return Counter(f"shardlib_{name}", what, [*labels, *more], registry=self.registry)
 
         self.ttft = histogram("time_to_first_token_seconds", "From request to token.", SECONDS)
         self.tpot = histogram("time_per_output_token_seconds", "From token to token.", SECONDS)
@@ -153,7 +155,7 @@ class OneWatch:
         return self._shared / self._prompted if self._prompted else 0.0
 
 
-def _median(found: deque[tuple[float, float]], now: float) -> float | None:
+def _median(samples: deque[tuple[float, float]], now: float) -> float | None:
     """Of what was seen in the last ten seconds; None for nothing."""
-    recent = sorted(seconds for at, seconds in found if now - at < 10)
+    recent = sorted(seconds for when, seconds in samples if now - when < 10)
     return recent[len(recent) // 2] if recent else None

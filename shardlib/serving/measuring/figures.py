@@ -13,11 +13,11 @@ from shardlib.untrusted.json_types import JsonObject
 PERCENTILES = (50, 90, 99)
 
 
-def tpot(one: Seen) -> float | None:
+def tpot(answer: Seen) -> float | None:
     """Seconds from token to token of an answer, in the mean; None for one of a single token."""
-    if one.first is None or one.tokens < 2:
+    if answer.first is None or answer.tokens < 2:
         return None
-    return (one.ended - one.first) / (one.tokens - 1)
+    return (answer.ended - answer.first) / (answer.tokens - 1)
 
 
 def figures(
@@ -31,40 +31,42 @@ def figures(
         ttft_limit: seconds to the first token at most; None for any.
         tpot_limit: seconds from token to token at most; None for any.
     """
-    good = [one for one in seen if not one.error]
-    refused = sum(one.status == 429 for one in seen)
-    seconds = max(one.begun + one.ended for one in seen) - min(one.begun for one in seen)
+    good = [answer for answer in seen if not answer.error]
+    refused = sum(answer.status == 429 for answer in seen)
+    seconds = max(answer.begun + answer.ended for answer in seen) - min(
+        answer.begun for answer in seen
+    )
     in_time = [
-        one
-        for one in good
-        if (ttft_limit is None or (one.first or 0.0) <= ttft_limit)
-        and (tpot_limit is None or (tpot(one) or 0.0) <= tpot_limit)
+        answer
+        for answer in good
+        if (ttft_limit is None or (answer.first or 0.0) <= ttft_limit)
+        and (tpot_limit is None or (tpot(answer) or 0.0) <= tpot_limit)
     ]
-    tokens = sum(one.tokens for one in good)
+    tokens = sum(answer.tokens for answer in good)
     return {
         "requests": len(seen),
         "answered": len(good),
         "refused": refused,
         "failed": len(seen) - len(good) - refused,
-        "errors": sorted({one.error for one in seen if one.error})[:5],
+        "errors": sorted({answer.error for answer in seen if answer.error})[:5],
         "seconds": seconds,
         "output_tokens": tokens,
-        "cached_tokens": sum(one.cached for one in good),
+        "cached_tokens": sum(answer.cached for answer in good),
         "output_tokens_per_second": tokens / seconds,
         "requests_per_second": len(good) / seconds,
-        "ttft_seconds": _spread([one.first for one in good]),
-        "tpot_seconds": _spread([tpot(one) for one in good]),
-        "request_seconds": _spread([one.ended for one in good]),
+        "ttft_seconds": _spread([answer.first for answer in good]),
+        "tpot_seconds": _spread([tpot(answer) for answer in good]),
+        "request_seconds": _spread([answer.ended for answer in good]),
         "limits": {"ttft_seconds": ttft_limit, "tpot_seconds": tpot_limit},
         "in_time": len(in_time) / len(seen),
     }
 
 
 def _spread(values: Sequence[float | None]) -> JsonObject | None:
-    known = [value for value in values if value is not None]
-    if not known:
+    measured = [value for value in values if value is not None]
+    if not measured:
         return None
-    told = np.percentile(known, PERCENTILES)
-    return {"mean": float(np.mean(known))} | {
-        f"p{percent}": float(value) for percent, value in zip(PERCENTILES, told, strict=True)
+    percentiles = np.percentile(measured, PERCENTILES)
+    return {"mean": float(np.mean(measured))} | {
+        f"p{percent}": float(value) for percent, value in zip(PERCENTILES, percentiles, strict=True)
     }

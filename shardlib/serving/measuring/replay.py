@@ -72,9 +72,9 @@ async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
     async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=PATIENCE) as client:
         url = target.url.rstrip("/")
         try:
-            found = await client.get(f"{url}/models")
-            found.raise_for_status()
-            name = target.model or found.json()["data"][0]["id"]
+            response = await client.get(f"{url}/models")
+            response.raise_for_status()
+            name = target.model or response.json()["data"][0]["id"]
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise LaunchError(f"nobody answers at {url} ({error})") from error
         turn, start = asyncio.Semaphore(target.together), time.perf_counter()
@@ -89,7 +89,7 @@ async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
 
 
 async def _asked(
-    client: httpx2.AsyncClient, url: str, name: str, job: Job, begun: float, at: float
+    client: httpx2.AsyncClient, url: str, name: str, job: Job, begun: float, start: float
 ) -> Seen:
     body = {
         "model": name,
@@ -126,7 +126,7 @@ async def _asked(
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     return Seen(
-        begun=at,
+        begun=start,
         first=first,
         ended=time.perf_counter() - begun,
         tokens=tokens,

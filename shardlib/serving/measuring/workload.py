@@ -67,8 +67,8 @@ def read_workload(text: bytes, what: str, *, seed: int = 0, rate: float | None =
     if not isinstance(data, list) or not data:
         raise DataError(f"{what} holds no list of requests")
     draw, now, jobs = random.Random(seed), 0.0, list[Job]()
-    for number, given in enumerate(data):
-        job = construct(Job, given, f"request {number} of {what}", DataError)
+    for number, entry in enumerate(data):
+        job = construct(Job, entry, f"request {number} of {what}", DataError)
         if rate is not None:
             now += draw.expovariate(rate)
             job = replace(job, at=now)

@@ -36,31 +36,31 @@ class Chosen:
     logprobs: jax.Array
 
 
-def choose(logits: jax.Array, how: Choices) -> Chosen:
+def choose(logits: jax.Array, choices: Choices) -> Chosen:
     """Chooses a token for each row.
 
     Args:
         logits: [R, vocab].
-        how: of each row.
+        choices: of each row.
     """
     logits = logits.astype(jnp.float32)
-    changed = edited(logits, how.edits)
+    changed = edited(logits, choices.edits)
     token = jax.lax.cond(
-        jnp.any(jnp.asarray(how.temperature) > 0),
+        jnp.any(jnp.asarray(choices.temperature) > 0),
         _drawn,
         lambda changed, _: jnp.argmax(changed, axis=-1).astype(jnp.int32),
         changed,
-        how,
+        choices,
     )
-    token = jnp.where(jnp.asarray(how.given) >= 0, how.given, token)
+    token = jnp.where(jnp.asarray(choices.given) >= 0, choices.given, token)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    most = min(MOST_LISTED, logits.shape[-1])
+    count = min(MOST_LISTED, logits.shape[-1])
     values, likeliest = jax.lax.cond(
-        jnp.any(jnp.asarray(how.listed)),
-        lambda logprobs: tuple(jax.lax.top_k(logprobs, most)),
+        jnp.any(jnp.asarray(choices.listed)),
+        lambda logprobs: tuple(jax.lax.top_k(logprobs, count)),
         lambda logprobs: (
-            jnp.zeros((logprobs.shape[0], most), jnp.float32),
-            jnp.zeros((logprobs.shape[0], most), jnp.int32),
+            jnp.zeros((logprobs.shape[0], count), jnp.float32),
+            jnp.zeros((logprobs.shape[0], count), jnp.int32),
         ),
         logprobs,
     )
@@ -72,36 +72,38 @@ def choose(logits: jax.Array, how: Choices) -> Chosen:
     )
 
 
-def left(logits: jax.Array, how: Choices) -> jax.Array:
+def left(logits: jax.Array, choices: Choices) -> jax.Array:
     """Logits over the temperature, minus infinity where `Sampling` leaves a token out: by top_k,
     then by top_p of what is left, then by min_p, as `transformers` does; tokens as
     likely as the last one stay.
 
     Args:
         logits: float32 [R, vocab].
-        how: of each row.
+        choices: of each row.
     """
-    temperature = jnp.asarray(how.temperature)
+    temperature = jnp.asarray(choices.temperature)
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
     likely = -jnp.sort(-scaled, axis=-1)
     vocab = likely.shape[-1]
     rank = jnp.arange(vocab)[None]
-    most = jnp.where(jnp.asarray(how.top_k) > 0, how.top_k, vocab)[:, None]
-    likely = jnp.where(rank < most, likely, -jnp.inf)
+    limit = jnp.where(jnp.asarray(choices.top_k) > 0, choices.top_k, vocab)[:, None]
+    likely = jnp.where(rank < limit, likely, -jnp.inf)
     odds = jax.nn.softmax(likely, axis=-1)
     before = jnp.cumsum(odds, axis=-1) - odds
-    kept = (rank < most) & (before < jnp.asarray(how.top_p)[:, None])
-    kept &= odds >= jnp.asarray(how.min_p)[:, None] * odds[:, :1]
-    kept |= rank == 0
-    least = jnp.min(jnp.where(kept, likely, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(scaled >= least, scaled, -jnp.inf)
+    retained = (rank < limit) & (before < jnp.asarray(choices.top_p)[:, None])
+    retained &= odds >= jnp.asarray(choices.min_p)[:, None] * odds[:, :1]
+    retained |= rank == 0
+    threshold = jnp.min(jnp.where(retained, likely, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= threshold, scaled, -jnp.inf)
 
 
-def _drawn(logits: jax.Array, how: Choices) -> jax.Array:
+def _drawn(logits: jax.Array, choices: Choices) -> jax.Array:
     def drawn(row: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.categorical(key, row)
 
-    found = jax.vmap(drawn)(left(logits, how), jnp.asarray(how.seed), jnp.asarray(how.position))
-    greedy = jnp.asarray(how.temperature) == 0
-    return jnp.where(greedy, jnp.argmax(logits, axis=-1), found).astype(jnp.int32)
+    sampled = jax.vmap(drawn)(
+        left(logits, choices), jnp.asarray(choices.seed), jnp.asarray(choices.position)
+    )
+    greedy = jnp.asarray(choices.temperature) == 0
+    return jnp.where(greedy, jnp.argmax(logits, axis=-1), sampled).astype(jnp.int32)

@@ -64,7 +64,7 @@ def edits(
         allowed: tokens that may come next, as bits of uint32, by row.
     """
     count = len(rows)
-    found = Edits(
+    changes = Edits(
         any=np.zeros((), bool),
         frequency=np.zeros(count, np.float32),
         presence=np.zeros(count, np.float32),
@@ -75,32 +75,35 @@ def edits(
         bias=np.zeros((count, min(MOST_BIASED, vocab)), np.float32),
         allowed=np.full((count, -(-vocab // BITS)), 0xFFFFFFFF, np.uint32),
     )
-    some = False
-    for at, row in enumerate(rows):
+    changed = False
+    for index, row in enumerate(rows):
         if row is None:
             continue
-        asked, tokens, answered = row
-        how, mask = asked.sampling, allowed.get(at)
-        if how.penalises:
-            some = True
-            found.frequency[at], found.presence[at] = how.frequency, how.presence
-            found.repetition[at] = how.repetition
-            found.said[at, : len(tokens)] = tokens
-            found.prompt[at] = len(tokens) - answered
-        if how.bias:
-            some = True
-            found.biased[at, : len(how.bias)] = list(how.bias)
-            found.bias[at, : len(how.bias)] = list(how.bias.values())
-        barred = {*how.barred, *(asked.stop if answered < asked.least else ())}
+        request, tokens, answered = row
+        sampling, mask = request.sampling, allowed.get(index)
+        if sampling.penalises:
+            changed = True
+            changes.frequency[index], changes.presence[index] = (
+                sampling.frequency,
+                sampling.presence,
+            )
+            changes.repetition[index] = sampling.repetition
+            changes.said[index, : len(tokens)] = tokens
+            changes.prompt[index] = len(tokens) - answered
+        if sampling.bias:
+            changed = True
+            changes.biased[index, : len(sampling.bias)] = list(sampling.bias)
+            changes.bias[index, : len(sampling.bias)] = list(sampling.bias.values())
+        barred = {*sampling.barred, *(request.stop if answered < request.least else ())}
         if mask is not None:
-            some = True
-            found.allowed[at] = mask
+            changed = True
+            changes.allowed[index] = mask
         if barred:
-            some = True
-            out = np.zeros(found.allowed.shape[1] * BITS, bool)
+            changed = True
+            out = np.zeros(changes.allowed.shape[1] * BITS, bool)
             out[list(barred)] = True
-            found.allowed[at] &= ~bits(out)
-    return Edits(**{**vars(found), "any": np.asarray(some)})
+            changes.allowed[index] &= ~bits(out)
+    return Edits(**{**vars(changes), "any": np.asarray(changed)})
 
 
 def bits(which: np.ndarray) -> np.ndarray:
@@ -112,31 +115,31 @@ def bits(which: np.ndarray) -> np.ndarray:
     return np.packbits(which, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def edited(logits: jax.Array, how: Edits) -> jax.Array:
+def edited(logits: jax.Array, edits: Edits) -> jax.Array:
     """Logits after the changes, float32 [R, vocab]; tokens that are left out have minus infinity.
 
     Args:
         logits: float32 [R, vocab].
-        how: of each row.
+        edits: of each row.
     """
-    return jax.lax.cond(jnp.asarray(how.any), _edited, lambda logits, _: logits, logits, how)
+    return jax.lax.cond(jnp.asarray(edits.any), _edited, lambda logits, _: logits, logits, edits)
 
 
-def _edited(logits: jax.Array, how: Edits) -> jax.Array:
+def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
     rows, vocab = logits.shape
-    at = jnp.arange(rows)[:, None]
-    logits = logits.at[at, how.biased].add(how.bias, mode="drop")
-    said = jnp.asarray(how.said)
-    answer = jnp.arange(said.shape[1])[None] >= jnp.asarray(how.prompt)[:, None]
+    row = jnp.arange(rows)[:, None]
+    logits = logits.at[row, edits.biased].add(edits.bias, mode="drop")
+    tokens = jnp.asarray(edits.said)
+    answer = jnp.arange(tokens.shape[1])[None] >= jnp.asarray(edits.prompt)[:, None]
     nothing = jnp.zeros((rows, vocab), jnp.float32)
-    seen = nothing.at[at, said].add(1.0, mode="drop") > 0
-    counts = nothing.at[at, said].add(answer.astype(jnp.float32), mode="drop")
-    repetition = jnp.asarray(how.repetition)[:, None]
+    seen = nothing.at[row, tokens].add(1.0, mode="drop") > 0
+    counts = nothing.at[row, tokens].add(answer.astype(jnp.float32), mode="drop")
+    repetition = jnp.asarray(edits.repetition)[:, None]
     weaker = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, weaker, logits)
-    logits -= counts * jnp.asarray(how.frequency)[:, None]
-    logits -= (counts > 0) * jnp.asarray(how.presence)[:, None]
+    logits -= counts * jnp.asarray(edits.frequency)[:, None]
+    logits -= (counts > 0) * jnp.asarray(edits.presence)[:, None]
     token = jnp.arange(vocab)
-    words = jnp.asarray(how.allowed)[:, token // BITS]
+    words = jnp.asarray(edits.allowed)[:, token // BITS]
     allowed = (words >> (token % BITS).astype(jnp.uint32)[None]) & 1
     return jnp.where(allowed == 1, logits, -jnp.inf)

@@ -24,11 +24,13 @@ def _tokenizer(tokens: list[bytes], ends: list[int]) -> LLTokenizer:
 
         def __init__(self) -> None:
             self.tokens = tokens
-            self._bytes = {one[0]: at for at, one in enumerate(tokens) if len(one) == 1}
+            self._bytes = {
+                token[0]: number for number, token in enumerate(tokens) if len(token) == 1
+            }
 
         def __call__(self, text: bytes | str) -> list[int]:
-            whole = text.encode() if isinstance(text, str) else text
-            return [self._bytes[byte] for byte in whole if byte in self._bytes]
+            data = text.encode() if isinstance(text, str) else text
+            return [self._bytes[byte] for byte in data if byte in self._bytes]
 
     return LLTokenizer(TokenizerWrapper(Spelt()), n_vocab=len(tokens), eos_token=ends)
 
@@ -43,11 +45,11 @@ def _grammar(kind: str, text: str) -> str:
     return LLMatcher.grammar_from_regex(text)
 
 
-def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
+def prepare(settings: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
     """Operations of a model's tokens.
 
     Args:
-        given: "ends", tokens that end an answer.
+        settings: "ends", tokens that end an answer.
         body: of each token its length, uint32, and its bytes.
     """
     tokens, place = list[bytes](), 0
@@ -55,19 +57,19 @@ def prepare(given: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
         (size,) = struct.unpack_from("<I", body, place)
         tokens.append(body[place + 4 : place + 4 + size])
         place += 4 + size
-    tokenizer = _tokenizer(tokens, list(given["ends"]))
+    tokenizer = _tokenizer(tokens, list(settings["ends"]))
     compiled = list[LLMatcher]()
     answers = dict[int, LLMatcher]()
 
     def compile_form(header: Mapping[str, Any], body: bytes) -> Any:
         """{"kind"}, text -> {"seconds"} of a mask, mask of the first token."""
-        made = LLMatcher(tokenizer, _grammar(header["kind"], body.decode()), log_level=0)
-        first, began = made.deep_copy(), time.thread_time()
+        matcher = LLMatcher(tokenizer, _grammar(header["kind"], body.decode()), log_level=0)
+        first, began = matcher.deep_copy(), time.thread_time()
         mask = first.compute_bitmask()  # where no answer meets the form, that shows here
-        for one in (made, first):
-            if one.is_error():
-                raise ValueError(_reason(one))
-        compiled.append(made)
+        for tried in (matcher, first):
+            if tried.is_error():
+                raise ValueError(_reason(tried))
+        compiled.append(matcher)
         return {"seconds": time.thread_time() - began}, mask
 
     def begin(header: Mapping[str, Any], body: bytes) -> None:

@@ -116,10 +116,10 @@ class Guided:
         self, guides: Collection[Guide], waits: Callable[[Guide], bool], seconds: float
     ) -> None:
         until = time.monotonic() + seconds
-        while forms := {one.form for one in guides if waits(one) and not one.form.ended}:
+        while forms := {guide.form for guide in guides if waits(guide) and not guide.form.ended}:
             for form in forms:
                 form.hear()
-            forms = {one.form for one in guides if waits(one) and not one.form.ended}
+            forms = {guide.form for guide in guides if waits(guide) and not guide.form.ended}
             left = until - time.monotonic()
             if left <= 0 or not forms:
                 return

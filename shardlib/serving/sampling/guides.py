@@ -50,7 +50,7 @@ class Guides:
     """
 
     def __init__(self, tokens: Sequence[bytes], ends: Collection[int], *, vocab: int) -> None:
-        if not ends or not all(0 <= one < len(tokens) for one in ends) or len(tokens) > vocab:
+        if not ends or not all(0 <= token < len(tokens) for token in ends) or len(tokens) > vocab:
             raise ArgumentError(
                 f"{len(tokens)} tokens are spelt, of which {sorted(ends)} end an answer; the model"
                 f" has {vocab}, and at least one of those that are spelt ends an answer"
@@ -61,7 +61,7 @@ class Guides:
         self._confined = Confined(
             Path(__file__).with_name("grammars.py"),
             given={"ends": sorted(ends)},
-            body=b"".join(struct.pack("<I", len(one)) + one for one in tokens),
+            body=b"".join(struct.pack("<I", len(token)) + token for token in tokens),
             limits=LIMITS,
         )
         self._confined.about()
@@ -101,39 +101,41 @@ class Guides:
         Raises:
             ArgumentError: it cannot be compiled, or takes too much.
         """
-        found = self._taken(form)
-        return Guide(found, self._words, lambda: self._leave(found))
+        compiled = self._taken(form)
+        return Guide(compiled, self._words, lambda: self._leave(compiled))
 
     def _taken(self, form: Form) -> Compiled:
         """A form that is used once more."""
         with self._changed:
             self._changed.wait_for(lambda: form not in self._compiling)
-            if (known := self._compiled.get(form)) is not None and not known.ended:
-                known.users += 1
+            if (cached := self._compiled.get(form)) is not None and not cached.ended:
+                cached.users += 1
                 self._compiled.move_to_end(form)
-                return known
+                return cached
             self._compiling.add(form)
-        found: Compiled | None = None
+        compiled: Compiled | None = None
         try:
-            found = _compile(self._confined, form)
-            return found
+            compiled = _compile(self._confined, form)
+            return compiled
         finally:
             with self._changed:
                 self._compiling.discard(form)
-                if found is not None:
-                    self._compiled[form] = found
+                if compiled is not None:
+                    self._compiled[form] = compiled
                 self._changed.notify_all()
 
-    def _leave(self, one: Compiled) -> None:
+    def _leave(self, released: Compiled) -> None:
         """A form is used once less; of those that nobody uses the newest stay."""
         with self._changed:
-            one.users -= 1
-            idle = [form for form, other in self._compiled.items() if not other.users]
+            released.users -= 1
+            idle = [form for form, compiled in self._compiled.items() if not compiled.users]
             gone = [self._compiled.pop(form) for form in idle[: max(len(idle) - KEPT, 0)]]
-            if not one.users and all(one is not other for other in self._compiled.values()):
-                gone.append(one)
-        for other in gone:
-            other.fork.close()
+            if not released.users and all(
+                released is not compiled for compiled in self._compiled.values()
+            ):
+                gone.append(released)
+        for compiled in gone:
+            compiled.fork.close()
 
 
 class Compiled:
@@ -184,20 +186,20 @@ class Compiled:
         """Gives what has come in to those who wait for it; waits for nothing."""
         while not self.ended:
             try:
-                found = self.fork.receive(0.0, wait=False)
+                message = self.fork.receive(0.0, wait=False)
             except RefusedError:  # also a refusal: the library may be in any state
                 self.ended = True
                 return
-            if found is None:
+            if message is None:
                 return
-            match found[0]:
+            match message[0]:
                 case {"answer": int(answer), "serial": int(serial), "seconds": float(seconds)}:
                     self.slow = seconds > SLOW_SECONDS
                 case _:
                     self.ended = True
                     return
             if answer in self._answers:
-                self._answers[answer].hear(serial, *found)
+                self._answers[answer].hear(serial, *message)
 
 
 class Guide:
@@ -236,9 +238,9 @@ class Guide:
             drafted: tokens that are guessed, before the choices but the first; see `guess`.
         """
         assert self._mask is not None
-        known = [self._mask, *(one for one in self._after if one)]
+        ready = [self._mask, *(mask for mask in self._after if mask)]
         masks = [self._any() for _ in range(rows - 1 - len(drafted))]
-        masks += [self._array(one) for one in known[: 1 + len(drafted)]]
+        masks += [self._array(mask) for mask in ready[: 1 + len(drafted)]]
         return [*masks, *(self._any() for _ in range(rows - len(masks)))]
 
     def guess(self, drafted: Sequence[int]) -> None:
@@ -301,8 +303,8 @@ class Guide:
 
     def _array(self, data: bytes) -> np.ndarray:
         mask = np.zeros(self._words, np.uint32)
-        known = np.frombuffer(data, "<u4")
-        mask[: len(known)] = known[: self._words]
+        words = np.frombuffer(data, "<u4")
+        mask[: len(words)] = words[: self._words]
         return mask
 
 

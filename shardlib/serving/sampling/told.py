@@ -25,35 +25,37 @@ def rows_of(share: Share) -> list[Row]:
         share: that a step computes.
     """
     request, end = share.request, share.first + share.count
-    found: list[Row] = []
+    rows: list[Row] = []
     for position in range(end - share.rows, end):
         drafted = position + 1 - request.count
         if drafted >= 0:
-            found.append(Row(request=request, drafted=share.drafted[:drafted]))
+            rows.append(Row(request=request, drafted=share.drafted[:drafted]))
         else:
-            found.append(Row(request=request, given=request.tokens[position + 1]))
-    return found
+            rows.append(Row(request=request, given=request.tokens[position + 1]))
+    return rows
 
 
-def told(found: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
+def told(chosen: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
     """What is chosen in each row, on the host.
 
     Args:
-        found: of a program.
+        chosen: of a program.
         rows: that count, by number.
     """
-    tokens, logprobs = np.asarray(found.token).tolist(), np.asarray(found.logprob).tolist()
+    tokens, logprobs = np.asarray(chosen.token).tolist(), np.asarray(chosen.logprob).tolist()
     listed = any(row.request.asked.top for row in rows.values())
     likeliest, values = (
-        (np.asarray(found.likeliest).tolist(), np.asarray(found.logprobs).tolist())
+        (np.asarray(chosen.likeliest).tolist(), np.asarray(chosen.logprobs).tolist())
         if listed
         else ([[]] * len(tokens), [[]] * len(tokens))
     )
     return {
-        at: Told(
-            token=tokens[at],
-            logprob=logprobs[at],
-            likeliest=tuple(zip(likeliest[at], values[at], strict=True))[: row.request.asked.top],
+        index: Told(
+            token=tokens[index],
+            logprob=logprobs[index],
+            likeliest=tuple(zip(likeliest[index], values[index], strict=True))[
+                : row.request.asked.top
+            ],
         )
-        for at, row in rows.items()
+        for index, row in rows.items()
     }

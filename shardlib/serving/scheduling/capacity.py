@@ -52,12 +52,12 @@ class Storage:
 
     def __post_init__(self) -> None:
         failures = [
-            f"{name} are stored as {value!r}; known are {', '.join(known)}"
-            for name, value, known in (
+            f"{name} are stored as {value!r}; known are {', '.join(formats)}"
+            for name, value, formats in (
                 ("weights", self.weights, ("model", "int8", "fp8")),
                 ("keys and values", self.cache, ("model", "int8", "fp8")),
             )
-            if value not in known
+            if value not in formats
         ]
         if failures:
             raise_all(ArgumentError, "the model cannot be stored so", failures)
@@ -104,12 +104,12 @@ class Capacity:
     storage: Storage = Storage()
 
     def __post_init__(self) -> None:
-        least = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "chunk": 1} | {
+        minima = {"longest": 2, "slots": 1, "page": 1, "pages": 1, "budget": 1, "chunk": 1} | {
             "drafts": 0,
         }
         failures = [
             f"{name} is {value!r}; it is a whole number from {start} on"
-            for name, start in least.items()
+            for name, start in minima.items()
             if (value := getattr(self, name)) is not None
             or name not in ("pages", "budget", "chunk")
             if isinstance(value, bool) or not isinstance(value, int) or value < start

@@ -51,13 +51,13 @@ class Counters:
         """
         if tenant in active:
             return
-        least = min(map(self.of, active), default=0.0)
+        minimum = min(map(self.of, active), default=0.0)
         if not active:
             self._tokens = {}
         self._tokens = {
-            one: count for one, count in self._tokens.items() if one in active or count > least
+            name: count for name, count in self._tokens.items() if name in active or count > minimum
         }
-        self._tokens[tenant] = max(self.of(tenant), least)
+        self._tokens[tenant] = max(self.of(tenant), minimum)
 
     def charge(self, tenant: str, *, number: int, tokens: int, free: int = 0) -> None:
         """A request has so many tokens; those that were not charged before are.
@@ -84,9 +84,13 @@ class Counters:
             waiting: requests that wait.
             running: requests that have slots, all of them.
         """
-        have = {one.asked.salt for one in running}
-        least = min(one.asked.priority for one in running)
-        return [one for one in waiting if one.asked.priority > least or one.asked.salt not in have]
+        have = {rival.asked.salt for rival in running}
+        lowest = min(rival.asked.priority for rival in running)
+        return [
+            rival
+            for rival in waiting
+            if rival.asked.priority > lowest or rival.asked.salt not in have
+        ]
 
     def yields(
         self, request: Request, running: Sequence[Request], waiting: Sequence[Request]
@@ -100,23 +104,23 @@ class Counters:
             running: requests that have slots, all of them.
             waiting: requests that wait.
         """
-        lower = [one for one in running if one.asked.priority < request.asked.priority]
+        lower = [rival for rival in running if rival.asked.priority < request.asked.priority]
         if lower:
-            return max(lower, key=lambda one: one.rank)
-        held = Counter(one.asked.salt for one in running)
-        if held[request.asked.salt]:
+            return max(lower, key=lambda rival: rival.rank)
+        slots = Counter(rival.asked.salt for rival in running)
+        if slots[request.asked.salt]:
             return None
-        tenants = {one.asked.salt for one in (*running, *waiting)}
+        tenants = {rival.asked.salt for rival in (*running, *waiting)}
         fair = len(running) / sum(map(self.share, tenants))
         rich = [
-            one
-            for one in running
-            if one.asked.priority == request.asked.priority
-            and self.of(one.asked.salt) >= self.of(request.asked.salt)
-            and held[one.asked.salt] > max(1, fair * self.share(one.asked.salt))
+            rival
+            for rival in running
+            if rival.asked.priority == request.asked.priority
+            and self.of(rival.asked.salt) >= self.of(request.asked.salt)
+            and slots[rival.asked.salt] > max(1, fair * self.share(rival.asked.salt))
         ]
         return max(
             rich,
-            key=lambda one: (held[one.asked.salt] / self.share(one.asked.salt), one.rank),
+            key=lambda rival: (slots[rival.asked.salt] / self.share(rival.asked.salt), rival.rank),
             default=None,
         )

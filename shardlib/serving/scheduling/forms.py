@@ -96,11 +96,11 @@ class Form:
 
 def _texts(text: str) -> bool:
     try:
-        found = json.loads(text)
+        items = json.loads(text)
     except (ValueError, RecursionError):
         return False
     return (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(one, str) and one for one in found)
+        isinstance(items, list)
+        and bool(items)
+        and all(isinstance(item, str) and item for item in items)
     )

@@ -56,16 +56,16 @@ class GroupedPool:
         Args:
             digests: of its pages, the first in front.
         """
-        found = len(digests)
+        count = len(digests)
         while True:
-            before = found
+            before = count
             for group, pool in zip(self.groups, self.pools, strict=True):
                 if group.window:
-                    found = longest(group.window, self.size, pool.has(digests[:found]))
+                    count = longest(group.window, self.size, pool.has(digests[:count]))
                 else:
-                    found = len(pool.held(digests[:found]))
-            if found == before:
-                return found
+                    count = len(pool.held(digests[:count]))
+            if count == before:
+                return count
 
     def admits(self, digests: Sequence[bytes], tokens: int) -> bool:
         """Whether a request can be admitted: in the first group all its pages are reserved, in the
@@ -86,75 +86,78 @@ class GroupedPool:
         Args:
             digests, tokens: see `admits`.
         """
-        found: list[Held] = []
+        pages_by_group: list[Held] = []
         for number, pool in enumerate(self.pools):
             gone = self._gone(number, len(digests))
             pages = pool.held(digests[gone:])
             for page in pages:
                 pool.share(page)
-            found.append(Held(gone=gone, pages=pages))
-        first = found[0]
+            pages_by_group.append(Held(gone=gone, pages=pages))
+        first = pages_by_group[0]
         more = self._more(digests, tokens, first.gone)
         first.pages += [self.pools[0].take() for _ in range(more)]
-        return tuple(found)
+        return tuple(pages_by_group)
 
-    def grow(self, held: Sequence[Held], tokens: int) -> bool:
+    def grow(self, pages: Sequence[Held], tokens: int) -> bool:
         """Takes pages for so many tokens of a request; whether there are enough.
 
         Args:
-            held: pages of the request.
+            pages: pages of the request.
             tokens: that it needs room for.
         """
-        for one, pool in zip(held, self.pools, strict=True):
-            while one.end * self.size < tokens:
+        for group, pool in zip(pages, self.pools, strict=True):
+            while group.end * self.size < tokens:
                 if not pool.available:
                     return False
-                one.pages.append(pool.take())
+                group.pages.append(pool.take())
         return True
 
-    def room(self, held: Sequence[Held]) -> int:
+    def room(self, pages: Sequence[Held]) -> int:
         """Tokens that the pages of a request have room for.
 
         Args:
-            held: its pages.
+            pages: its pages.
         """
-        return min(one.end for one in held) * self.size
+        return min(group.end for group in pages) * self.size
 
-    def keep(self, held: Sequence[Held], first: int, digests: Sequence[bytes]) -> None:
+    def keep(self, pages: Sequence[Held], first: int, digests: Sequence[bytes]) -> None:
         """Pages of a request are full, and can be found again.
 
         Args:
-            held: its pages.
+            pages: its pages.
             first: the first that is newly full.
             digests: of all that are full.
         """
-        for one, pool in zip(held, self.pools, strict=True):
-            for number in range(max(first, one.gone), len(digests)):
-                pool.keep(one.at(number), digests[number])
+        for group, pool in zip(pages, self.pools, strict=True):
+            for number in range(max(first, group.gone), len(digests)):
+                pool.keep(group.at(number), digests[number])
 
-    def leave(self, held: Sequence[Held], computed: int) -> None:
+    def leave(self, pages: Sequence[Held], computed: int) -> None:
         """A request gives pages back that no token to come sees.
 
         Args:
-            held: its pages.
+            pages: its pages.
             computed: tokens whose keys and values there are.
         """
-        for group, one, pool in zip(self.groups, held, self.pools, strict=True):
+        for group, group_pages, pool in zip(self.groups, pages, self.pools, strict=True):
             gone = behind(window=group.window, computed=computed, size=self.size)
-            count = max(gone - one.gone, 0)
-            for page in one.pages[:count]:
+            count = max(gone - group_pages.gone, 0)
+            for page in group_pages.pages[:count]:
                 pool.drop(page)
-            one.gone, one.pages = one.gone + count, one.pages[count:]
+            group_pages.gone, group_pages.pages = (
+                group_pages.gone + count,
+                group_pages.pages[count:],
+            )
 
-    def release(self, held: Sequence[Held]) -> None:
+    def release(self, pages: Sequence[Held]) -> None:
         """A request gives all its pages back; the last one is taken by others first, since the
         others are of no use without the first.
 
         Args:
-            held: its pages; none where it waits.
+            pages: its pages; none where it waits.
         """
-        for one, pool in zip(held, self.pools, strict=False):
-            for page in reversed(one.pages):
+        for group, pool in zip(pages, self.pools, strict=False):
+            for page in reversed(group.pages):
                 pool.drop(page)
 
     def _gone(self, number: int, pages: int) -> int:
@@ -163,5 +166,5 @@ class GroupedPool:
 
     def _more(self, digests: Sequence[bytes], tokens: int, gone: int) -> int:
         """Pages of the first group that a request takes at once."""
-        most = min(-(-tokens // self.size), gone + self.groups[0].table)
-        return max(most - len(digests), 0)
+        limit = min(-(-tokens // self.size), gone + self.groups[0].table)
+        return max(limit - len(digests), 0)

@@ -56,28 +56,28 @@ class Groups:
 
     def __init__(self, count: int, capacity: Capacity, chunk: int | None = None) -> None:
         self.each = [Schedule(capacity, chunk=chunk) for _ in range(count)]
-        self.pool = Pools([one.pool for one in self.each])
+        self.pool = Pools([schedule.pool for schedule in self.each])
         self._group: dict[int, Schedule] = {}
 
     @property
     def slots(self) -> list[Request | None]:
         """Requests by slot, None where a slot is free."""
-        return [request for one in self.each for request in one.slots]
+        return [request for schedule in self.each for request in schedule.slots]
 
     @property
     def running(self) -> list[Request]:
         """Requests that have a slot."""
-        return [request for one in self.each for request in one.running]
+        return [request for schedule in self.each for request in schedule.running]
 
     @property
     def waiting(self) -> list[Request]:
         """Requests that wait for a slot."""
-        return [request for one in self.each for request in one.waiting]
+        return [request for schedule in self.each for request in schedule.waiting]
 
     @property
     def begun(self) -> bool:
         """Whether a request has a slot, or waits with a part of its answer."""
-        return any(one.begun for one in self.each)
+        return any(schedule.begun for schedule in self.each)
 
     @property
     def closed(self) -> bool:
@@ -86,19 +86,19 @@ class Groups:
 
     @closed.setter
     def closed(self, value: bool) -> None:
-        for one in self.each:
-            one.closed = value
+        for schedule in self.each:
+            schedule.closed = value
 
     @property
     def preempted(self) -> int:
         """How often a request gave its pages back."""
-        return sum(one.preempted for one in self.each)
+        return sum(schedule.preempted for schedule in self.each)
 
     def add(self, request: Request) -> None:
         """A request waits for a slot."""
-        least = min(self.each, key=_load)
-        self._group[request.number] = least
-        least.add(request)
+        idlest = min(self.each, key=_load)
+        self._group[request.number] = idlest
+        idlest.add(request)
 
     def end(self, request: Request, why: str) -> None:
         """Ends a request between steps.
@@ -115,30 +115,36 @@ class Groups:
         Args:
             drafts: see `Schedule.next`.
         """
-        found: list[Share] = []
-        for number, one in enumerate(self.each):
-            first = number * len(one.slots)
-            found += [replace(share, slot=first + share.slot) for share in one.next(drafts)]
+        shares: list[Share] = []
+        for number, schedule in enumerate(self.each):
+            first = number * len(schedule.slots)
+            shares += [replace(share, slot=first + share.slot) for share in schedule.next(drafts)]
         self._forget()
-        return found
+        return shares
 
-    def done(self, shares: Sequence[Share], kept: Mapping[int, int] | None = None) -> None:
+    def done(self, shares: Sequence[Share], accepted: Mapping[int, int] | None = None) -> None:
         """A step has computed what `next` said.
 
         Args:
             shares: as `next` gave them.
-            kept: see `Schedule.done`.
+            accepted: see `Schedule.done`.
         """
         for share in shares:
-            self._group[share.request.number].done([share], kept)
+            self._group[share.request.number].done([share], accepted)
 
     def release(self, request: Request) -> None:
         """A request has ended: its slot and pages are free."""
         self._group.pop(request.number).release(request)
 
     def _forget(self) -> None:
-        known = {request.number for one in self.each for request in (*one.running, *one.waiting)}
-        self._group = {number: one for number, one in self._group.items() if number in known}
+        active = {
+            request.number
+            for schedule in self.each
+            for request in (*schedule.running, *schedule.waiting)
+        }
+        self._group = {
+            number: schedule for number, schedule in self._group.items() if number in active
+        }
 
 
 def scheduled(groups: int, capacity: Capacity, chunk: int | None = None) -> Schedule | Groups:
@@ -154,5 +160,7 @@ def scheduled(groups: int, capacity: Capacity, chunk: int | None = None) -> Sche
     return Groups(groups, capacity, chunk)
 
 
-def _load(one: Schedule) -> int:
-    return sum(request.count + request.asked.most for request in (*one.running, *one.waiting))
+def _load(schedule: Schedule) -> int:
+    return sum(
+        request.count + request.asked.most for request in (*schedule.running, *schedule.waiting)
+    )

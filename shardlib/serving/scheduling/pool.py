@@ -100,12 +100,12 @@ class Pool:
         Args:
             digests: of pages, the first in front.
         """
-        found: list[int] = []
+        pages: list[int] = []
         for digest in digests:
             if digest not in self._page:
                 break
-            found.append(self._page[digest])
-        return found
+            pages.append(self._page[digest])
+        return pages
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
         """Whether there is a page for each of some digests.

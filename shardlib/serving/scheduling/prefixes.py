@@ -30,9 +30,9 @@ def digests(
         salt: requests of other salts have other digests.
         before: digests of the first pages, where they are known.
     """
-    found = list(before)
-    for page in range(len(found), len(tokens) // size):
-        last = found[-1] if found else hashlib.sha256(salt.encode()).digest()
+    listed = list(before)
+    for page in range(len(listed), len(tokens) // size):
+        last = listed[-1] if listed else hashlib.sha256(salt.encode()).digest()
         part = np.asarray(tokens[page * size : (page + 1) * size], np.int64).tobytes()
-        found.append(hashlib.sha256(last + part).digest())
-    return found
+        listed.append(hashlib.sha256(last + part).digest())
+    return listed

@@ -57,36 +57,38 @@ class Asked:
             vocab: tokens are below it.
             room: tokens of a request at most.
         """
-        found = [] if self.prompt else ["the prompt is empty"]
+        failures = [] if self.prompt else ["the prompt is empty"]
         for what, tokens in (
             ("the prompt has", self.prompt),
             ("stop has", self.stop),
             ("bias has", self.sampling.bias),
             ("barred has", self.sampling.barred),
         ):
-            wrong = [one for one in tokens if not whole(one) or not 0 <= one < vocab]
+            wrong = [token for token in tokens if not whole(token) or not 0 <= token < vocab]
             if wrong:
-                found.append(f"{what} {wrong[0]!r}; tokens are whole numbers from 0 to {vocab - 1}")
+                failures.append(
+                    f"{what} {wrong[0]!r}; tokens are whole numbers from 0 to {vocab - 1}"
+                )
         if len({*self.sampling.barred, *(self.stop if self.least else ())}) >= vocab:
-            found.append("no token is left to choose from")
+            failures.append("no token is left to choose from")
         if self.form is not None and (self.sampling.barred or self.least):
-            found.append("an answer that has a form bars no tokens, and has no least length")
+            failures.append("an answer that has a form bars no tokens, and has no least length")
         if not whole(self.priority):
-            found.append(f"priority is {self.priority!r}; it is a whole number")
+            failures.append(f"priority is {self.priority!r}; it is a whole number")
         if self.seconds is not None and (not number(self.seconds) or self.seconds <= 0):
-            found.append(f"seconds is {self.seconds!r}; it is a number above 0")
+            failures.append(f"seconds is {self.seconds!r}; it is a number above 0")
         if not whole(self.top) or not 0 <= self.top <= MOST_LISTED:
-            found.append(f"top is {self.top!r}; from 0 to {MOST_LISTED} tokens are listed")
+            failures.append(f"top is {self.top!r}; from 0 to {MOST_LISTED} tokens are listed")
         if not whole(self.most) or self.most < 0:
-            found.append(f"most is {self.most!r}; it is a whole number from 0 on")
+            failures.append(f"most is {self.most!r}; it is a whole number from 0 on")
         elif len(self.prompt) + self.most > room:
-            found.append(
+            failures.append(
                 f"{len(self.prompt)} tokens of the prompt and {self.most} of the answer are more"
                 f" than the {room} that a request may have"
             )
         if not whole(self.least) or self.least < 0 or (whole(self.most) and self.least > self.most):
-            found.append(f"least is {self.least!r}; it is a whole number from 0 to most")
-        return found
+            failures.append(f"least is {self.least!r}; it is a whole number from 0 to most")
+        return failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ class Request:
     @property
     def logprobs(self) -> list[float]:
         """Natural logarithms of the probabilities of the answer's tokens, see `Told`."""
-        return [one.logprob for one in self.told]
+        return [token.logprob for token in self.told]
 
     @property
     def tokens(self) -> list[int]:

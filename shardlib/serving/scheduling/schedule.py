@@ -91,7 +91,7 @@ class Schedule:
 
     def add(self, request: Request) -> None:
         """A request waits for a slot."""
-        active = {one.asked.salt for one in (*self.running, *self.waiting)}
+        active = {active_request.asked.salt for active_request in (*self.running, *self.waiting)}
         self.tenants.came(request.asked.salt, active)
         self.waiting.append(request)
 
@@ -104,7 +104,7 @@ class Schedule:
         """
         request.ended = why
         self.release(request)
-        self.waiting = [one for one in self.waiting if one is not request]
+        self.waiting = [waiting for waiting in self.waiting if waiting is not request]
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
         """What the next step computes; empty where there is nothing to do.
@@ -116,10 +116,10 @@ class Schedule:
         self._end_cancelled()
         self._admit()
         shares: dict[int, Share] = {}
-        ready = [one for one in self.running if not one.late]
-        running = sorted(ready, key=lambda one: (one.waiting > 1, self._order(one)))
+        ready = [request for request in self.running if not request.late]
+        running = sorted(ready, key=lambda request: (request.waiting > 1, self._order(request)))
         left, rows = self.budget, self.rows - len(running)
-        waits = sum(one.waiting == 1 for one in running)
+        waits = sum(request.waiting == 1 for request in running)
         prompts = len(running) - waits
         parts = self.parts if prompts else self.budget
         for request in running:
@@ -140,14 +140,14 @@ class Schedule:
                     drafted = drafted[: self.part - 1] if parts > prompts else ()
                 drafted = drafted[: self._spare(request, 1 + len(drafted)) - 1]
             end = request.computed + count
-            wanted = end - unscored if request.unscored else int(end == request.count)
+            scored = end - unscored if request.unscored else int(end == request.count)
             share = Share(
                 request=request,
                 slot=self.slots.index(request),
                 first=request.computed,
                 count=count + len(drafted),
                 drafted=drafted,
-                rows=wanted + len(drafted),
+                rows=scored + len(drafted),
             )
             shares[request.number] = share
             left, rows = left - share.count, rows - max(share.rows - 1, 0)
@@ -169,12 +169,12 @@ class Schedule:
             self._charge(request)
             if not self.prefixes:
                 continue
-            known = len(request.digests)
+            full = len(request.digests)
             tokens = request.tokens[: request.computed]
             request.digests = digests(
                 tokens, size=self.size, salt=request.apart, before=request.digests
             )
-            self.pool.keep(request.held, known, request.digests)
+            self.pool.keep(request.held, full, request.digests)
         for share in shares:
             self.pool.leave(share.request.held, share.request.computed)
 
@@ -185,7 +185,7 @@ class Schedule:
         self._known.pop(request.number, None)
         if request.ended is not None:
             self.tenants.ended(request.number)
-        self.slots = [None if one is request else one for one in self.slots]
+        self.slots = [None if slot is request else slot for slot in self.slots]
 
     def _end_cancelled(self) -> None:
         for request in (*self.running, *self.waiting):
@@ -202,7 +202,7 @@ class Schedule:
         )
 
     def _admit(self) -> None:
-        ready = [one for one in self.waiting if _begun(one) or not self.closed]
+        ready = [request for request in self.waiting if _begun(request) or not self.closed]
         while True:
             if None not in self.slots:
                 ready = self.tenants.poorer(ready, self.running)
@@ -210,20 +210,20 @@ class Schedule:
                 return
             request = min(ready, key=self._order)
             ready.remove(request)
-            known = [] if request.unscored else self._digests(request)
-            found = self.pool.known(known)
-            if self._coming(known[found : found + 1]):
+            prefix = [] if request.unscored else self._digests(request)
+            cached = self.pool.known(prefix)
+            if self._coming(prefix[cached : cached + 1]):
                 continue  # another one computes its next page: it waits, and shares that
             if None not in self.slots:
                 richer = self.tenants.yields(request, self.running, self.waiting)
                 if richer is None:
                     continue
                 self._preempt(richer)
-                found = self.pool.known(known)
-            if not self.pool.admits(known[:found], request.count):
+                cached = self.pool.known(prefix)
+            if not self.pool.admits(prefix[:cached], request.count):
                 return
-            request.held = self.pool.admit(known[:found], request.count)
-            request.digests, request.computed = known[:found], found * self.size
+            request.held = self.pool.admit(prefix[:cached], request.count)
+            request.digests, request.computed = prefix[:cached], cached * self.size
             request.reused = max(request.reused, min(request.computed, len(request.asked.prompt)))
             self.slots[self.slots.index(None)] = request
             self.waiting.remove(request)
@@ -235,31 +235,31 @@ class Schedule:
         """
         if not self.prefixes:
             return []
-        count, known = self._known.get(request.number, (0, []))
+        count, prefix = self._known.get(request.number, (0, []))
         if count != request.count:
-            known = digests(request.tokens[:-1], size=self.size, salt=request.apart)
-            self._known[request.number] = request.count, known
-        return known
+            prefix = digests(request.tokens[:-1], size=self.size, salt=request.apart)
+            self._known[request.number] = request.count, prefix
+        return prefix
 
     def _coming(self, page: Sequence[bytes]) -> bool:
         """Whether a running request computes a page."""
         return any(
-            one in self._known[request.number][1][len(request.digests) :]
-            for one in page
+            digest in self._known[request.number][1][len(request.digests) :]
+            for digest in page
             for request in self.running
             if request.number in self._known
         )
 
-    def _spare(self, request: Request, wanted: int) -> int:
+    def _spare(self, request: Request, count: int) -> int:
         """How many of the tokens a request may compute without taking pages from another."""
-        wanted = min(wanted, max(request.asked.most - len(request.answer), 1))
-        self.pool.grow(request.held, request.computed + wanted)
-        return min(self.pool.room(request.held) - request.computed, wanted)
+        count = min(count, max(request.asked.most - len(request.answer), 1))
+        self.pool.grow(request.held, request.computed + count)
+        return min(self.pool.room(request.held) - request.computed, count)
 
     def _room(self, request: Request, tokens: int, shares: dict[int, Share]) -> bool:
         """Takes pages for so many tokens; whether the request still has its slot then."""
         while not self.pool.grow(request.held, tokens):
-            last = max(self.running, key=lambda one: one.rank)
+            last = max(self.running, key=lambda candidate: candidate.rank)
             shares.pop(last.number, None)
             self._preempt(last)
             if last is request:

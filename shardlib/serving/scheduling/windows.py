@@ -32,12 +32,12 @@ def longest(window: int, size: int, there: Sequence[bool]) -> int:
         size: tokens of a page.
         there: whether each page is.
     """
-    found = run = 0
-    for count, one in enumerate(there, 1):
-        run = run + 1 if one else 0
+    pages = run = 0
+    for count, present in enumerate(there, 1):
+        run = run + 1 if present else 0
         if run >= count - behind(window=window, computed=count * size, size=size):
-            found = count
-    return found
+            pages = count
+    return pages
 
 
 @dataclass(kw_only=True, eq=False)

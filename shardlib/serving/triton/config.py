@@ -59,7 +59,7 @@ def _lines(name: str, value: Field, indent: str) -> list[str]:
         inner = text(value, indent + "  ")
         return [f"{indent}{name} {{", *([inner] if inner else []), f"{indent}}}"]
     if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        return [line for one in value for line in _lines(name, one, indent)]
+        return [line for item in value for line in _lines(name, item, indent)]
     if isinstance(value, Word):
         return [f"{indent}{name}: {value}"]
     if isinstance(value, str):
@@ -82,8 +82,8 @@ def tensor(
         dims: of a row; -1 for any size.
         optional: whether requests may lack it.
     """
-    found: dict[str, Field] = {"name": name, "data_type": Word(TYPES[dtype]), "dims": list(dims)}
-    return found | ({"optional": True} if optional else {})
+    fields: dict[str, Field] = {"name": name, "data_type": Word(TYPES[dtype]), "dims": list(dims)}
+    return fields | ({"optional": True} if optional else {})
 
 
 def batched(
@@ -107,7 +107,7 @@ def batched(
         warm: sizes of batches of zeros that are run before the first request; inputs of numbers
             only.
     """
-    found: dict[str, Field] = {
+    fields: dict[str, Field] = {
         "name": name,
         "backend": "python",
         "max_batch_size": rows,
@@ -118,25 +118,25 @@ def batched(
         "version_policy": {"latest": {"num_versions": 2}},
     }
     if warm:
-        found["model_warmup"] = [
+        fields["model_warmup"] = [
             {
                 "name": f"{size} rows",
                 "batch_size": size,
                 "inputs": [
                     {
-                        "key": one["name"],
+                        "key": entry["name"],
                         "value": {
-                            "data_type": one["data_type"],
-                            "dims": one["dims"],
+                            "data_type": entry["data_type"],
+                            "dims": entry["dims"],
                             "zero_data": True,
                         },
                     }
-                    for one in inputs
+                    for entry in inputs
                 ],
             }
             for size in warm
         ]
-    return found
+    return fields
 
 
 def decoupled(
@@ -179,8 +179,8 @@ def ensemble(
             what an earlier step gave.
     """
 
-    def mapped(given: Mapping[str, str]) -> list[Mapping[str, Field]]:
-        return [{"key": key, "value": value} for key, value in given.items()]
+    def mapped(names: Mapping[str, str]) -> list[Mapping[str, Field]]:
+        return [{"key": key, "value": value} for key, value in names.items()]
 
     return {
         "name": name,

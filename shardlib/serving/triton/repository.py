@@ -67,21 +67,21 @@ class Repository:
         powers = [1 << n for n in range(self.rows.bit_length()) if 1 << n < self.rows]
         return [*powers, self.rows]
 
-    def write_pass(self, one: SinglePass) -> str:
+    def write_pass(self, single: SinglePass) -> str:
         """Writes a single pass; returns its name.
 
         Args:
-            one: what is computed.
+            single: what is computed.
 
         Raises:
             ArgumentError: a name that no folder has, or a dtype that Triton has no word for.
             ModelError, CheckpointError: see `write_artefact`.
         """
-        name = _checked(one.name)
+        name = _checked(single.name)
         place = self._version(name)
-        made = write_artefact(one, place, batch=self.rows if self.fixed else None)
+        artefact = write_artefact(single, place, batch=self.rows if self.fixed else None)
         self._program(place, "forward", {"sizes": self.sizes})
-        inputs, outputs = _tensors(made.inputs), _tensors(made.outputs)
+        inputs, outputs = _tensors(artefact.inputs), _tensors(artefact.outputs)
         self._config(
             batched(
                 name,
@@ -135,13 +135,13 @@ class Repository:
         return [name, *self._embedding(name, tokenizer, embedding_pass(served, seq), seq)]
 
     def _embedding(self, name: str, tokenizer: Path, states: SinglePass, seq: int) -> list[str]:
-        words, normal, whole = f"{name}_tokenize", f"{name}_normalise", f"{name}_embedding"
+        words, normal, ensemble_name = f"{name}_tokenize", f"{name}_normalise", f"{name}_embedding"
         place = self._version(words)
         shutil.copyfile(tokenizer, place / "tokenizer.json")
         self._program(place, "tokenize", {"seq": seq})
-        asked = tensor("text", "text", [1])
+        text_input = tensor("text", "text", [1])
         tokens = [tensor("tokens", "int32", [seq]), tensor("length", "int32", [1])]
-        self._config(batched(words, [asked], tokens, rows=self.rows, instances=self.instances))
+        self._config(batched(words, [text_input], tokens, rows=self.rows, instances=self.instances))
         middle = self.write_pass(
             SinglePass(
                 name=f"{name}_states",
@@ -161,12 +161,12 @@ class Repository:
                 rows=self.rows,
             )
         )
-        self._version(whole)
+        self._version(ensemble_name)
         same = {"tokens": "tokens", "length": "length"}
         self._config(
             ensemble(
-                whole,
-                [asked],
+                ensemble_name,
+                [text_input],
                 [tensor("vector", "float32", width)],
                 rows=self.rows,
                 steps=[
@@ -176,7 +176,7 @@ class Repository:
                 ],
             )
         )
-        return [words, middle, normal, whole]
+        return [words, middle, normal, ensemble_name]
 
     def _version(self, name: str) -> Path:
         """The folder of a model's first version."""
@@ -198,8 +198,10 @@ class Repository:
     def _program(self, place: Path, which: str, settings: JsonObject) -> None:
         shutil.copyfile(MODELS / f"{which}.py", place / "model.py")
         shutil.copyfile(MODELS / "arrays.py", place / "arrays.py")
-        said = {"python_path": list(self.python_path), **settings}
-        (place / "settings.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        contents = {"python_path": list(self.python_path), **settings}
+        (place / "settings.json").write_text(
+            json.dumps(contents, indent=2) + "\n", encoding="utf-8"
+        )
 
     def _config(self, fields: Mapping[str, Field]) -> None:
         path = self.folder / str(fields["name"]) / "config.pbtxt"
@@ -215,15 +217,15 @@ def _checked(name: str) -> str:
 
 
 def _tensors(shapes: Mapping[str, Shape]) -> Sequence[Mapping[str, Field]]:
-    unknown = sorted({one.dtype for one in shapes.values()} - set(TYPES))
+    unknown = sorted({shape.dtype for shape in shapes.values()} - set(TYPES))
     if unknown:
         raise ArgumentError(
             f"Triton has no arrays of {', '.join(unknown)} here\nTry: a pass that gives float32"
         )
-    flat = [key for key, one in shapes.items() if not one.dims]
+    flat = [key for key, shape in shapes.items() if not shape.dims]
     if flat:
         raise ArgumentError(
             f"a row of {shown(flat[0])} has no dims, and Triton's rows have at least one\nTry:"
             " [rows, 1]"
         )
-    return [tensor(key, one.dtype, one.dims) for key, one in shapes.items()]
+    return [tensor(key, shape.dtype, shape.dims) for key, shape in shapes.items()]

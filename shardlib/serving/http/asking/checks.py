@@ -23,13 +23,13 @@ def refuse_unserved(body: Choosing) -> None:
         raise Fault(400, f"{name} is not served here", code="unsupported_value", param=name)
 
 
-def refuse_unusable(body: Choosing, deployed: Deployment, *, most: int, formed: bool) -> None:
+def refuse_unusable(body: Choosing, deployed: Deployment, *, tokens: int, formed: bool) -> None:
     """Refuses figures that are no answer's, and tokens that the model does not have.
 
     Args:
         body: of the request.
         deployed: the model that answers.
-        most: tokens of the answer at most.
+        tokens: tokens of the answer at most.
         formed: whether the answer has a form.
 
     Raises:
@@ -37,20 +37,22 @@ def refuse_unusable(body: Choosing, deployed: Deployment, *, most: int, formed: 
     """
     if body.top and not body.listed:
         raise fault("top_logprobs", "top_logprobs needs logprobs")
-    if not most and not body.echoes:
+    if not tokens and not body.echoes:
         raise fault("max_tokens", "max_tokens is 0, which needs echo: there is nothing to answer")
-    if (least := body.min_tokens or 0) > most:
-        said, limit = body.limit
+    if (minimum := body.min_tokens or 0) > tokens:
+        limit_name, limit = body.limit
         default = "" if limit else " by default"
-        raise fault("min_tokens", f"min_tokens is {least}; it is at most {said}, {most}{default}")
-    if least and formed:
+        raise fault(
+            "min_tokens", f"min_tokens is {minimum}; it is at most {limit_name}, {tokens}{default}"
+        )
+    if minimum and formed:
         raise fault("min_tokens", "min_tokens is not for answers that have a form")
     biased = body.logit_bias or {}
     if len(biased) > MOST_BIASED:
         raise fault(
             "logit_bias", f"logit_bias has {len(biased)} tokens; {MOST_BIASED} may have one"
         )
-    if not all(one.isascii() and one.isdigit() and len(one) < 10 for one in biased):
+    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in biased):
         raise fault("logit_bias", "logit_bias is by tokens")
     refuse_unknown("logit_bias", map(int, biased), deployed)
     refuse_unknown("stop_token_ids", body.stop_token_ids or (), deployed)
@@ -74,11 +76,11 @@ def refuse_unknown(field: str, tokens: Iterable[int], deployed: Deployment) -> N
         )
 
 
-def fault(field: str, said: str) -> Fault:
+def fault(field: str, message: str) -> Fault:
     """What is wrong with a field.
 
     Args:
         field: of the body.
-        said: for people.
+        message: for people.
     """
-    return Fault(400, said, code="invalid_value", param=field)
+    return Fault(400, message, code="invalid_value", param=field)

@@ -26,9 +26,11 @@ async def conversation(body: Chat, deployed: Deployment) -> list[int]:
     Raises:
         Fault: 400; parts that are no text, or messages that the template refuses.
     """
-    known = knows_tools(deployed)
-    messages = [_written(number, one, known) for number, one in enumerate(body.messages)]
-    tools = [one.json_object for one in body.tools or ()] if known else []
+    supports_tools = knows_tools(deployed)
+    messages = [
+        _written(number, message, supports_tools) for number, message in enumerate(body.messages)
+    ]
+    tools = [tool.json_object for tool in body.tools or ()] if supports_tools else []
     try:
         text = await asyncio.to_thread(deployed.renderer, messages, tools)
     except ArgumentError as error:
@@ -37,32 +39,32 @@ async def conversation(body: Chat, deployed: Deployment) -> list[int]:
     return await encoded(text, deployed, name="messages", begin=begin)
 
 
-def _written(number: int, message: Message, known: bool) -> JsonObject:
+def _written(number: int, message: Message, supports_tools: bool) -> JsonObject:
     """A message as templates get it.
 
     Args:
         number: of the message.
         message: as the body has it.
-        known: whether the template knows of functions.
+        supports_tools: whether the template knows of functions.
     """
     parts = [] if isinstance(message.content, str) else message.content or []
     if any(part.type != "text" or part.text is None for part in parts):
         raise _fault(f"messages[{number}] has a part that is no text", "unsupported_value")
-    if message.tool_calls and not known:
+    if message.tool_calls and not supports_tools:
         raise _fault(
             f"messages[{number}] has tool_calls, which the template of conversations does not"
             " write",
             "unsupported_value",
         )
     text = message.content if isinstance(message.content, str) else _joined(parts)
-    found: JsonObject = {"role": message.role, "content": text}
+    written: JsonObject = {"role": message.role, "content": text}
     if message.tool_calls:
-        found["tool_calls"] = [_call(number, one) for one in message.tool_calls]
+        written["tool_calls"] = [_call(number, call) for call in message.tool_calls]
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        written["tool_call_id"] = message.tool_call_id
     if message.name is not None:
-        found["name"] = message.name
-    return found
+        written["name"] = message.name
+    return written
 
 
 def _joined(parts: Sequence[Part]) -> str:
@@ -85,5 +87,5 @@ def _call(number: int, call: Call) -> JsonObject:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _fault(said: str, code: str) -> Fault:
-    return Fault(400, said, code=code, param="messages")
+def _fault(message: str, code: str) -> Fault:
+    return Fault(400, message, code=code, param="messages")

@@ -11,47 +11,47 @@ from shardlib.serving.http.faults import Fault
 from shardlib.serving.scheduling.forms import Form
 
 
-def response_form(said: Format | None) -> Form | None:
+def response_form(response_format: Format | None) -> Form | None:
     """The form of `response_format`, as OpenAI has it; None for any.
 
     Args:
-        said: of a body.
+        response_format: of a body.
 
     Raises:
         ArgumentError: it is none.
     """
-    if said is None or said.type == "text":
+    if response_format is None or response_format.type == "text":
         return None
-    if said.type == "json_object":
+    if response_format.type == "json_object":
         return Form.schema({"type": "object"})
-    if said.json_schema is None:
+    if response_format.json_schema is None:
         raise ArgumentError("response_format has no json_schema")
-    return Form.schema(said.json_schema.schema_)
+    return Form.schema(response_format.json_schema.schema_)
 
 
-def structured_forms(said: Structure | None) -> list[Form]:
+def structured_forms(structure: Structure | None) -> list[Form]:
     """The forms of `structured_outputs`, as vLLM has it.
 
     Args:
-        said: of a body.
+        structure: of a body.
 
     Raises:
         ArgumentError: one is none.
     """
-    if said is None:
+    if structure is None:
         return []
-    found: list[Form] = []
-    if said.json_schema is not None:
-        schema = said.json_schema
+    forms: list[Form] = []
+    if structure.json_schema is not None:
+        schema = structure.json_schema
         text = isinstance(schema, str)
-        found.append(Form(kind="json", text=schema) if text else Form.schema(schema))
-    if said.regex is not None:
-        found.append(Form.regex(said.regex))
-    if said.choice is not None:
-        found.append(Form.choice(said.choice))
-    if said.grammar is not None:
-        found.append(Form.grammar(said.grammar))
-    return found
+        forms.append(Form(kind="json", text=schema) if text else Form.schema(schema))
+    if structure.regex is not None:
+        forms.append(Form.regex(structure.regex))
+    if structure.choice is not None:
+        forms.append(Form.choice(structure.choice))
+    if structure.grammar is not None:
+        forms.append(Form.grammar(structure.grammar))
+    return forms
 
 
 def form_of(body: Choosing, deployed: Deployment) -> Form | None:
@@ -65,14 +65,16 @@ def form_of(body: Choosing, deployed: Deployment) -> Form | None:
         ArgumentError: it is none, or there are several.
         Fault: 400; answers of the model can have no form.
     """
-    found = [("structured_outputs", form) for form in structured_forms(body.structured_outputs)]
+    named_forms = [
+        ("structured_outputs", form) for form in structured_forms(body.structured_outputs)
+    ]
     if (form := response_form(body.response_format)) is not None:
-        found.append(("response_format", form))
+        named_forms.append(("response_format", form))
     if isinstance(body, Chat) and (form := tool_form(body)) is not None:
-        found.append(("tool_choice", form))
-    if len(found) > 1:
+        named_forms.append(("tool_choice", form))
+    if len(named_forms) > 1:
         raise ArgumentError("an answer has one form")
-    for name, _ in found:
+    for name, _ in named_forms:
         if deployed.formless:
             raise Fault(
                 400,
@@ -80,4 +82,4 @@ def form_of(body: Choosing, deployed: Deployment) -> Form | None:
                 code="unsupported_value",
                 param=name,
             )
-    return found[0][1] if found else None
+    return named_forms[0][1] if named_forms else None

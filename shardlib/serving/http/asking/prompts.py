@@ -23,17 +23,17 @@ async def tokens_of(
     Raises:
         Fault: 400; tokens that the model does not have, or none.
     """
-    found: list[list[int]] = []
-    for one in prompts:
-        if isinstance(one, str):
-            tokens = await encoded(one, deployed, name=name)
+    tokenized: list[list[int]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokens = await encoded(prompt, deployed, name=name)
         else:
-            tokens = list(one)
+            tokens = list(prompt)
         if not tokens:
             raise fault(name, f"{name} is empty")
         refuse_unknown(name, tokens, deployed)
-        found.append(tokens)
-    return found
+        tokenized.append(tokens)
+    return tokenized
 
 
 async def encoded(text: str, deployed: Deployment, *, name: str, begin: bool = True) -> list[int]:

@@ -41,17 +41,17 @@ def asked_of(
     """
     deployed = named.deployed
     engine, text = deployed.worker.engine, deployed.served.text
-    found: list[Asked] = []
+    requests: list[Asked] = []
     try:
         form = form_of(body, deployed)
         sizes = [_most(body, len(prompt), deployed) for prompt in prompts]
-        refuse_unusable(body, deployed, most=min(sizes), formed=form is not None)
-        how = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
-        for prompt, most in zip(prompts, sizes, strict=True):
-            one = Asked(
+        refuse_unusable(body, deployed, tokens=min(sizes), formed=form is not None)
+        sampling = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
+        for prompt, size in zip(prompts, sizes, strict=True):
+            request = Asked(
                 prompt=tuple(prompt),
-                most=most,
-                sampling=how,
+                most=size,
+                sampling=sampling,
                 stop=(frozenset() if body.ignore_eos else text.ends)
                 | frozenset(body.stop_token_ids or ()),
                 salt=salt,
@@ -62,35 +62,37 @@ def asked_of(
                 adapter=named.adapter,
                 seconds=min(filter(None, (body.seconds, seconds)), default=None),
             )
-            if failures := one.failures(vocab=engine.forward.vocab, room=engine.room):
+            if failures := request.failures(vocab=engine.forward.vocab, room=engine.room):
                 raise ArgumentError("; ".join(failures))
-            found += [
-                replace(one, sampling=replace(how, seed=(how.seed + number) % (1 << 32)))
+            requests += [
+                replace(
+                    request, sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32))
+                )
                 for number in range(body.answers)
             ]
     except ArgumentError as error:
         raise Fault(400, str(error), code="invalid_value") from error
-    return found
+    return requests
 
 
 async def compile_form(
-    asked: Sequence[Asked], deployed: Deployment, held: contextlib.ExitStack
+    requests: Sequence[Asked], deployed: Deployment, stack: contextlib.ExitStack
 ) -> None:
     """Has the form of answers compiled, beside the event loop and the engine.
 
     Args:
-        asked: answers of one form, or of none.
+        requests: answers of one form, or of none.
         deployed: the model.
-        held: the form stays compiled until its end.
+        stack: the form stays compiled until its end.
 
     Raises:
         Fault: 400; it cannot be compiled, or takes too much.
     """
-    form, guides = asked[0].form, deployed.worker.engine.guides
+    form, guides = requests[0].form, deployed.worker.engine.guides
     if form is None or guides is None:
         return
     future, give_back = guides.compiled(form)
-    held.callback(give_back)
+    stack.callback(give_back)
     try:
         await asyncio.wrap_future(future)
     except ArgumentError as error:
@@ -99,15 +101,15 @@ async def compile_form(
 
 def _most(body: Choosing, size: int, deployed: Deployment) -> int:
     """Tokens of an answer to a prompt of so many tokens, at most."""
-    room = deployed.worker.engine.room
-    left = room - size
-    most = max(left, 1) if body.most is None else body.most
-    if most > left:
+    longest = deployed.worker.engine.room
+    left = longest - size
+    limit = max(left, 1) if body.most is None else body.most
+    if limit > left:
         raise Fault(
             400,
-            f"{deployed.name} looks at {room} tokens at most; the prompt has {size}, and {most} of"
-            " an answer were asked for",
+            f"{deployed.name} looks at {longest} tokens at most; the prompt has {size}, and {limit}"
+            " of an answer were asked for",
             code="context_length_exceeded",
             param=body.prompt_field,
         )
-    return most
+    return limit

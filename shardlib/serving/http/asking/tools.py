@@ -36,7 +36,7 @@ def refuse_tools(body: Chat, deployed: Deployment) -> None:
             code="unsupported_value",
             param="tools",
         )
-    names = [one.function.name for one in body.tools]
+    names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
         raise _fault("tools", "two functions of tools have one name")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
@@ -68,14 +68,14 @@ def tool_form(body: Chat) -> Form | None:
     if not body.tools or body.tool_choice in (None, "none", "auto"):
         return None
     if isinstance(body.tool_choice, NamedTool):
-        wanted = body.tool_choice.function.name
-        one = next(one for one in body.tools if one.function.name == wanted)
-        return Form.schema(one.schema_of_arguments)
+        function = body.tool_choice.function.name
+        tool = next(tool for tool in body.tools if tool.function.name == function)
+        return Form.schema(tool.schema_of_arguments)
     schema = {
         "type": "array",
         "minItems": 1,
         "maxItems": 1 if body.parallel_tool_calls is False else len(body.tools),
-        "items": {"anyOf": [_call_schema(one) for one in body.tools]},
+        "items": {"anyOf": [_call_schema(tool) for tool in body.tools]},
     }
     return Form.schema(schema)
 
@@ -92,7 +92,7 @@ def reader_of(body: Chat, deployed: Deployment) -> Callable[[], CallReader] | No
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         return lambda: CallReader(forced(name), ends=STOP)  # the end that OpenAI has for it
-    names = frozenset(one.function.name for one in body.tools)
+    names = frozenset(tool.function.name for tool in body.tools)
     tags = body.tool_choice != "required" and OPEN in (deployed.served.text.template or "")
     return lambda: CallReader(tagged(names) if tags else plain(names))
 
@@ -109,5 +109,5 @@ def _call_schema(tool: Tool) -> dict[str, object]:
     }
 
 
-def _fault(field: str, said: str) -> Fault:
-    return Fault(400, said, code="invalid_value", param=field)
+def _fault(field: str, message: str) -> Fault:
+    return Fault(400, message, code="invalid_value", param=field)

@@ -36,8 +36,8 @@ class Chat(Choosing):
     @property
     def unserved(self) -> list[str]:
         """Fields that are understood and not served."""
-        other = self.modalities not in (None, ["text"])
-        return ["functions"] * bool(self.functions) + ["modalities"] * other
+        other_modalities = self.modalities not in (None, ["text"])
+        return ["functions"] * bool(self.functions) + ["modalities"] * other_modalities
 
     @property
     def most(self) -> int | None:

@@ -30,36 +30,36 @@ class Asking(Body):
     @classmethod
     def _of_characters(cls, given: object) -> object:
         """Refuses halves of surrogate pairs, which JSON can hold and no text has."""
-        if (where := half_of_a_pair(given)) is not None:
+        if (path := half_of_a_pair(given)) is not None:
             raise PydanticCustomError(
                 "characters",
                 "{field} has half of a surrogate pair, which is no character",
-                {"field": where},
+                {"field": path},
             )
         return given
 
 
-def half_of_a_pair(given: object) -> str | None:
+def half_of_a_pair(body: object) -> str | None:
     """Where some JSON has half of a surrogate pair, as a dotted path; None where it has none.
 
     >>> half_of_a_pair({"messages": [{"content": "a\\ud800"}]})
     'messages.0.content'
 
     Args:
-        given: as read.
+        body: as read.
     """
-    waiting: list[tuple[str, object]] = [("", given)]
+    waiting: list[tuple[str, object]] = [("", body)]
     while waiting:
-        path, one = waiting.pop()
-        if isinstance(one, str) and not one.isascii() and _is_half(one):
+        path, item = waiting.pop()
+        if isinstance(item, str) and not item.isascii() and _is_half(item):
             return path or "the body"
-        if isinstance(one, dict):
-            for name, value in one.items():
+        if isinstance(item, dict):
+            for name, value in item.items():
                 if _is_half(str(name)):
                     return path or "a name"
                 waiting.append((f"{path}.{name}" if path else str(name), value))
-        elif isinstance(one, list):
-            waiting += [(f"{path}.{at}", value) for at, value in enumerate(one)]
+        elif isinstance(item, list):
+            waiting += [(f"{path}.{index}", value) for index, value in enumerate(item)]
     return None
 
 

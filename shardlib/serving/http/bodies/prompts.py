@@ -15,61 +15,61 @@ MOST_PROMPTS = 256
 KINDS = "a text, tokens, a list of texts, or a list of lists of tokens"
 
 
-def read_prompts(given: object) -> tuple[str | tuple[int, ...], ...]:
+def read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     """Prompts, each a text or its tokens.
 
     >>> read_prompts([5, 2]), read_prompts(["a", "b"])
     (((5, 2),), ('a', 'b'))
 
     Args:
-        given: as JSON has it.
+        value: as JSON has it.
 
     Raises:
         PydanticCustomError: it is none of `KINDS`, with the item that is wrong.
     """
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, list):
-        raise _wrong(f"it is {_kind(given)}; it is {KINDS}")
-    if not given:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise _wrong(f"it is {_kind(value)}; it is {KINDS}")
+    if not value:
         raise _wrong(f"the list is empty; it is {KINDS}")
-    if _is_number(given[0]):
-        return (_tokens(given, "item {}"),)
-    if len(given) > MOST_PROMPTS:
-        raise _wrong(f"there are {len(given)} of them; {MOST_PROMPTS} are the most")
-    kind = str if isinstance(given[0], str) else list
-    for at, one in enumerate(given):
-        if not isinstance(one, kind):
-            other = f", and item 0 {_kind(given[0])}" if at else ""
-            raise _wrong(f"item {at} is {_kind(one)}{other}; it is {KINDS}")
+    if _is_number(value[0]):
+        return (_tokens(value, "item {}"),)
+    if len(value) > MOST_PROMPTS:
+        raise _wrong(f"there are {len(value)} of them; {MOST_PROMPTS} are the most")
+    kind = str if isinstance(value[0], str) else list
+    for index, item in enumerate(value):
+        if not isinstance(item, kind):
+            first_item = f", and item 0 {_kind(value[0])}" if index else ""
+            raise _wrong(f"item {index} is {_kind(item)}{first_item}; it is {KINDS}")
     if kind is str:
-        return tuple(given)
-    return tuple(_tokens(one, f"item {at}.{{}}") for at, one in enumerate(given))
+        return tuple(value)
+    return tuple(_tokens(item, f"item {index}.{{}}") for index, item in enumerate(value))
 
 
-def _tokens(given: list[object], place: str) -> tuple[int, ...]:
-    if not given:
+def _tokens(items: list[object], place: str) -> tuple[int, ...]:
+    if not items:
         raise _wrong(f"{place.removesuffix('.{}')} is empty")
-    found: list[int] = []
-    for at, one in enumerate(given):
-        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
-            what = shown(one) if _is_number(one) else _kind(one)
-            raise _wrong(f"{place.format(at)} is {what}; tokens are whole numbers from 0 on")
-        found.append(one)
-    return tuple(found)
+    tokens: list[int] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
+            what = shown(item) if _is_number(item) else _kind(item)
+            raise _wrong(f"{place.format(index)} is {what}; tokens are whole numbers from 0 on")
+        tokens.append(item)
+    return tuple(tokens)
 
 
-def _is_number(one: object) -> bool:
-    return isinstance(one, int | float) and not isinstance(one, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(one: object) -> str:
+def _kind(value: object) -> str:
     kinds = {str: "a text", list: "a list", dict: "an object", bool: "a boolean"}
-    return kinds.get(type(one), "null" if one is None else "a number")
+    return kinds.get(type(value), "null" if value is None else "a number")
 
 
-def _wrong(said: str) -> PydanticCustomError:
-    return PydanticCustomError("prompt", "{said}", {"said": said})
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("prompt", "{said}", {"said": message})
 
 
 Prompts = Annotated[

@@ -65,9 +65,9 @@ class Reply:
         """
         text = self.named.deployed.served.text
         answers: dict[int, Answer] = {}
-        for index, one in enumerate(self.asked):
-            before = len(text.decode(one.prompt)) if self.echo else 0
-            answers[index] = Answer(text, stop=self.stops, before=before, least=one.least)
+        for index, request in enumerate(self.asked):
+            before = len(text.decode(request.prompt)) if self.echo else 0
+            answers[index] = Answer(text, stop=self.stops, before=before, minimum=request.least)
         readers = [self.reader() for _ in self.asked] if self.reader is not None else []
         echoed: set[int] = set()
         try:
@@ -116,8 +116,8 @@ class Reply:
             for index in range(len(self.asked))
         ]
         choices = [
-            self.shape.choice(index, self.shape.whole(one), one, listed=self.listed)
-            for index, one in enumerate(wholes)
+            self.shape.choice(index, self.shape.whole(part), part, listed=self.listed)
+            for index, part in enumerate(wholes)
         ]
         head = new_head(self.shape.prefix, self.shape.kind, self.named.name)
         return head.json(choices, self.version, usage=self.usage.json)

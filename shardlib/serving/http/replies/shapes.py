@@ -66,10 +66,10 @@ def _odds(logprob: float | None) -> float | None:
 def _columns(tokens: Sequence[Written]) -> JsonObject:
     """Tokens as lists of what they have."""
     return {
-        "tokens": [_key(one.listed) for one in tokens],
-        "token_logprobs": [_odds(one.listed.logprob) for one in tokens],
-        "top_logprobs": [_by_key(one.likely) or None for one in tokens],
-        "text_offset": [one.offset for one in tokens],
+        "tokens": [_key(token.listed) for token in tokens],
+        "token_logprobs": [_odds(token.listed.logprob) for token in tokens],
+        "top_logprobs": [_by_key(token.likely) or None for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 
@@ -77,16 +77,16 @@ def _by_key(likely: Sequence[Listed]) -> JsonObject:
     """Logarithms by token; a token that is written as a likelier one has its number, as vLLM has
     it.
     """
-    found: JsonObject = {}
-    for one in likely:
-        key = _key(one)
-        found[f"token_id:{one.token}" if key in found else key] = _odds(one.logprob)
-    return found
+    odds: JsonObject = {}
+    for token in likely:
+        key = _key(token)
+        odds[f"token_id:{token.token}" if key in odds else key] = _odds(token.logprob)
+    return odds
 
 
-def _key(one: Listed) -> str:
+def _key(token: Listed) -> str:
     """A token's text; where it is none its bytes, as OpenAI has them: `bytes:\\xe2\\x82`."""
-    return one.text if one.raw is None else f"bytes:{_escaped(one.raw)}"
+    return token.text if token.raw is None else f"bytes:{_escaped(token.raw)}"
 
 
 def _escaped(raw: bytes) -> str:
@@ -97,28 +97,28 @@ def _rows(tokens: Sequence[Written]) -> JsonObject:
     """Tokens as objects."""
     rows = [
         {
-            **_likely(one.listed),
-            "top_logprobs": [_likely(likely) for likely in one.likely],
+            **_likely(token.listed),
+            "top_logprobs": [_likely(likely) for likely in token.likely],
         }
-        for one in tokens
+        for token in tokens
     ]
     return {"content": rows, "refusal": None}
 
 
-def _likely(one: Listed) -> JsonObject:
-    if one.raw is not None:
-        text, raw = _escaped(one.raw), list(one.raw)
+def _likely(token: Listed) -> JsonObject:
+    if token.raw is not None:
+        text, raw = _escaped(token.raw), list(token.raw)
     else:
-        text = one.text
+        text = token.text
         raw = None if UNKNOWN in text else list(text.encode("utf-8", "replace"))
-    return {"token": text, "logprob": _odds(one.logprob), "bytes": raw}
+    return {"token": text, "logprob": _odds(token.logprob), "bytes": raw}
 
 
 def _message(part: Part) -> JsonObject:
     content = part.text or (None if part.calls else "")
     message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
     if part.calls:
-        message["tool_calls"] = [_call(one) for one in part.calls]
+        message["tool_calls"] = [_call(call) for call in part.calls]
     return {"message": message}
 
 
@@ -126,18 +126,19 @@ def _delta(part: Part) -> JsonObject:
     delta: JsonObject = {"content": part.text} if part.text or part.tokens else {}
     if part.calls:
         delta["tool_calls"] = [
-            {"index": one.index, **(_call(one) if one.begins else _more(one))} for one in part.calls
+            {"index": call.index, **(_call(call) if call.begins else _more(call))}
+            for call in part.calls
         ]
     return {"delta": delta}
 
 
-def _call(one: ToolCall) -> JsonObject:
-    function = {"name": one.name, "arguments": one.arguments}
-    return {"id": one.id, "type": "function", "function": function}
+def _call(call: ToolCall) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
-def _more(one: ToolCall) -> JsonObject:
-    return {"function": {"arguments": one.arguments}}
+def _more(call: ToolCall) -> JsonObject:
+    return {"function": {"arguments": call.arguments}}
 
 
 #: Choices of `/v1/completions`.

@@ -25,23 +25,23 @@ def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
         catalog: of models.
         settings: limits.
     """
-    made = APIRouter()
+    router = APIRouter()
 
-    @made.post("/chat/completions")
+    @router.post("/chat/completions")
     async def chat(body: Chat, http: Request) -> Response:
         named = catalog.find(body.model)
         deployed = named.deployed
         refuse_unserved(body)
         refuse_tools(body, deployed)
-        with places(deployed, body.answers, settings) as held:
+        with places(deployed, body.answers, settings) as stack:
             prompt = await conversation(body, deployed)
-            asked = asked_of(
+            requests = asked_of(
                 body, [prompt], named, salt=http.state.salt, seconds=settings.answer_seconds
             )
-            await compile_form(asked, deployed, held)
+            await compile_form(requests, deployed, stack)
             reply = Reply(
                 named=named,
-                asked=asked,
+                asked=requests,
                 shape=CHAT,
                 listed=body.listed,
                 stops=body.stops,
@@ -49,6 +49,6 @@ def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
                 usage=Usage(prompt=len(prompt)),
                 reader=reader_of(body, deployed),
             )
-            return await sent(http, body, reply, held, settings)
+            return await sent(http, body, reply, stack, settings)
 
-    return made
+    return router

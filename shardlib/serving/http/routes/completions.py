@@ -24,28 +24,28 @@ def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
         catalog: of models.
         settings: limits.
     """
-    made = APIRouter()
+    router = APIRouter()
 
-    @made.post("/completions")
+    @router.post("/completions")
     async def completions(body: Completion, http: Request) -> Response:
         named = catalog.find(body.model)
         deployed = named.deployed
         refuse_unserved(body)
-        with places(deployed, len(body.prompt) * body.answers, settings) as held:
+        with places(deployed, len(body.prompt) * body.answers, settings) as stack:
             prompts = await tokens_of(body.prompt, deployed)
-            asked = asked_of(
+            requests = asked_of(
                 body, prompts, named, salt=http.state.salt, seconds=settings.answer_seconds
             )
-            await compile_form(asked, deployed, held)
+            await compile_form(requests, deployed, stack)
             reply = Reply(
                 named=named,
-                asked=asked,
+                asked=requests,
                 shape=COMPLETION,
                 listed=body.listed,
                 stops=body.stops,
                 echo=body.echoes,
                 usage=Usage(prompt=sum(map(len, prompts))),
             )
-            return await sent(http, body, reply, held, settings)
+            return await sent(http, body, reply, stack, settings)
 
-    return made
+    return router

@@ -24,9 +24,9 @@ def embedding_routes(catalog: Catalog) -> APIRouter:
     Args:
         catalog: of models.
     """
-    made = APIRouter()
+    router = APIRouter()
 
-    @made.post("/embeddings")
+    @router.post("/embeddings")
     async def embeddings(body: Embedding) -> Response:
         named = catalog.find(body.model)
         deployed = named.deployed
@@ -49,8 +49,8 @@ def embedding_routes(catalog: Catalog) -> APIRouter:
             )
         tokens = sum(map(len, texts))
         data = [
-            {"object": "embedding", "index": index, "embedding": _written(one, body)}
-            for index, one in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": _written(vector, body)}
+            for index, vector in enumerate(vectors)
         ]
         return JSONResponse(
             {
@@ -61,7 +61,7 @@ def embedding_routes(catalog: Catalog) -> APIRouter:
             }
         )
 
-    return made
+    return router
 
 
 async def _embedded(texts: Sequence[Sequence[int]], deployed: Deployment) -> list[np.ndarray]:
@@ -72,14 +72,14 @@ async def _embedded(texts: Sequence[Sequence[int]], deployed: Deployment) -> lis
             400, f"{deployed.name} gives no embeddings: it has no hidden states", param="model"
         )
     longest = deployed.worker.engine.capacity.longest
-    if (most := max(map(len, texts))) > longest:
+    if (length := max(map(len, texts))) > longest:
         raise Fault(
             400,
-            f"{deployed.name} looks at {longest} tokens at most; a text has {most}",
+            f"{deployed.name} looks at {longest} tokens at most; a text has {length}",
             code="context_length_exceeded",
             param="input",
         )
-    jobs = [deployed.worker.call(partial(embed, one)) for one in texts]
+    jobs = [deployed.worker.call(partial(embed, tokens)) for tokens in texts]
     return [await asyncio.wrap_future(job) for job in jobs]
 
 

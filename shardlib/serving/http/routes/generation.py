@@ -32,21 +32,21 @@ def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[con
         Fault: 400; more answers than there are places.
         FullError: the places are taken.
     """
-    most = min(settings.choices, deployed.worker.capacity)
-    if count > most:
+    limit = min(settings.choices, deployed.worker.capacity)
+    if count > limit:
         raise Fault(
             400,
-            f"{count} answers are asked for; {most} are the most",
+            f"{count} answers are asked for; {limit} are the most",
             code="invalid_value",
             param="n",
         )
-    with contextlib.ExitStack() as held:
-        held.enter_context(deployed.worker.places(count))
-        yield held
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deployed.worker.places(count))
+        yield stack
 
 
 async def sent(
-    http: Request, body: Choosing, reply: Reply, held: contextlib.ExitStack, settings: Settings
+    http: Request, body: Choosing, reply: Reply, stack: contextlib.ExitStack, settings: Settings
 ) -> Response:
     """An answer, whole or streamed as the body says; given up when its client goes.
 
@@ -54,12 +54,12 @@ async def sent(
         http: the request.
         body: of it.
         reply: that is written.
-        held: gives its places back; a stream does so when it has ended.
+        stack: gives its places back; a stream does so when it has ended.
         settings: limits.
     """
     if body.stream:
         return EventStream(
-            reply, usage=body.counted, seconds=settings.send_seconds, close=held.pop_all().close
+            reply, usage=body.counted, seconds=settings.send_seconds, close=stack.pop_all().close
         )
     async with listening(http.receive, reply.gone):
         return JSONResponse(await reply.whole())

@@ -15,26 +15,26 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
         catalog: of models.
         started: when the server began, seconds since 1970.
     """
-    made = APIRouter()
+    router = APIRouter()
 
-    def described(one: Named) -> JsonObject:
-        worker = one.deployed.worker
+    def described(named: Named) -> JsonObject:
+        worker = named.deployed.worker
         return {
-            "id": one.name,
+            "id": named.name,
             "object": "model",
             "created": started,
             "owned_by": "shardlib",
             "max_model_len": worker.engine.room,
             "version": worker.version or None,
-            "parent": one.deployed.name if one.adapter else None,  # as vLLM has it
+            "parent": named.deployed.name if named.adapter else None,  # as vLLM has it
         }
 
-    @made.get("/models")
+    @router.get("/models")
     async def list_models() -> JsonObject:
-        return {"object": "list", "data": [described(one) for one in catalog]}
+        return {"object": "list", "data": [described(named) for named in catalog]}
 
-    @made.get("/models/{name:path}")
+    @router.get("/models/{name:path}")
     async def one_model(name: str) -> JsonObject:
         return described(catalog.find(name))
 
-    return made
+    return router

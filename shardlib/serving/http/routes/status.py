@@ -20,26 +20,26 @@ def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRo
         models: by name.
         watching: what is counted of them.
     """
-    made = APIRouter()
+    router = APIRouter()
 
-    @made.get("/health")
+    @router.get("/health")
     async def health() -> Response:
-        trouble = {name: one.worker.trouble for name, one in models.items()}
+        trouble = {name: deployment.worker.trouble for name, deployment in models.items()}
         bad = any(trouble.values())
         return JSONResponse(
             {"status": "failed" if bad else "ok", "models": trouble}, 503 if bad else 200
         )
 
-    @made.get("/metrics")
+    @router.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(watching.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @made.get("/figures")
+    @router.get("/figures")
     async def page_figures() -> Response:
         return JSONResponse(figures(models, watching))
 
-    @made.get("/", response_class=HTMLResponse)
+    @router.get("/", response_class=HTMLResponse)
     async def page() -> str:
         return PAGE
 
-    return made
+    return router

@@ -18,9 +18,9 @@ NO_TEXTS = (
 )
 
 
-def received(given):
+def received(tensor):
     """The array of an input of numbers, read-only."""
-    return np.from_dlpack(given) if NUMPY_2 else given.as_numpy()
+    return np.from_dlpack(tensor) if NUMPY_2 else tensor.as_numpy()
 
 
 def sent(name, array):
@@ -34,5 +34,5 @@ def has_texts():
     """Whether the backend reads and sends texts with this NumPy."""
     if not NUMPY_2:
         return True
-    known = np.asarray([1, 2, 3], np.int32)
-    return pb.Tensor.from_dlpack("known", known).as_numpy().tolist() == known.tolist()
+    sample = np.asarray([1, 2, 3], np.int32)
+    return pb.Tensor.from_dlpack("known", sample).as_numpy().tolist() == sample.tolist()

@@ -34,23 +34,23 @@ class TritonPythonModel:
     def execute(self, requests):
         """Computes one batch of all requests."""
         names, rows = list(self.about["inputs"]), [0]
-        given = {}
+        inputs = {}
         for name in names:
-            parts = [received(pb.get_input_tensor_by_name(one, name)) for one in requests]
+            parts = [received(pb.get_input_tensor_by_name(request, name)) for request in requests]
             rows = [len(part) for part in parts]
-            given[name] = np.concatenate(parts)
+            inputs[name] = np.concatenate(parts)
         total = sum(rows)
         size = next(size for size in SETTINGS["sizes"] if size >= total)
         padded = {
-            name: np.concatenate([one, np.zeros((size - total, *one.shape[1:]), one.dtype)])
-            for name, one in given.items()
+            name: np.concatenate([array, np.zeros((size - total, *array.shape[1:]), array.dtype)])
+            for name, array in inputs.items()
         }
-        found = self.program(self.leaves, padded)
-        outputs = {name: np.asarray(one) for name, one in found.items()}
+        computed = self.program(self.leaves, padded)
+        outputs = {name: np.asarray(array) for name, array in computed.items()}
         answers, first = [], 0
         for count in rows:
             here = slice(first, first + count)
-            tensors = [sent(name, one[here]) for name, one in outputs.items()]
+            tensors = [sent(name, array[here]) for name, array in outputs.items()]
             answers.append(pb.InferenceResponse(output_tensors=tensors))
             first += count
         return answers

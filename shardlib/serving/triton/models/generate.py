@@ -33,9 +33,9 @@ class TritonPythonModel:
         self.has_texts = has_texts()
         if not self.has_texts:  # a text would end this process and all requests: `read` refuses it
             pb.deserialize_bytes_tensor = lambda data: np.asarray([None], object)
-        found = serving.read_folder(HERE / "model")
-        self.text = found.text
-        self.engine = found.engine(serving.Capacity(**SETTINGS["capacity"]))
+        served = serving.read_folder(HERE / "model")
+        self.text = served.text
+        self.engine = served.engine(serving.Capacity(**SETTINGS["capacity"]))
         self.engine.warm_up()
         self.asked = queue.Queue()
         self.open = {}  # request of the engine -> (sender, pieces of its text)
@@ -79,25 +79,27 @@ class TritonPythonModel:
             for event in events:
                 self.tell(event)
 
-    def begin(self, asked, sender):
+    def begin(self, options, sender):
         """Adds one request."""
         try:
             request = self.engine.add(
                 serving.Asked(
                     prompt=tuple(
-                        self.text.encode(asked["text"])
-                        if asked["tokens"] is None
-                        else asked["tokens"]
+                        self.text.encode(options["text"])
+                        if options["tokens"] is None
+                        else options["tokens"]
                     ),
-                    most=asked["most"],
-                    sampling=serving.Sampling(temperature=asked["temperature"], seed=asked["seed"]),
+                    most=options["most"],
+                    sampling=serving.Sampling(
+                        temperature=options["temperature"], seed=options["seed"]
+                    ),
                     stop=self.text.ends,
                 )
             )
         except (TypeError, ValueError) as error:
             fail(sender, str(error))
             return
-        self.open[request] = sender, Pieces(self.text) if asked["texts"] else None
+        self.open[request] = sender, Pieces(self.text) if options["texts"] else None
 
     def tell(self, event):
         """Answers what an event says."""
@@ -120,8 +122,8 @@ def read(request, texts):
     """What a request asks for, of a backend that has texts or not."""
 
     def number(name, default):
-        given = pb.get_input_tensor_by_name(request, name)
-        return default if given is None else received(given).reshape(-1)[0].item()
+        tensor = pb.get_input_tensor_by_name(request, name)
+        return default if tensor is None else received(tensor).reshape(-1)[0].item()
 
     text = pb.get_input_tensor_by_name(request, "text")
     tokens = pb.get_input_tensor_by_name(request, "tokens")
@@ -129,9 +131,9 @@ def read(request, texts):
         raise ValueError("a request has a text, or tokens")
     if text is not None and not texts:
         raise ValueError(f"{NO_TEXTS}\nTry: tokens, or a Triton after 2.52")
-    given = "" if text is None else text.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
+    prompt = "" if text is None else text.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
     return {
-        "text": given,
+        "text": prompt,
         "tokens": None if tokens is None else received(tokens).reshape(-1).tolist(),
         "texts": texts and "text" in request.requested_output_names(),
         "most": number("most", 16),
@@ -142,10 +144,10 @@ def read(request, texts):
 
 def answer(token, text):
     """One token, and where it is asked for the text that is new with it."""
-    found = [sent("token", np.asarray([token], np.int32))]
+    outputs = [sent("token", np.asarray([token], np.int32))]
     if text is not None:
-        found.append(pb.Tensor("text", np.asarray([text.encode()], object)))
-    return pb.InferenceResponse(output_tensors=found)
+        outputs.append(pb.Tensor("text", np.asarray([text.encode()], object)))
+    return pb.InferenceResponse(output_tensors=outputs)
 
 
 def fail(sender, why):

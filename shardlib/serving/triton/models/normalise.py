@@ -19,10 +19,10 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """The vectors of each request."""
-        found = []
+        responses = []
         for request in requests:
             rows = received(pb.get_input_tensor_by_name(request, "embedding"))
             size = np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
             vectors = sent("vector", (rows / size).astype(np.float32))
-            found.append(pb.InferenceResponse(output_tensors=[vectors]))
-        return found
+            responses.append(pb.InferenceResponse(output_tensors=[vectors]))
+        return responses

@@ -29,18 +29,18 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """The tokens of each request."""
-        return [self.answer(one) for one in requests]
+        return [self.answer(request) for request in requests]
 
     def answer(self, request):
         """The tokens of one request, or why there are none."""
         texts = pb.get_input_tensor_by_name(request, "text").as_numpy()[:, 0]
-        found = [self.tokenizer.encode(text.decode("utf-8", "replace")).ids for text in texts]
-        longest = max(map(len, found))
+        encoded = [self.tokenizer.encode(text.decode("utf-8", "replace")).ids for text in texts]
+        longest = max(map(len, encoded))
         if longest > SETTINGS["seq"]:
             error = f"a text has {longest} tokens; the model takes {SETTINGS['seq']}"
             return pb.InferenceResponse(error=pb.TritonError(error))
-        tokens = np.zeros((len(found), SETTINGS["seq"]), np.int32)
-        for row, ids in zip(tokens, found, strict=True):
+        tokens = np.zeros((len(encoded), SETTINGS["seq"]), np.int32)
+        for row, ids in zip(tokens, encoded, strict=True):
             row[: len(ids)] = ids
-        length = np.asarray([[len(ids)] for ids in found], np.int32)
+        length = np.asarray([[len(ids)] for ids in encoded], np.int32)
         return pb.InferenceResponse(output_tensors=[sent("tokens", tokens), sent("length", length)])
