@@ -72,12 +72,12 @@ __all__ = ["COMMANDS", "app", "main", "parse_pins"]
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script: runs a command and turns errors of shardlib into messages."""
-    given = sys.argv[1:] if arguments is None else arguments
-    words = [word for word in given if word != "--traceback"]
+    words_given = sys.argv[1:] if arguments is None else arguments
+    words = [word for word in words_given if word != "--traceback"]
     try:
         code = app(words, prog_name="shardlib", standalone_mode=False)
     except ShardlibError as error:
-        if "--traceback" in given:
+        if "--traceback" in words_given:
             raise
         report(error, as_json="--json" in words)
         _end(1 if isinstance(error, LaunchError) and error.again else 2)
@@ -100,8 +100,8 @@ def _report_usage(error: Any, *, as_json: bool) -> None:
         option = missing.param_type_name == "option"
         name = " / ".join(missing.opts) if option else missing.metavar or missing.name.upper()
         what = (getattr(missing, "help", "") or "").rstrip(".")
-        told = f"{context.info_name} needs {name}: {what}"
-        report(ArgumentError(f"{told}\nTry: {context.command_path} -h"), as_json=as_json)
+        problem = f"{context.info_name} needs {name}: {what}"
+        report(ArgumentError(f"{problem}\nTry: {context.command_path} -h"), as_json=as_json)
         return
     if as_json:
         report(ArgumentError(error.format_message()), as_json=True)

@@ -42,11 +42,11 @@ def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
     """
     hints = {**get_type_hints(command, include_extras=True), **groups}
     parameters: list[inspect.Parameter] = []
-    found: dict[str, type[Any]] = {}
+    groups_by_name: dict[str, type[Any]] = {}
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
-            found[parameter.name] = kind  # pyright: ignore[reportArgumentType]
+            groups_by_name[parameter.name] = kind  # pyright: ignore[reportArgumentType]
             parameters += _options(kind)  # pyright: ignore[reportArgumentType]
         else:
             parameters.append(
@@ -54,16 +54,16 @@ def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
             )
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        made = {
-            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-            for name, kind in found.items()
+    def run(**options: Any) -> None:
+        values = {
+            name: kind(**{field.name: options.pop(field.name) for field in fields(kind)})
+            for name, kind in groups_by_name.items()
         }
-        command(**given, **made)
+        command(**options, **values)
 
     del run.__wrapped__
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
@@ -93,6 +93,8 @@ def given(group: DataclassInstance) -> dict[str, object]:
 
 def _spelled(hint: Any) -> str:
     """The first name of an option, from its annotation."""
-    option = next(one for one in hint.__metadata__ if isinstance(one, OptionInfo))
+    option = next(
+        annotation for annotation in hint.__metadata__ if isinstance(annotation, OptionInfo)
+    )
     words = [option.default, *(option.param_decls or ())]
     return next(word for word in words if isinstance(word, str) and word.startswith("--"))

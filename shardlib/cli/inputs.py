@@ -77,24 +77,24 @@ def inputs_of(spec: str, batch: int | None, seq: int | None) -> PlanInputs:
     os.environ.setdefault(
         "JAX_PLATFORMS", "cpu"
     )  # planning needs no accelerator and must not occupy one
-    found = load(spec)
-    if isinstance(found, UserModel):
+    loaded = load(spec)
+    if isinstance(loaded, UserModel):
         _refuse_sizes(spec, batch, seq)
         init, loss, example, name, axes, optimizer = (
-            found.init,
-            found.loss,
-            found.batch,
-            found.name,
-            found.batch_axes,
-            found.optimizer,
+            loaded.init,
+            loaded.loss,
+            loaded.batch,
+            loaded.name,
+            loaded.batch_axes,
+            loaded.optimizer,
         )
-        more = {"wrt": found.wrt, "rows": found.rows}
+        more = {"wrt": loaded.wrt, "rows": loaded.rows}
     else:
         rows, tokens = _sizes(spec, batch, seq)
         (init, loss), example, name, axes, optimizer, more = (
-            build(found),
-            example_batch(found, rows, tokens),
-            found.name,
+            build(loaded),
+            example_batch(loaded, rows, tokens),
+            loaded.name,
             None,
             None,
             {},
@@ -125,11 +125,11 @@ def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
 
 
 def _refuse_sizes(spec: str, batch: int | None, seq: int | None) -> None:
-    given = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is not None]
-    if given:
+    flags = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is not None]
+    if flags:
         raise BatchError(
-            f"{spec} brings its own batch; {' and '.join(given)} cannot change it\nTry: leave out"
-            f" {' and '.join(given)}"
+            f"{spec} brings its own batch; {' and '.join(flags)} cannot change it\nTry: leave out"
+            f" {' and '.join(flags)}"
         )
 
 
@@ -152,7 +152,7 @@ def replanned(plan: Plan, pins: JsonObject) -> Plan | str:
             "the plan does not say which model it is for, so that it cannot be made again\nTry:"
             " make it with `shardlib plan MODEL ... --out plan.json`"
         )
-    kept = {
+    previous = {
         key: value
         for key, value in _origin_pins(origin).items()
         if not any(_overrides(new, key) for new in pins)
@@ -161,7 +161,7 @@ def replanned(plan: Plan, pins: JsonObject) -> Plan | str:
     try:
         framework = plan.framework.name if plan.framework else None
         return make_plan(
-            origin["model"], plan.topology, batch, seq, {**kept, **pins}, framework=framework
+            origin["model"], plan.topology, batch, seq, {**previous, **pins}, framework=framework
         )
     except InfeasibleError as error:
         return str(error)
@@ -174,15 +174,15 @@ def origin_sizes(plan: Plan) -> tuple[int | None, int | None]:
         PlanError: they are no sizes.
     """
     origin = dict(plan.origin)
-    given = [(key, origin[key]) for key in ("batch", "seq") if key in origin]
+    sizes_given = [(key, origin[key]) for key in ("batch", "seq") if key in origin]
     wrong = [
         f"{key} is {shown(text)}; it is an integer of at least 1"
-        for key, text in given
+        for key, text in sizes_given
         if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text))
     ]
     if wrong:
         raise_all(PlanError, "the plan does not say what it was made for", wrong)
-    sizes = {key: int(text) for key, text in given}
+    sizes = {key: int(text) for key, text in sizes_given}
     return sizes.get("batch"), sizes.get("seq")
 
 

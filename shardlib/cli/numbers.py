@@ -27,15 +27,15 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     Raises:
         PlanError: something else is written there.
     """
-    found: list[int] = []
+    listed: list[int] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise PlanError(
                 f"{what} has {word!r}, which is neither a number nor a range\nTry: {what} 0-7,16"
             )
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(sorted(set(found)))
+        listed += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(sorted(set(listed)))
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -49,20 +49,20 @@ def sizes(text: str) -> tuple[int, ...]:
     if match is not None and 0 < int(match[1]) <= int(match[2]):
         first, last = int(match[1]), int(match[2])
         return tuple(first << step for step in range((last // first).bit_length()))
-    found = (
+    counts = (
         sorted(int(word) for word in text.split(","))
         if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text)
         else []
     )
-    if not found or found[0] < 1:
+    if not counts or counts[0] < 1:
         raise PlanError(
             f"{text!r} says no numbers of devices\nTry: 8..16384 for doublings, or 8,24,48"
         )
-    twice = [str(number) for number, after in itertools.pairwise(found) if number == after]
+    twice = [str(number) for number, after in itertools.pairwise(counts) if number == after]
     if twice:
-        once = ",".join(map(str, dict.fromkeys(found)))
+        once = ",".join(map(str, dict.fromkeys(counts)))
         raise PlanError(f"{text!r} names {', '.join(dict.fromkeys(twice))} twice\nTry: {once}")
-    return tuple(found)
+    return tuple(counts)
 
 
 def duration(text: str, what: str) -> float:

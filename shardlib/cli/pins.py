@@ -48,18 +48,18 @@ def parse_allow(words: list[str]) -> JsonObject:
     Raises:
         PinError: a word has no `=`, or names no dtype.
     """
-    found: dict[str, list[str]] = {}
+    allowed: dict[str, list[str]] = {}
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not key or not equals or not value:
             raise PinError(f"--allow {word!r} is no WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16")
-        found.setdefault(key, []).extend(part.strip() for part in value.split(","))
-    if not found:
+        allowed.setdefault(key, []).extend(part.strip() for part in value.split(","))
+    if not allowed:
         return {}
     from shardlib.decisions.pins import Pins
 
-    Pins.parse({"allow": found})
-    return {"allow": found}
+    Pins.parse({"allow": allowed})
+    return {"allow": allowed}
 
 
 def _value(text: str) -> Any:

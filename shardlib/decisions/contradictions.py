@@ -264,11 +264,11 @@ def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> lis
         if mesh is not None and mesh[axis] != size
     ]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
-    given = Given(pins=pins, axes=sizes)
-    broken = [rule for rule in RULES if rule.broken(given)]
+    pinned = Given(pins=pins, axes=sizes)
+    broken = [rule for rule in RULES if rule.broken(pinned)]
     if not broken:
         return failures
-    words = {**pins, "axes": sizes, "chunked": _chunked(), "unlaid": ", ".join(given.unlaid)}
+    words = {**pins, "axes": sizes, "chunked": _chunked(), "unlaid": ", ".join(pinned.unlaid)}
     return failures + [f"{rule.says}{HINT}{rule.hint}".format_map(words) for rule in broken]
 
 

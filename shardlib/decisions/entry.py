@@ -118,5 +118,7 @@ def decision(
 def entries(kind: type[DataclassInstance]) -> dict[str, Entry]:
     """The entries of a dataclass by name, in order; fields without one are left out."""
     return {
-        one.name: one.metadata["decision"] for one in fields(kind) if "decision" in one.metadata
+        field.name: field.metadata["decision"]
+        for field in fields(kind)
+        if "decision" in field.metadata
     }

@@ -130,19 +130,19 @@ def on_chips(vendor: str) -> tuple[Gap, ...]:
     return tuple(gap for gap in GAPS if gap.vendor in ("", vendor))
 
 
-def broken(found: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
+def broken(facts: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
     """The rows whose facts are all among some.
 
     Args:
-        found: facts.
+        facts: facts.
         gaps: rows.
     """
-    every = frozenset(found)
-    return [gap for gap in gaps if gap.facts <= every]
+    all_facts = frozenset(facts)
+    return [gap for gap in gaps if gap.facts <= all_facts]
 
 
 def lowered(
-    known: frozenset[str], varying: Mapping[str, NDArray[np.bool_]], gaps: Sequence[Gap] = GAPS
+    facts: frozenset[str], varying: Mapping[str, NDArray[np.bool_]], gaps: Sequence[Gap] = GAPS
 ) -> NDArray[np.bool_]:
     """Which candidates have a lowering.
 
@@ -151,13 +151,13 @@ def lowered(
     array([ True, False])
 
     Args:
-        known: facts of all of them.
+        facts: facts of all of them.
         varying: by fact, which of them have it, arrays [candidates]; at least one.
         gaps: rows.
     """
     fine = np.ones(len(next(iter(varying.values()))), dtype=bool)
     for gap in gaps:
-        others = gap.facts - known
+        others = gap.facts - facts
         if others <= varying.keys():
             fine &= ~np.logical_and.reduce([np.ones_like(fine), *(varying[o] for o in others)])
     return fine
@@ -172,18 +172,18 @@ def along(mesh: Mapping[str, NDArray[np.int64]] | MeshShape) -> dict[str, NDArra
     return {"stages": np.atleast_1d(mesh["stage"]) > 1}
 
 
-def require(found: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:
+def require(facts: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:
     """Raises where something has no lowering.
 
     Args:
-        found: facts of a plan, or of all plans under pins.
+        facts: facts of a plan, or of all plans under pins.
         what: the beginning of the message, such as "the pins ask for what has no lowering".
         gaps: rows.
 
     Raises:
         PinError: with the reason of every row that is broken.
     """
-    rows = broken(found, gaps)
+    rows = broken(facts, gaps)
     if rows:
         raise_all(
             PinError,

@@ -41,9 +41,9 @@ def require_obeyed(pins: Pins, plan: Decisions) -> None:
         PlanError: it does, all of it listed: a mistake of the search.
     """
     missed = [
-        f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, found)!r}"
-        for word, value, found in _compared(pins, plan)
-        if value not in (ANY, found)
+        f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, planned)!r}"
+        for word, value, planned in _compared(pins, plan)
+        if value not in (ANY, planned)
     ]
     if missed:
         raise_all(

@@ -41,8 +41,8 @@ def page(text: str, table: Mapping[str, Entry] = TABLE) -> str:
         text: the page as it is, with both marks.
         table: the decisions.
     """
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, remainder = text.partition(BEGIN)
+    _, _, after = remainder.partition(END)
     return f"{before}{BEGIN}\n{table_text(table)}\n{END}{after}"
 
 

@@ -67,12 +67,14 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
     Raises:
         PinError: two keywords that stand for the same word have different values.
     """
-    found: dict[str, PinValue] = {}
-    for given, value in pin.items():
-        word = word_of(given, value)
-        if str(found.setdefault(word, value)) != str(value):
-            raise PinError(f"{given}={value!r} contradicts {word}={found[word]!r}{HINT}{word} once")
-    return found
+    pins: dict[str, PinValue] = {}
+    for keyword, value in pin.items():
+        word = word_of(keyword, value)
+        if str(pins.setdefault(word, value)) != str(value):
+            raise PinError(
+                f"{keyword}={value!r} contradicts {word}={pins[word]!r}{HINT}{word} once"
+            )
+    return pins
 
 
 def word_of(word: str, value: PinValue) -> str:

@@ -105,13 +105,13 @@ class Pins:
     allow = _Pinned[Allowed](())
 
     @classmethod
-    def of(cls, **given: PinValue) -> Pins:
+    def of(cls, **values: PinValue) -> Pins:
         """Pins of values that have been read; None leaves a decision to the planner."""
         return cls(
             tuple(
-                (word, given[word])
+                (word, values[word])
                 for word in _ORDER
-                if given.get(word) is not None and not (word in _COLLECTED and not given[word])
+                if values.get(word) is not None and not (word in _COLLECTED and not values[word])
             )
         )
 
@@ -183,11 +183,11 @@ class Pins:
         """
         sizes = {"mesh", "axes"}
         freed = other._set.keys() | (sizes if other._set.keys() & sizes else set())
-        kept = Pins.of(**{word: value for word, value in self.given if word not in freed})
-        both = kept.but(**other._set)
+        remaining = Pins.of(**{word: value for word, value in self.given if word not in freed})
+        both = remaining.but(**other._set)
         if failures := contradictions(both._set, dict(both.axes)):
             says, hint = hoisted(failures)
-            raise_all(PinError, f"{other} is not usable beside {kept}", says, hint=hint)
+            raise_all(PinError, f"{other} is not usable beside {remaining}", says, hint=hint)
         return both
 
     @property
@@ -232,14 +232,14 @@ class Pins:
         """
         return {
             " and ".join(pin_words(word, value)): Pins(
-                tuple(one for one in self.given if one[0] != word)
+                tuple(pin for pin in self.given if pin[0] != word)
             )
             for word, value in self.given
         }
 
     def to_json(self) -> JsonObject:
         """The pins as plain data in the user's words, which `parse` reads."""
-        return {word: plain for given in self.given for word, plain in pin_words(*given).items()}
+        return {word: plain for pin in self.given for word, plain in pin_words(*pin).items()}
 
     def __str__(self) -> str:
         words = (f"{word}={shown(value)}" for word, value in self.to_json().items())
@@ -250,5 +250,7 @@ def _told(word: str, error: ShardlibError) -> list[str]:
     """What is wrong with the value of a pin, with the decision that it is about."""
     if not error.failures:
         return [str(error)]
-    about = word.partition(".")[0]
-    return [one if about in one else f"{about}: {one}" for one in error.failures]
+    decision = word.partition(".")[0]
+    return [
+        failure if decision in failure else f"{decision}: {failure}" for failure in error.failures
+    ]

@@ -44,9 +44,9 @@ def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
     def read(word: str, value: PinValue) -> PinValue:
         legal = tuple(values)
         plain = _plain(value)
-        for one in legal:
-            if type(one) is type(plain) and one == plain:
-                return one
+        for candidate in legal:
+            if type(candidate) is type(plain) and candidate == plain:
+                return candidate
         near = _meant(plain, legal)
         raise PinError(
             f"{word} is {shown(value)}; it is one of {', '.join(map(repr, legal))}{near}"
@@ -66,19 +66,19 @@ def _plain(value: object) -> object:
 
 def _meant(value: object, legal: Sequence[object]) -> str:
     """The legal value that is spelt almost so, as a question; empty where none is."""
-    spelt = {str(one).lower(): one for one in legal}
+    spelt = {str(candidate).lower(): candidate for candidate in legal}
     near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
     fits = isinstance(value, str) and len(value) <= VALUE and near
     return f"; did you mean {spelt[near[0]]!r}?" if fits else ""
 
 
-def integer(least: int) -> Callable[[str, PinValue], int]:
-    """A reader of integers from `least` on."""
+def integer(minimum: int) -> Callable[[str, PinValue], int]:
+    """A reader of integers from `minimum` on."""
 
     def read(word: str, value: PinValue) -> int:
         counts = isinstance(value, Integral) and not isinstance(value, bool)
-        if not counts or (number := int(value)) < least:  # NumPy's are integers, too
-            raise PinError(f"{word} is {value!r}; it is an integer of at least {least}")
+        if not counts or (number := int(value)) < minimum:  # NumPy's are integers, too
+            raise PinError(f"{word} is {value!r}; it is an integer of at least {minimum}")
         return number
 
     return read
@@ -132,12 +132,12 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
             " ['dots', 3]}, by the names that plans show"
         )
     read: list[tuple[str, str, int | None]] = []
-    for name, one in cast("Mapping[str, Any]", value).items():
+    for name, entry in cast("Mapping[str, Any]", value).items():
         pair = (
-            [one, None]
-            if isinstance(one, str)
-            else list(cast("list[Any]", one))
-            if isinstance(one, list | tuple)
+            [entry, None]
+            if isinstance(entry, str)
+            else list(cast("list[Any]", entry))
+            if isinstance(entry, list | tuple)
             else []
         )
         policy, layers = pair if len(pair) == 2 else (None, None)
@@ -145,7 +145,7 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
             layers is None or (type(layers) is int and layers >= (policy != "none"))
         ):
             raise PinError(
-                f"{word}.{name} is {one!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
+                f"{word}.{name} is {entry!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
                 " list of one of them and how many layers follow it, such as ['full', 3]"
             )
         read.append((str(name), policy, None if policy == "none" else layers))
@@ -186,7 +186,7 @@ def read_offload(word: str, value: Json) -> tuple[str, ...]:
             else [None]
         ),
     )
-    if any(one not in (*OFFLOAD, "none") for one in words):
+    if any(part not in (*OFFLOAD, "none") for part in words):
         raise PinError(f"{word} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
     if "none" in words and len(set(words)) > 1:
         raise PinError(f"{word} is {value!r}; 'none' is for nothing at all\nTry: [], or no 'none'")
@@ -195,7 +195,7 @@ def read_offload(word: str, value: Json) -> tuple[str, ...]:
             f"{word} names 'optimizer' and 'disk': optimizer state rests in host memory or on"
             " disk\nTry: one of them"
         )
-    return tuple(one for one in OFFLOAD if one in words)
+    return tuple(part for part in OFFLOAD if part in words)
 
 
 def read_axis_order(word: str, value: Json) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ class Decisions:
         "none",
         meaning='pipeline schedule; all but `"none"` need a `stage` axis',
         label="pipeline",
-        choices={name: one.words(1) or "no stages" for name, one in SCHEDULES.items()},
+        choices={name: schedule.words(1) or "no stages" for name, schedule in SCHEDULES.items()},
         read=one_of(SCHEDULES),
     )
     virtual_stages: int = decision(

@@ -95,8 +95,8 @@ class Interleaved:
     def least_in_flight(self, pipelines: Pipelines) -> Array:
         """S; with ever more chunks an activation stash comes down to 2S, or to all microbatches."""
         turns = 2 if pipelines.lockstep else 1
-        held = np.minimum(turns * pipelines.stages, pipelines.microbatches)
-        return np.where(pipelines.stages > 1, held, 1.0)
+        in_flight = np.minimum(turns * pipelines.stages, pipelines.microbatches)
+        return np.where(pipelines.stages > 1, in_flight, 1.0)
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
         """One microbatch, and the chunks before the last."""

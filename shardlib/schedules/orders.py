@@ -61,7 +61,7 @@ def alternating(forward: Sequence[Task], backward: Sequence[Task], first: int) -
         backward: tasks in their order, as many.
         first: forward tasks before the first backward one.
     """
-    found = list(forward[:first])
+    tasks = list(forward[:first])
     for ahead, back in zip(forward[first:], backward, strict=False):
-        found += [ahead, back]
-    return (*found, *backward[max(0, len(forward) - first) :])
+        tasks += [ahead, back]
+    return (*tasks, *backward[max(0, len(forward) - first) :])

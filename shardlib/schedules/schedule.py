@@ -216,8 +216,8 @@ def one_in_turn(pipelines: Pipelines) -> Array:
     """
     stages, chunks, micro = pipelines.stages, pipelines.chunks, pipelines.microbatches
     if not pipelines.lockstep:
-        held = stages + np.where(chunks > 1, (stages - 1) / chunks, 0.0)
-        return np.where(stages > 1, np.minimum(held, micro), 1.0)
+        in_flight = stages + np.where(chunks > 1, (stages - 1) / chunks, 0.0)
+        return np.where(stages > 1, np.minimum(in_flight, micro), 1.0)
     stash = np.minimum(2 * chunks * stages - 1, micro * chunks + stages - 1)
     return np.where(stages > 1, (stash + PASSING) / chunks, 1.0)
 
@@ -229,5 +229,5 @@ def last_in_turn(pipelines: Pipelines) -> Array:
     chunks the (v - 1) S chunks that went before (arXiv:2104.04473, figure 4).
     """
     stages, chunks = pipelines.stages, pipelines.chunks
-    held = ((chunks - 1) * stages + 1) / chunks
-    return np.where(stages > 1, np.minimum(held, pipelines.microbatches), 1.0)
+    in_flight = ((chunks - 1) * stages + 1) / chunks
+    return np.where(stages > 1, np.minimum(in_flight, pipelines.microbatches), 1.0)

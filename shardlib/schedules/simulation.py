@@ -80,13 +80,13 @@ def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...
         1 + max((task.chunk for order in schedule for task in order), default=0),
     )
     done: dict[tuple[int, Task], Span] = {}
-    clock, at = [0.0] * stages, [0] * stages
+    clock, position = [0.0] * stages, [0] * stages
     waiting = [stage for stage, order in enumerate(schedule) if order]
     while waiting:
         before = len(done)
         for stage in waiting:
-            while at[stage] < len(schedule[stage]):
-                task = schedule[stage][at[stage]]
+            while position[stage] < len(schedule[stage]):
+                task = schedule[stage][position[stage]]
                 needed = list(_needs(stage, task, stages, virtual))
                 if not all(need in done for need in needed):
                     break
@@ -103,10 +103,16 @@ def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...
                         else durations.of(task.kind)
                     ),
                 )
-                done[stage, task], clock[stage], at[stage] = span, span.end, at[stage] + 1
-        waiting = [stage for stage in waiting if at[stage] < len(schedule[stage])]
+                done[stage, task], clock[stage], position[stage] = (
+                    span,
+                    span.end,
+                    position[stage] + 1,
+                )
+        waiting = [stage for stage in waiting if position[stage] < len(schedule[stage])]
         if waiting and len(done) == before:
-            stuck = ", ".join(f"stage {stage} at {schedule[stage][at[stage]]}" for stage in waiting)
+            stuck = ", ".join(
+                f"stage {stage} at {schedule[stage][position[stage]]}" for stage in waiting
+            )
             raise ValueError(f"stages wait for each other: {stuck}")
     return tuple(sorted(done.values(), key=lambda span: (span.stage, span.start, span.end)))
 
@@ -145,13 +151,13 @@ def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> in
         stage: number of the stage.
         until: "backward" or "weights".
     """
-    own = [span for span in spans if span.stage == stage]
+    stage_spans = [span for span in spans if span.stage == stage]
     events = sorted(
-        [(span.start, 1) for span in own if span.task.kind == FORWARD]
-        + [(span.end, -1) for span in own if span.task.kind == until]
+        [(span.start, 1) for span in stage_spans if span.task.kind == FORWARD]
+        + [(span.end, -1) for span in stage_spans if span.task.kind == until]
     )
-    held = most = 0
+    stashed = peak = 0
     for _, change in events:
-        held += change
-        most = max(most, held)
-    return most
+        stashed += change
+        peak = max(peak, stashed)
+    return peak

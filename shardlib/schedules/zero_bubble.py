@@ -106,20 +106,20 @@ class ZeroBubble:
 
 
 def _with_cotangents(pipelines: Pipelines) -> Array:
-    held = one_in_turn(pipelines)
+    in_flight = one_in_turn(pipelines)
     if not pipelines.lockstep:
-        return held
-    return np.where(pipelines.stages > 1, held + pipelines.stages, held)
+        return in_flight
+    return np.where(pipelines.stages > 1, in_flight + pipelines.stages, in_flight)
 
 
 def _late_weights(microbatches: int, first: int, late: int) -> Order:
     """1F1B with each W after the B that comes `late` microbatches later."""
-    found: list[Task] = []
+    tasks: list[Task] = []
     for task in alternating(plain(FORWARD, microbatches), plain(BACKWARD, microbatches), first):
-        found.append(task)
+        tasks.append(task)
         if task.kind == BACKWARD and task.microbatch >= late:
-            found.append(Task(kind=WEIGHTS, microbatch=task.microbatch - late))
-    return (*found, *plain(WEIGHTS, microbatches)[max(0, microbatches - late) :])
+            tasks.append(Task(kind=WEIGHTS, microbatch=task.microbatch - late))
+    return (*tasks, *plain(WEIGHTS, microbatches)[max(0, microbatches - late) :])
 
 
 ZERO_BUBBLE = ZeroBubble()

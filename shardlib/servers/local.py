@@ -16,44 +16,44 @@ from shardlib.servers.wire.messages import STARTER
 from shardlib.servers.worker import process as worker_process
 
 
-def run(asked: Asked) -> Trained:
+def run(request: Asked) -> Trained:
     """Runs it to its end.
 
     Args:
-        asked: the run.
+        request: the run.
 
     Raises:
         LaunchError: no worker has ended well, or a server ends again and again.
     """
-    secret, began, logs = secrets.token_hex(16), time.monotonic(), asked.logs()
-    servers, workers = range(asked.exchange.servers), range(asked.exchange.workers)
+    secret, began, logs = secrets.token_hex(16), time.monotonic(), request.logs()
+    servers, workers = range(request.exchange.servers), range(request.exchange.workers)
     for server in servers:
-        address_file(asked.folder, server).unlink(missing_ok=True)
+        address_file(request.folder, server).unlink(missing_ok=True)
     crew = Crew(
-        folder=asked.folder,
-        servers=[_server(asked, server, secret) for server in servers],
-        workers=[_worker(asked, worker, secret) for worker in workers],
-        restarts=asked.upkeep.restarts,
-        say=asked.say,
+        folder=request.folder,
+        servers=[_server(request, server, secret) for server in servers],
+        workers=[_worker(request, worker, secret) for worker in workers],
+        restarts=request.upkeep.restarts,
+        say=request.say,
     )
     try:
         crew.run()
         links = [
             Connection(
-                where=listed(asked.folder, server),
+                where=listed(request.folder, server),
                 server=server,
                 worker=STARTER,
                 secret=secret,
-                patience_s=asked.upkeep.patience_s,
+                patience_s=request.upkeep.patience_s,
                 meanwhile=crew.look_after_servers,
             )
             for server in servers
         ]
-        found = asked.collected(links, logs, crew.events, time.monotonic() - began)
+        trained = request.collected(links, logs, crew.events, time.monotonic() - began)
         for link in links:
             link.close()
         crew.end_servers()
-        return found
+        return trained
     except KeyboardInterrupt:
         crew.end_servers()  # which save first
         raise
@@ -61,11 +61,11 @@ def run(asked: Asked) -> Trained:
         crew.close()
 
 
-def _server(asked: Asked, server: int, secret: str) -> dict[str, str]:
-    settings = asked.server(server, LOOPBACK).to_json()
+def _server(request: Asked, server: int, secret: str) -> dict[str, str]:
+    settings = request.server(server, LOOPBACK).to_json()
     return environment(None, {SECRET: secret, server_process.SETTINGS: settings})
 
 
-def _worker(asked: Asked, worker: int, secret: str) -> dict[str, str]:
-    settings = asked.worker(worker).to_json()
-    return environment(asked.devices, {SECRET: secret, worker_process.SETTINGS: settings})
+def _worker(request: Asked, worker: int, secret: str) -> dict[str, str]:
+    settings = request.worker(worker).to_json()
+    return environment(request.devices, {SECRET: secret, worker_process.SETTINGS: settings})

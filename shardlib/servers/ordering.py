@@ -42,7 +42,7 @@ def order_text(order: Order) -> str:
     Args:
         order: the buckets.
     """
-    return json.dumps([[[one.path, one.start, one.stop] for one in bucket] for bucket in order])
+    return json.dumps([[[part.path, part.start, part.stop] for part in bucket] for bucket in order])
 
 
 def read_order(text: str) -> Order:
@@ -147,16 +147,18 @@ def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
     sizes = dict[str, int]()
     for part in (part for bucket in order for part in bucket):
         sizes[part.path] = max(sizes.get(part.path, 0), part.stop)
-    require_each_once(order, sizes, most=sum(array.size for array in arrays.values()))
-    found = {path: np.empty(size, np.float32) for path, size in sizes.items()}
+    require_each_once(order, sizes, limit=sum(array.size for array in arrays.values()))
+    vectors = {path: np.empty(size, np.float32) for path, size in sizes.items()}
     for number, bucket in enumerate(order):
-        array, at = arrays[str(number)], 0
+        array, offset = arrays[str(number)], 0
         if array.dtype != np.float32 or array.shape != (elements(bucket),):
             raise OrderError(f"bucket {number} is {array.dtype}{list(array.shape)}")
         for part in bucket:
-            found[part.path][part.start : part.stop] = array[at : at + part.stop - part.start]
-            at += part.stop - part.start
-    return found
+            vectors[part.path][part.start : part.stop] = array[
+                offset : offset + part.stop - part.start
+            ]
+            offset += part.stop - part.start
+    return vectors
 
 
 def elements(bucket: Bucket) -> int:
@@ -168,21 +170,21 @@ def elements(bucket: Bucket) -> int:
     return sum(part.stop - part.start for part in bucket)
 
 
-def require_each_once(order: Order, sizes: Mapping[str, int], *, most: int | None = None) -> None:
+def require_each_once(order: Order, sizes: Mapping[str, int], *, limit: int | None = None) -> None:
     """Refuses an order that does not have each element once.
 
     Args:
         order: the buckets.
         sizes: elements of each parameter, by path.
-        most: elements that there may be; None for those of `sizes`.
+        limit: elements that there may be; None for those of `sizes`.
 
     Raises:
         OrderError: elements are missing, twice, or too many.
     """
     reached, parts = dict.fromkeys(sizes, 0), [part for bucket in order for part in bucket]
-    if most is not None and sum(sizes.values()) > most:
+    if limit is not None and sum(sizes.values()) > limit:
         raise OrderError("the order has more elements than have come")
-    for part in sorted(parts, key=lambda one: (one.path, one.start)):
+    for part in sorted(parts, key=lambda part_: (part_.path, part_.start)):
         if reached.get(part.path) != part.start:
             raise OrderError("the order does not have each element once")
         reached[part.path] = part.stop

@@ -69,7 +69,7 @@ def joined(
     """
     return {
         path: np.concatenate(
-            [np.zeros(0, np.float32), *(one[path] for one in parts if path in one)]
+            [np.zeros(0, np.float32), *(arrays[path] for arrays in parts if path in arrays)]
         ).reshape(shape)
         for path, shape in shapes.items()
     }

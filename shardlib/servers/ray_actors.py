@@ -64,9 +64,9 @@ class ServerActor:
         settings: of the server, as text.
         folder: of the run.
         """
-        told = read_settings(settings)
-        _say_pid(Path(folder), f"server-{told.server}")
-        self._service = service_of(told, Path(folder))
+        parsed = read_settings(settings)
+        _say_pid(Path(folder), f"server-{parsed.server}")
+        self._service = service_of(parsed, Path(folder))
 
     def answer(self, header: JsonObject, body: bytes, who: int) -> tuple[JsonObject, bytes]:
         """Answers a message.
@@ -95,13 +95,15 @@ class WorkerActor:
             folder: of the run.
             servers: actors, in their order.
         """
-        told = read_worker_settings(settings)
+        parsed = read_worker_settings(settings)
         links = [
-            RayLink(server=server, handle=handle, worker=told.worker, patience_s=told.patience_s)
+            RayLink(
+                server=server, handle=handle, worker=parsed.worker, patience_s=parsed.patience_s
+            )
             for server, handle in enumerate(servers)
         ]
-        _say_pid(Path(folder), f"worker-{told.worker}")
-        trained_by(told, Path(folder), links)
+        _say_pid(Path(folder), f"worker-{parsed.worker}")
+        trained_by(parsed, Path(folder), links)
 
 
 @dataclass(kw_only=True)
@@ -141,11 +143,11 @@ class RayLink:
         """Ray closes what it has opened."""
 
 
-def run(asked: Asked) -> Trained:
+def run(request: Asked) -> Trained:
     """Runs it to its end.
 
     Args:
-        asked: the run.
+        request: the run.
 
     Raises:
         LaunchError: no worker has ended well, or a server ends again and again.
@@ -154,56 +156,58 @@ def run(asked: Asked) -> Trained:
     ray = _ray()
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    began, logs, events = time.monotonic(), asked.logs(), list[str]()
-    servers = [_server(ray, asked, number) for number in range(asked.exchange.servers)]
-    workers = [_worker(ray, asked) for _ in range(asked.exchange.workers)]
+    began, logs, events = time.monotonic(), request.logs(), list[str]()
+    servers = [_server(ray, request, number) for number in range(request.exchange.servers)]
+    workers = [_worker(ray, request) for _ in range(request.exchange.workers)]
     try:
-        _watched(ray, asked, servers, workers, events)
+        _watched(ray, request, servers, workers, events)
         links = [
-            RayLink(server=number, handle=one, worker=STARTER, patience_s=asked.upkeep.patience_s)
-            for number, one in enumerate(servers)
+            RayLink(
+                server=number, handle=handle, worker=STARTER, patience_s=request.upkeep.patience_s
+            )
+            for number, handle in enumerate(servers)
         ]
         for link in links:
             link.ask(Ask(kind="save", worker=STARTER))
-        return asked.collected(links, logs, events, time.monotonic() - began)
+        return request.collected(links, logs, events, time.monotonic() - began)
     finally:
         for actor in (*workers, *servers):
             ray.kill(actor)
 
 
-def _server(ray: ModuleType, asked: Asked, number: int) -> Handle:
+def _server(ray: ModuleType, request: Asked, number: int) -> Handle:
     """An actor, on whatever host has room. It reserves nothing: it computes little."""
     options = {
         "num_cpus": 0,
-        "max_restarts": asked.upkeep.restarts,
-        "max_concurrency": 2 * asked.exchange.workers + 8,
+        "max_restarts": request.upkeep.restarts,
+        "max_concurrency": 2 * request.exchange.workers + 8,
         "runtime_env": _environment(None, {}),
     }
-    settings = asked.server(number, "").to_json()
-    return ray.remote(ServerActor).options(**options).remote(settings, str(asked.folder))
+    settings = request.server(number, "").to_json()
+    return ray.remote(ServerActor).options(**options).remote(settings, str(request.folder))
 
 
-def _worker(ray: ModuleType, asked: Asked) -> Handle:
-    needs = dict(asked.upkeep.resources)
+def _worker(ray: ModuleType, request: Asked) -> Handle:
+    needs = dict(request.upkeep.resources)
     options = {
         "num_cpus": needs.pop("CPU", 0),
         "num_gpus": needs.pop("GPU", 0),
         "resources": needs,
-        "runtime_env": _environment(asked.devices, {SETTINGS: "{}"}),
+        "runtime_env": _environment(request.devices, {SETTINGS: "{}"}),
     }
     return ray.remote(WorkerActor).options(**options).remote()
 
 
 def _environment(devices: int | None, more: Mapping[str, str]) -> Mapping[str, Mapping[str, str]]:
     """Variables of an actor, beside those of Ray."""
-    found = environment(devices, {})
+    variables = environment(devices, {})
     names = ("PYTHONPATH", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
-    return {"env_vars": {name: found[name] for name in names if name in found} | dict(more)}
+    return {"env_vars": {name: variables[name] for name in names if name in variables} | dict(more)}
 
 
 def _watched(
     ray: ModuleType,
-    asked: Asked,
+    request: Asked,
     servers: Sequence[Handle],
     workers: Sequence[Handle],
     events: list[str],
@@ -214,7 +218,7 @@ def _watched(
         LaunchError: none has ended well.
     """
     waiting = {
-        worker.run.remote(asked.worker(number).to_json(), str(asked.folder), servers): number
+        worker.run.remote(request.worker(number).to_json(), str(request.folder), servers): number
         for number, worker in enumerate(workers)
     }
     well, last = 0, ""
@@ -231,7 +235,7 @@ def _watched(
                 why = fit(printable(str(error.cause)), 2000)
                 last = f"worker {number} ended with an error; the others go on: {why}"
             events.append(last)
-            asked.say(last)
+            request.say(last)
             for server in servers:
                 server.gone.remote(number)
     if not well:

@@ -132,26 +132,28 @@ class Relay:
             self._copied(near, far, self.up)
             self._copied(far, near, self.down)
 
-    def _copied(self, source: socket.socket, target: socket.socket, way: Direction) -> None:
+    def _copied(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
         """Copies from one end to the other, in two threads."""
         chunks: queue.Queue[tuple[float, bytes]] = queue.Queue(MOST_CHUNKS)
         for function in (_read, _written):
             stream = source if function is _read else target
-            threading.Thread(target=function, args=(stream, chunks, way), daemon=True).start()
+            threading.Thread(target=function, args=(stream, chunks, direction), daemon=True).start()
 
 
-def _read(source: socket.socket, chunks: queue.Queue[tuple[float, bytes]], way: Direction) -> None:
+def _read(
+    source: socket.socket, chunks: queue.Queue[tuple[float, bytes]], direction: Direction
+) -> None:
     data = b"-"
     while data:
         try:
             data = source.recv(CHUNK)
         except OSError:
             data = b""
-        chunks.put((way.arrival(len(data)), data))
+        chunks.put((direction.arrival(len(data)), data))
 
 
 def _written(
-    target: socket.socket, chunks: queue.Queue[tuple[float, bytes]], way: Direction
+    target: socket.socket, chunks: queue.Queue[tuple[float, bytes]], direction: Direction
 ) -> None:
     while True:
         when, data = chunks.get()

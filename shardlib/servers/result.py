@@ -65,7 +65,7 @@ class Trained:
     def losses(self) -> tuple[tuple[float, ...], ...]:
         """Of each worker the losses of its steps; NaN where one was not finite."""
         return tuple(
-            tuple(float("nan") if one.loss is None else one.loss for one in steps)
+            tuple(float("nan") if step.loss is None else step.loss for step in steps)
             for steps in self.steps
         )
 
@@ -90,9 +90,9 @@ class Trained:
         """All but the parameters, as plain data."""
         return {
             "seconds": self.seconds,
-            "losses": [[one.loss for one in steps] for steps in self.steps],
-            "waited_s": [sum(one.waited_s for one in steps) for steps in self.steps],
-            "staleness": [dict(sorted(one.items())) for one in self.staleness],
+            "losses": [[step.loss for step in steps] for steps in self.steps],
+            "waited_s": [sum(step.waited_s for step in steps) for steps in self.steps],
+            "staleness": [dict(sorted(counts.items())) for counts in self.staleness],
             "pushes": list(self.pushes),
             "events": list(self.events),
         }
@@ -116,11 +116,11 @@ class Trained:
 def _first_and_last(losses: tuple[float, ...]) -> str:
     if not losses:
         return "none"
-    known = [loss for loss in losses[-LAST:] if math.isfinite(loss)]
-    left_out = len(losses[-LAST:]) - len(known)
-    last = f"{float(np.mean(known)):.4f}" if known else "nan"
-    told = f" ({left_out} of the last {LAST} not finite)" if left_out else ""
-    return f"{losses[0]:.4f} at first, {last} at last{told}"
+    finite = [loss for loss in losses[-LAST:] if math.isfinite(loss)]
+    left_out = len(losses[-LAST:]) - len(finite)
+    last = f"{float(np.mean(finite)):.4f}" if finite else "nan"
+    note = f" ({left_out} of the last {LAST} not finite)" if left_out else ""
+    return f"{losses[0]:.4f} at first, {last} at last{note}"
 
 
 def read_steps(log: Path, skip: int = 0) -> tuple[WorkerStep, ...]:

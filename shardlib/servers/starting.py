@@ -76,7 +76,7 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
         owner = claim(folder, say=say or _to_stderr)
         stack.callback(owner.release)
-        asked = Asked(
+        request = Asked(
             job=reference,
             steps=steps,
             exchange=exchange,
@@ -85,7 +85,7 @@ def train(
             upkeep=upkeep or Upkeep(),
             say=say or _to_stderr,
         )
-        return local.run(asked) if engine == "local" else ray_actors.run(asked)
+        return local.run(request) if engine == "local" else ray_actors.run(request)
 
 
 def _require(steps: object, exchange: object, devices: object, engine: object) -> None:

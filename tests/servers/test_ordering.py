@@ -83,7 +83,7 @@ def test_arrays_are_there_before_the_last_one_is_made() -> None:
     with near, far:
         thread = threading.Thread(target=frames.send, args=(near, {}, arrays))
         thread.start()
-        frames.receive_in_order(far, most=1 << 10, taken=heard)
+        frames.receive_in_order(far, limit=1 << 10, taken=heard)
         thread.join()
     assert heard.names == ["z", "a"]
 
@@ -108,7 +108,7 @@ def test_bodies_that_are_none(body: bytes) -> None:
     with near, far:
         near.sendall(frames._LENGTHS.pack(frames.MARK, 2, len(body)) + b"{}" + body)
         with pytest.raises(frames.FrameError):
-            frames.receive_in_order(far, most=1 << 10, taken=Heard())
+            frames.receive_in_order(far, limit=1 << 10, taken=Heard())
 
 
 @pytest.mark.parametrize("servers", [1, 3])

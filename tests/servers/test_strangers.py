@@ -82,7 +82,7 @@ def test_a_server_that_does_not_know_the_secret(tmp_path: Path) -> None:
         stream, _ = listening.accept()
         with stream:
             frames.send(stream, {"number": "0" * 32}, {})
-            frames.receive(stream, most=0)
+            frames.receive(stream, limit=0)
             frames.send(stream, {"line": '{"said": "{}", "seal": "00"}'}, {})
 
     thread = threading.Thread(target=answer)
@@ -154,10 +154,10 @@ def test_messages_that_are_refused_leave_the_connection(
 ) -> None:
     with greeted(server) as stream:
         frames.send(stream, header, body)
-        assert frames.receive(stream, most=1 << 20).header["kind"] == "refused"
+        assert frames.receive(stream, limit=1 << 20).header["kind"] == "refused"
         event(server, says)
         frames.send(stream, {"kind": "fetch", "worker": 1}, {})
-        assert frames.receive(stream, most=1 << 20).header["kind"] == "ok"
+        assert frames.receive(stream, limit=1 << 20).header["kind"] == "ok"
 
 
 def test_whatever_becomes_of_a_frame_it_is_an_answer_or_named() -> None:
@@ -177,7 +177,7 @@ def test_whatever_becomes_of_a_frame_it_is_an_answer_or_named() -> None:
             with ours:
                 ours.sendall((lengths if number % 5 else b"") + data)
             try:
-                frame = frames.receive(theirs, most=1 << 20)
+                frame = frames.receive(theirs, limit=1 << 20)
                 answer, _ = service.answer(read_ask(frame.header), dict(frame.arrays), 1)
                 found.add(answer.kind)
             except (frames.FrameError, frames.ClosedError, MessageError) as error:
@@ -191,7 +191,7 @@ def test_a_frame_that_stops_halfway_stops_nobody(server: Listening) -> None:
         stream.sendall(whole[:-5])
         with greeted(server, 1) as other:
             frames.send(other, {"kind": "fetch", "worker": 1}, {})
-            assert frames.receive(other, most=1 << 20).header["kind"] == "ok"
+            assert frames.receive(other, limit=1 << 20).header["kind"] == "ok"
 
 
 @contextlib.contextmanager

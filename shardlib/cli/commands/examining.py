@@ -61,13 +61,13 @@ def doctor_command(
             from shardlib.processes.devices import simulate_cpu_devices
 
             simulate_cpu_devices(parsed(topology).devices)
-        found = examine(
+        examination = examine(
             topology, run=str(run) if run is not None else None, seconds=seconds, measure=not quick
         )
-        corrected = found.corrected() if out is not None else ""
+        corrected = examination.corrected() if out is not None else ""
     if first:
         if out is not None:
             write(out, corrected)
-        echo(json.dumps(found.to_json()) if as_json else str(found), nl=True)
-    if not found.ok:
+        echo(json.dumps(examination.to_json()) if as_json else str(examination), nl=True)
+    if not examination.ok:
         raise typer.Exit(1)

@@ -222,24 +222,27 @@ def _submit(request: Request, options: SubmissionOptions, name: str | None) -> N
     """Submits, or shows what would be."""
     from shardlib.launching.engines.shared.submission import submit
 
-    made = submission_of(request)
+    submission = submission_of(request)
     data = {
-        "engine": made.engine,
-        "files": dict(made.files),
-        "commands": [list(words) for words in made.commands],
-        "later": [[what, list(words)] for what, words in made.later],
+        "engine": submission.engine,
+        "files": dict(submission.files),
+        "commands": [list(words) for words in submission.commands],
+        "later": [[what, list(words)] for what, words in submission.later],
     }
     if options.dry_run:
-        echo(json.dumps(data) if options.as_json else str(made))
+        echo(json.dumps(data) if options.as_json else str(submission))
         return
     folder = options.out or FOLDER / (name or NAME)
-    said = submit(made, folder)
+    output = submit(submission, folder)
     if options.as_json:
-        echo(json.dumps({**data, "folder": str(folder), "said": said}))
+        echo(json.dumps({**data, "folder": str(folder), "said": output}))
         return
     echo(
         "\n".join(
-            filter(None, [said, *(f"{what}: {shlex.join(words)}" for what, words in made.later)])
+            filter(
+                None,
+                [output, *(f"{what}: {shlex.join(words)}" for what, words in submission.later)],
+            )
         )
     )
 

@@ -45,8 +45,8 @@ def _plain_file(emit: str | None) -> tuple[Path, str] | None:
     something else.
     """
     form, colon, file = (emit or "").partition(":")
-    known = form in PLAIN_FORMS
-    return (Path(file if colon else PLAIN_FILE), PLAIN_FORMS[form]) if known else None
+    is_plain = form in PLAIN_FORMS
+    return (Path(file if colon else PLAIN_FILE), PLAIN_FORMS[form]) if is_plain else None
 
 
 def _emitted(emit: str | None) -> str | None:
@@ -143,7 +143,7 @@ def plan_command(
     if searching.emit is not None and plain is None:
         require_written(searching.framework)
     with quiet_stdout(as_json):
-        found = make_plan(
+        plan = make_plan(
             model,
             topology,
             sizes.batch,
@@ -154,15 +154,15 @@ def plan_command(
         )
     if plain is not None:
         file, mode = plain
-        write(file, found.emit("jax", mode=mode))
+        write(file, plan.emit("jax", mode=mode))
         echo(f"plain JAX: {file}", err=True)
     elif searching.emit is not None:
-        write(Path(searching.emit), found.emit())
+        write(Path(searching.emit), plan.emit())
     if out is not None:
-        write(out, found.to_json() + "\n")
-    cost = run.cost(found)
-    data = {**plan_to_data(found), **({} if cost is None else {"run": cost.to_json()})}
-    text = explain(found) if cost is None else f"{explain(found)}\n{cost}"
+        write(out, plan.to_json() + "\n")
+    cost = run.cost(plan)
+    data = {**plan_to_data(plan), **({} if cost is None else {"run": cost.to_json()})}
+    text = explain(plan) if cost is None else f"{explain(plan)}\n{cost}"
     echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
@@ -212,29 +212,31 @@ def explain_command(
     if why_not:
         pins = parse_pins(why_not)
         with quiet_stdout(as_json):
-            other = replanned(plan, pins)
+            alternative = replanned(plan, pins)
         text = (
-            diff(plan, other) if not isinstance(other, str) else f"Not {pin_text(pins)}: {other}\n"
+            diff(plan, alternative)
+            if not isinstance(alternative, str)
+            else f"Not {pin_text(pins)}: {alternative}\n"
         )
         data["why_not"] = {
             "pins": pins,
-            "plan": None if isinstance(other, str) else plan_to_data(other),
+            "plan": None if isinstance(alternative, str) else plan_to_data(alternative),
             "text": text,
         }
-    told = None
+    answered = None
     if alternatives or sensitivity or kernels:
         from shardlib.planning.questions.questions import answers
 
         with quiet_stdout(as_json):
-            told = answers(
+            answered = answers(
                 with_source(plan),
                 alternatives=alternatives,
                 sensitivity=sensitivity,
                 kernels=kernels,
             )
-        data |= told.to_json()
-        text = "\n".join([*([text] if why_not else []), str(told)])
-    page.write(plan, told)
+        data |= answered.to_json()
+        text = "\n".join([*([text] if why_not else []), str(answered)])
+    page.write(plan, answered)
     echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
@@ -265,15 +267,18 @@ def timeline_command(
     if run is not None and trace is None:
         raise PlanError("--run belongs to a trace\nTry: --perfetto trace.json")
     plan = read_plan(file, changed=changed)
-    found = timeline_of(plan, needed=trace is None or svg is not None)
-    if svg is not None and found is not None:
-        write(svg, timeline_svg(found))
-    steps = {} if trace is None else write_trace(plan, found, trace, run)
+    timeline = timeline_of(plan, needed=trace is None or svg is not None)
+    if svg is not None and timeline is not None:
+        write(svg, timeline_svg(timeline))
+    steps = {} if trace is None else write_trace(plan, timeline, trace, run)
     if as_json:
-        data = {} if found is None else found.to_json()
+        data = {} if timeline is None else timeline.to_json()
         echo(json.dumps({**data, "steps": steps} if steps else data))
         return
-    text = [*([] if found is None else [str(found)]), *([told(steps, trace)] if trace else [])]
+    text = [
+        *([] if timeline is None else [str(timeline)]),
+        *([told(steps, trace)] if trace else []),
+    ]
     echo("\n".join(text), nl=False)
 
 

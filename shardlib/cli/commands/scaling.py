@@ -74,10 +74,10 @@ def scale_command(
         quiet_stdout(as_json),
         status(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"),
     ):
-        found = _scaled(model, topology, numbers, growth, pins)
+        curve = _scaled(model, topology, numbers, growth, pins)
     if svg is not None:
-        write(svg, curve_svg(found))
-    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+        write(svg, curve_svg(curve))
+    echo(json.dumps(curve.to_json()) if as_json else str(curve), nl=as_json)
 
 
 def _scaled(

@@ -49,13 +49,13 @@ def chosen(engines: Sequence[Engine], options: Sequence[str]) -> Engine | None:
     Raises:
         LaunchError: it names several.
     """
-    found = [engine for engine in engines if f"--{engine.name}" in options]
-    if len(found) > 1:
+    named = [engine for engine in engines if f"--{engine.name}" in options]
+    if len(named) > 1:
         raise LaunchError(
-            f"{' and '.join(f'--{engine.name}' for engine in found)} exclude each other: a job has"
+            f"{' and '.join(f'--{engine.name}' for engine in named)} exclude each other: a job has"
             " one engine\nTry: one of them"
         )
-    return found[0] if found else None
+    return named[0] if named else None
 
 
 def submission_of(request: Request) -> Submission:

@@ -167,9 +167,9 @@ def train_command(
     from shardlib.training.loop import train
     from shardlib.training.supervisor import STOPPED
 
-    given = {**vars(task), **vars(keeping)}
-    given |= {"profile": _steps(keeping.profile), "allow_changes": _names(keeping.allow_changes)}
-    fields = {name: value for name, value in given.items() if name not in ("pin", "restarts")}
+    options = {**vars(task), **vars(keeping)}
+    options |= {"profile": _steps(keeping.profile), "allow_changes": _names(keeping.allow_changes)}
+    fields = {name: value for name, value in options.items() if name not in ("pin", "restarts")}
     try:
         with ends_at_once():
             train(
@@ -201,8 +201,8 @@ def status_command(
     """How a run is doing: step, loss, speed against prediction, checkpoints, processes."""
     from shardlib.training.run.status import status as look
 
-    found = look(run)
-    echo(json.dumps(found.to_json()) if as_json else str(found))
+    state = look(run)
+    echo(json.dumps(state.to_json()) if as_json else str(state))
 
 
 def _supervised(run: Path | None, restarts: int) -> int:
@@ -232,13 +232,13 @@ def _supervised(run: Path | None, restarts: int) -> int:
 
 def _without(words: list[str], option: str) -> list[str]:
     """The words of a command line without an option and its value."""
-    found: list[str] = []
+    kept_words: list[str] = []
     skip = False
     for word in words:
         if not skip and word != option and not word.startswith(f"{option}="):
-            found.append(word)
+            kept_words.append(word)
         skip = not skip and word == option
-    return found
+    return kept_words
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

@@ -89,7 +89,7 @@ def verify_command(
         else None
     )
     with quiet_stdout(as_json):
-        found = _verified(
+        verification = _verified(
             model,
             topology,
             read_plan(plan, changed=changed) if plan else None,
@@ -97,16 +97,19 @@ def verify_command(
             parse_pins(pin or []),
             report.seconds,
         )
-    if before is not None and found.compiled is not None:
+    if before is not None and verification.compiled is not None:
         from dataclasses import replace
 
-        found = replace(
-            found, findings=(*growth(before, found.compiled.collectives), *found.findings)
+        verification = replace(
+            verification,
+            findings=(*growth(before, verification.compiled.collectives), *verification.findings),
         )
     if report.out is not None:
-        write(report.out, found.to_json() + "\n")
-    echo(json.dumps(verification_to_data(found)) if as_json else str(found), nl=as_json)
-    if not found.ok:
+        write(report.out, verification.to_json() + "\n")
+    echo(
+        json.dumps(verification_to_data(verification)) if as_json else str(verification), nl=as_json
+    )
+    if not verification.ok:
         raise typer.Exit(1)
 
 
@@ -140,18 +143,18 @@ def _verified(
     import shardlib
     from shardlib.verification.isolation import Limits
 
-    where = topology or (plan.topology if plan else "")
-    with status(f"compiling {spec} for {where}"):
+    machine = topology or (plan.topology if plan else "")
+    with status(f"compiling {spec} for {machine}"):
         return shardlib.verify(
-            **inputs, topology=where, plan=plan, pin=pins, limits=Limits(seconds=seconds)
+            **inputs, topology=machine, plan=plan, pin=pins, limits=Limits(seconds=seconds)
         )
 
 
 def _require_same(plan: Plan | None, spec: str, error: BatchError) -> None:
     """Says that a plan is of another model, where that is why the size of the batch is open."""
-    made = dict(plan.origin).get("model", "") if plan is not None else ""
-    if made and made != spec:
+    model = dict(plan.origin).get("model", "") if plan is not None else ""
+    if model and model != spec:
         raise PlanError(
-            f"the plan was made for {shown(made)}, and not for {shown(spec)}\nTry: shardlib verify"
-            f" {shlex.quote(made)} --plan ..., or a plan for {spec}"
+            f"the plan was made for {shown(model)}, and not for {shown(spec)}\nTry: shardlib verify"
+            f" {shlex.quote(model)} --plan ..., or a plan for {spec}"
         ) from error

@@ -51,16 +51,16 @@ def mean_order(
     for part in fragment:
         begins[part.path] = (start, part)
         start += part.stop - part.start
-    found = list[Part]()
+    parts = list[Part]()
     for use in uses:
         if use.path not in begins:
             continue
-        at, part = begins[use.path]
+        offset, part = begins[use.path]
         first, last = max(use.start, part.start), min(use.stop, part.stop)
         if first < last:
-            shift = at - part.start
-            found.append(Part(path=NUMBERS, start=first + shift, stop=last + shift))
-    return in_buckets(found, elements=max(1, bucket_bytes // ELEMENTWISE[wire]))
+            shift = offset - part.start
+            parts.append(Part(path=NUMBERS, start=first + shift, stop=last + shift))
+    return in_buckets(parts, elements=max(1, bucket_bytes // ELEMENTWISE[wire]))
 
 
 class Coming:
@@ -104,7 +104,7 @@ class Coming:
 
     def take(self, name: str, array: np.ndarray) -> None:
         """See `Arrivals`; what comes once more, since a connection has broken, is the same."""
-        number, at = int(name) if name.isdecimal() else len(self.order), 0
+        number, offset = int(name) if name.isdecimal() else len(self.order), 0
         if number >= len(self.order) or number > self.taken:
             raise FrameError("it has a bucket that nobody asked for")
         if array.shape != (elements(self.order[number]),) or array.dtype != self.mean.dtype:
@@ -113,8 +113,8 @@ class Coming:
             return
         for part in self.order[number]:
             size = part.stop - part.start
-            self._put(part.start, array[at : at + size])
-            at += size
+            self._put(part.start, array[offset : offset + size])
+            offset += size
         self.taken += 1
 
     def _put(self, first: int, numbers: np.ndarray) -> None:

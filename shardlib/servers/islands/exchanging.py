@@ -79,16 +79,16 @@ class Exchanging:
         Raises:
             LaunchError: the server refuses the island, has too few, or does not answer.
         """
-        said, self.entry = about(self.exchange, self.outline), ""
+        description, self.entry = about(self.exchange, self.outline), ""
         while True:
-            ask = Ask(kind="enter", worker=self.number, about=said, start=self.entry)
+            ask = Ask(kind="enter", worker=self.number, about=description, start=self.entry)
             answer, arrays = self._ask(ask)
             self.entry = answer.start
             if answer.kind == "ok":
                 break
             if answer.kind == "empty":
-                offered = {path: np.asarray(one, np.float32) for path, one in first().items()}
-                self._ask(Ask(kind="offer", worker=self.number, about=said), offered)
+                offered = {path: np.asarray(array, np.float32) for path, array in first().items()}
+                self._ask(Ask(kind="offer", worker=self.number, about=description), offered)
         self.round = answer.round
         # Writable copies: arrays of a frame belong to its body.
         theta, momentum = np.array(arrays["theta"]), np.array(arrays["momentum"])
@@ -128,10 +128,12 @@ class Exchanging:
 
     def _meet(self, coming: Coming, runs: Runs) -> Met | None:
         start, stop = self.span()
-        mine = runs()  # waits for the step
+        parameters = runs()  # waits for the step
         began = time.monotonic()
-        own = np.concatenate([np.zeros(0, np.float32), *(one.reshape(-1) for one in mine)])
-        gradient = self.outer.theta[start:stop] - own
+        flat = np.concatenate(
+            [np.zeros(0, np.float32), *(array.reshape(-1) for array in parameters)]
+        )
+        gradient = self.outer.theta[start:stop] - flat
         parts = self.outline.parts(self.fragment, self.exchange.fragments)
         sizes, finite = (
             [part.stop - part.start for part in parts],
@@ -160,26 +162,26 @@ class Exchanging:
 
     def _mean(self, kind: str, base: int, sent: Flat, coming: Coming) -> tuple[Answer, Flat]:
         """Sends, and waits until the round is closed."""
-        how, arrivals = kind, coming if coming.order else None
-        about = order_text(coming.order) if coming.order else ""
+        message_kind, arrivals = kind, coming if coming.order else None
+        order = order_text(coming.order) if coming.order else ""
         while True:
             ask = Ask(
-                kind=how,
+                kind=message_kind,
                 worker=self.number,
                 start=self.entry,
                 round=self.round,
                 weight=self.weight,
                 base=base,
-                about=about,
+                about=order,
             )
-            answer, arrays = self._ask(ask, sent if how == "send" else None, arrivals)
+            answer, arrays = self._ask(ask, sent if message_kind == "send" else None, arrivals)
             if answer.kind in ("ok", "late"):
                 return answer, arrays
             if answer.kind == "behind":
                 answer = self._repeat()
                 if answer.kind == "late":
                     return answer, Flat()
-            how = "collect" if answer.kind == "wait" else kind
+            message_kind = "collect" if answer.kind == "wait" else kind
 
     def _repeat(self) -> Answer:
         """Tells a server that was started again of the round before."""
@@ -192,8 +194,8 @@ class Exchanging:
     def _ask(
         self, ask: Ask, arrays: Flat | None = None, arrivals: Arrivals | None = None
     ) -> tuple[Answer, Flat]:
-        answer, found = self.link.ask(ask, arrays, arrivals)
+        answer, received = self.link.ask(ask, arrays, arrivals)
         if answer.kind in ("refused", "failed"):
-            said = "refuses" if answer.kind == "refused" else "ends"
-            raise LaunchError(f"the outer server {said} island {self.number}: {answer.why}")
-        return answer, found
+            verb = "refuses" if answer.kind == "refused" else "ends"
+            raise LaunchError(f"the outer server {verb} island {self.number}: {answer.why}")
+        return answer, received

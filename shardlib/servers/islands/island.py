@@ -209,29 +209,29 @@ class Island:
         outer = self.exchanging.outline.arrays(self.exchanging.outer.theta)
         leaves = self._leaves(state)
         for part in crossing.parts:
-            own, there = leaves[part.path], placed.get(part.path)
-            there = placed_outer(own, outer[part.path]) if there is None else there
-            leaves[part.path] = mixed(own, there, part, mixing)
+            parameter, there = leaves[part.path], placed.get(part.path)
+            there = placed_outer(parameter, outer[part.path]) if there is None else there
+            leaves[part.path] = mixed(parameter, there, part, mixing)
         return self._with(state, leaves), True
 
     def _placed(self, crossing: Crossing, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Outer parameters, each placed as soon as it has come, those that are used first in front;
         not all of them where the meeting ends otherwise.
         """
-        found, exchanging = dict[str, jax.Array](), self.exchanging
+        placed, exchanging = dict[str, jax.Array](), self.exchanging
         before = exchanging.outline.arrays(exchanging.outer.theta)
-        for part in in_use_order(exchanging.uses, {one.path: one for one in crossing.parts}):
+        for part in in_use_order(exchanging.uses, {part.path: part for part in crossing.parts}):
             run = crossing.met.run(part)
             if run is None:
                 break
-            whole = before[part.path]
-            if run.size == whole.size:
-                whole = run.reshape(whole.shape)
+            array = before[part.path]
+            if run.size == array.size:
+                array = run.reshape(array.shape)
             else:
-                whole = np.array(whole)
-                whole.reshape(-1)[part.start : part.stop] = run
-            found[part.path] = placed_outer(leaves[part.path], whole)
-        return found
+                array = np.array(array)
+                array.reshape(-1)[part.start : part.stop] = run
+            placed[part.path] = placed_outer(leaves[part.path], array)
+        return placed
 
     def _leaves(self, state: TrainState) -> dict[str, jax.Array]:
         trained = self.program.model.partition.trained(state.params)

@@ -78,7 +78,7 @@ def join(
         secret=place.token,
         patience_s=patience_s,
     )
-    known = read_link(link) if isinstance(link, str) else link
+    link_figures = read_link(link) if isinstance(link, str) else link
     return Island(
         program=program,
         exchanging=(Exchanging if jax.process_count() == 1 else SeveralProcesses)(
@@ -90,7 +90,7 @@ def join(
             uses=parts_in_order(program),
             bucket_bytes=bucket_bytes,
         ),
-        findings=(meeting_finding(meets, outline, known),),
+        findings=(meeting_finding(meets, outline, link_figures),),
     )
 
 
@@ -109,8 +109,8 @@ def rows_of(program: Program) -> int:
 def _require_numbers(weight: object, patience_s: object, bucket_bytes: object) -> None:
     failures = wrong_bucket_bytes(bucket_bytes)
     failures += [
-        f"{name} is {shown(value)}; it is a number of {least}"
-        for name, value, least, fits in (
+        f"{name} is {shown(value)}; it is a number of {bound}"
+        for name, value, bound, fits in (
             ("weight", weight, "more than 0", weight is None or _is_positive(weight)),
             ("patience_s", patience_s, f"at least {LEAST_PATIENCE}", _is_patient(patience_s)),
         )
@@ -147,16 +147,18 @@ def _require_island(program: Program, exchange: Exchange) -> Outline:
         failures.append(f"exchange is {exchange}; islands that are processes meet as DiLoCo")
     if program.disk is not None:
         failures.append("its optimizer state is on disk (offload=['disk'])")
-    updated = [one.path for one in program.plan.parameters if one.role == "updated"]
+    updated = [
+        parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
+    ]
     if updated:
         failures.append(f"steps update {', '.join(updated[:4])}, which are no parameters")
-    found = trained(program)
+    parameters = trained(program)
     failures += [
         f"{path} is {leaf.dtype}, and what is outer is float32"
-        for path, leaf in found.items()
+        for path, leaf in parameters.items()
         if not jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype.itemsize > 4
     ]
-    outline = Outline.of({path: tuple(leaf.shape) for path, leaf in found.items()})
+    outline = Outline.of({path: tuple(leaf.shape) for path, leaf in parameters.items()})
     if isinstance(exchange, DiLoCo) and exchange.fragments > outline.total:
         failures.append(f"there are {exchange.fragments} fragments of {outline.total} elements")
     if failures:

@@ -136,13 +136,13 @@ class _Running:
         self.running.pop(number).close()
         if end.code == 0 or stopping:
             return
-        told = f"island {number} {ended(end.code)}"
+        message = f"island {number} {ended(end.code)}"
         if self.left[number]:
             self.left[number] -= 1
-            self.lines.say(f"{told}; it is started again")
+            self.lines.say(f"{message}; it is started again")
             self.running[number] = self._started(number)
             return
-        self.lines.say(f"{told}; the others go on")
+        self.lines.say(f"{message}; the others go on")
         self.code = self.code or (end.code if end.code > 0 else 128 - end.code)
 
     def _started(self, number: int) -> Processes:

@@ -25,7 +25,7 @@ def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     Args:
         arrays: parameters.
     """
-    return [_copy(one) for one in arrays]
+    return [_copy(array) for array in arrays]
 
 
 def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]:
@@ -41,29 +41,31 @@ def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]
     ]
 
 
-def placed_outer(own: jax.Array, outer: np.ndarray) -> jax.Array:
+def placed_outer(parameter: jax.Array, outer: np.ndarray) -> jax.Array:
     """An outer parameter, placed as the island's is.
 
     Args:
-        own: the island's.
+        parameter: the island's.
         outer: all of the outer parameter, float32.
     """
     # A buffer of its own: on CPU devices a placed array may share the host's, which changes.
-    return jax.device_put(np.array(outer), own.sharding)
+    return jax.device_put(np.array(outer), parameter.sharding)
 
 
-def mixed(own: jax.Array, placed: jax.Array, part: Part, mixing: float) -> jax.Array:
-    """A parameter whose run has become `mixing` times itself and the rest of the outer one; `own`
-    is donated.
+def mixed(parameter: jax.Array, placed: jax.Array, part: Part, mixing: float) -> jax.Array:
+    """A parameter whose run has become `mixing` times itself and the rest of the outer one;
+    `parameter` is donated.
 
     Args:
-        own: the island's.
+        parameter: the island's.
         placed: the outer parameter.
         part: the run.
         mixing: 0 where the island goes on from the outer parameter.
     """
-    bounds = None if part.stop - part.start == math.prod(own.shape) else (part.start, part.stop)
-    return _mixer(own.sharding)(own, placed, bounds, mixing)
+    bounds = (
+        None if part.stop - part.start == math.prod(parameter.shape) else (part.start, part.stop)
+    )
+    return _mixer(parameter.sharding)(parameter, placed, bounds, mixing)
 
 
 @cache
@@ -71,12 +73,12 @@ def _mixer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
     return jax.jit(_mixed, static_argnums=(2, 3), donate_argnums=0, out_shardings=sharding)
 
 
-def _mixed(own: Value, outer: Value, bounds: tuple[int, int] | None, mixing: float) -> Value:
+def _mixed(parameter: Value, outer: Value, bounds: tuple[int, int] | None, mixing: float) -> Value:
     target = outer
     if mixing:
-        target = mixing * own.astype(jnp.float32) + (1 - mixing) * outer
-    new = target.astype(own.dtype)
-    return new if bounds is None else jnp.where(_within(own.shape, *bounds), new, own)
+        target = mixing * parameter.astype(jnp.float32) + (1 - mixing) * outer
+    new = target.astype(parameter.dtype)
+    return new if bounds is None else jnp.where(_within(parameter.shape, *bounds), new, parameter)
 
 
 def _within(shape: tuple[int, ...], start: int, stop: int) -> Value:
@@ -91,8 +93,8 @@ def _within(shape: tuple[int, ...], start: int, stop: int) -> Value:
         place = place + jax.lax.broadcasted_iota(jnp.int32, shape, dim) * stride
 
     def before(limit: int) -> Value:
-        rows, rest = divmod(limit, each)
-        return (row < rows) | ((row == rows) & (place < rest))
+        rows, columns = divmod(limit, each)
+        return (row < rows) | ((row == rows) & (place < columns))
 
     return before(stop) & ~before(start)
 

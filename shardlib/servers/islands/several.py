@@ -33,8 +33,8 @@ class SeveralProcesses(Exchanging):
 
     def enter(self, first: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """See `Exchanging.enter`; `first` gathers parameters from all processes."""
-        found, enter = first(), super().enter
-        first_decides("the entry of an island", lambda: enter(lambda: found))
+        parameters, enter = first(), super().enter
+        first_decides("the entry of an island", lambda: enter(lambda: parameters))
         number = _of_first(np.int32(self.round))
         theta = self.outer.theta if is_first() else np.zeros(self.outline.total, np.float32)
         theta = _of_first(theta)
@@ -45,8 +45,8 @@ class SeveralProcesses(Exchanging):
         """See `Exchanging.send`; `runs` gathers parameters from all processes, before this
         returns.
         """
-        found, span, fragment = runs(), self.span(), self.fragment
-        crossed = super().send(lambda: found) if is_first() else None
+        parameters, span, fragment = runs(), self.span(), self.fragment
+        crossed = super().send(lambda: parameters) if is_first() else None
         return Heard(island=self, crossed=crossed, span=span, fragment=fragment)
 
     def leave(self) -> None:
@@ -85,10 +85,10 @@ class Heard:
     def _heard(self) -> Met | None:
         crossed, (start, stop) = self.crossed, self.span
         met = first_decides("a meeting", crossed.result if crossed is not None else _nothing)
-        said = np.zeros(SAID, np.int32)
+        header = np.zeros(SAID, np.int32)
         if met is not None:
-            said[:] = 1, met.round, met.finite, len(met.islands)
-        in_time, number, finite, _ = (int(one) for one in _of_first(said))
+            header[:] = 1, met.round, met.finite, len(met.islands)
+        in_time, number, finite, _ = (int(field) for field in _of_first(header))
         if not in_time:
             return None
         theta = _of_first(self.island.outer.theta[start:stop])

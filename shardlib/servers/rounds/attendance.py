@@ -106,10 +106,10 @@ class Attendance:
     def gone_for_good(self) -> list[int]:
         """Leaves out islands that have been away for too long; gives them."""
         limit = self.now() - self.rounds.away_s
-        found = [island for island, since in self.away.items() if since <= limit]
-        for island in found:
+        absent = [island for island, since in self.away.items() if since <= limit]
+        for island in absent:
             self.gone(island)
-        return found
+        return absent
 
     def late(self) -> bool:
         """Whether the round has waited long enough."""
@@ -121,15 +121,15 @@ class Attendance:
 
     def fails(self) -> str:
         """Why islands that wait are to end; nothing where they are not."""
-        rounds, least = self.rounds, f"of at least {self.rounds.quorum}"
+        rounds, minimum = self.rounds, f"of at least {self.rounds.quorum}"
         if rounds.short != "fail":
             return ""
         if self.late() and not self.enough():
-            said = f"round {self.number} has {len(self.sent)} {least} islands"
-            return f"{said} {rounds.timeout_s:g} s after the first"
+            state = f"round {self.number} has {len(self.sent)} {minimum} islands"
+            return f"{state} {rounds.timeout_s:g} s after the first"
         begun = self.active or self.sent
         if not begun and self.gathered() and len(self.waiting) < rounds.quorum:
-            return f"{len(self.waiting)} {least} islands have come in {rounds.gather_s:g} s"
+            return f"{len(self.waiting)} {minimum} islands have come in {rounds.gather_s:g} s"
         return ""
 
     def closes(self) -> bool:

@@ -101,11 +101,11 @@ class Held:
         Raises:
             RefusedError: they cannot be trained, or the exchange is of another number of islands.
         """
-        said = read_about(text)
-        exchange = exchange_of(said.exchange)
+        description = read_about(text)
+        exchange = exchange_of(description.exchange)
         outline = Outline.of({path: array.shape for path, array in arrays.items()})
         wrong = [path for path, array in arrays.items() if array.dtype != np.float32]
-        if wrong or outline.digest != said.digest or not arrays:
+        if wrong or outline.digest != description.digest or not arrays:
             raise RefusedError("what is offered is not what it says, or no float32")
         if exchange.islands != islands:
             raise RefusedError(
@@ -125,42 +125,42 @@ class Held:
         Raises:
             RefusedError: it meets otherwise, or has other parameters.
         """
-        said = read_about(text)
-        theirs = exchange_of(said.exchange)
+        description = read_about(text)
+        theirs = exchange_of(description.exchange)
         if theirs != self.exchange:
             raise RefusedError(f"its exchange is {theirs}, and that of this run {self.exchange}")
-        if said.digest != self.outline.digest:
+        if description.digest != self.outline.digest:
             raise RefusedError(
                 "it trains other parameters than this run, by path or shape; this run has"
                 f" {len(self.outline.paths)} of {self.outline.total:,} elements"
             )
 
-    def entry(self, island: int, said: str) -> str:
+    def entry(self, island: int, word: str) -> str:
         """The word of an island's entry, which it names with what it sends.
 
         Args:
             island: its number.
-            said: the word that it has; a new entry where that is not its newest.
+            word: the word that it has; a new entry where that is not its newest.
         """
-        if island not in self.entries or said != f"{self.era}.{self.entries[island]}":
+        if island not in self.entries or word != f"{self.era}.{self.entries[island]}":
             self.entries[island] = max(self.entries.values(), default=0) + 1
         return f"{self.era}.{self.entries[island]}"
 
-    def knows(self, island: int, said: str) -> bool:
+    def knows(self, island: int, word: str) -> bool:
         """Whether a word is that of an island's newest entry.
 
         Args:
             island: its number.
-            said: the word that came.
+            word: the word that came.
 
         Raises:
             RefusedError: another process has entered as this island since.
         """
-        era, _, number = said.partition(".")
+        era, _, number = word.partition(".")
         newest = self.entries.get(island, 0)
         if era == self.era and number.isdigit() and int(number) < newest:
             raise RefusedError("another process has entered as this island since")
-        return said == f"{self.era}.{newest}"
+        return word == f"{self.era}.{newest}"
 
     def sizes(self, number: int) -> list[int]:
         """Elements of each parameter in the fragment of a round.
@@ -270,9 +270,9 @@ def exchange_of(text: str) -> DiLoCo:
     """
     data = parse_json(text, "its exchange", RefusedError, limits=Limits(bytes=1 << 16, depth=4))
     try:
-        found = read_exchange("exchange", data)
+        exchange = read_exchange("exchange", data)
     except PinError as error:
         raise RefusedError(str(error)) from error
-    if not isinstance(found, DiLoCo):
-        raise RefusedError(f"its exchange is {found}, and islands over a server meet as DiLoCo")
-    return found
+    if not isinstance(exchange, DiLoCo):
+        raise RefusedError(f"its exchange is {exchange}, and islands over a server meet as DiLoCo")
+    return exchange

@@ -83,11 +83,11 @@ def mean(vectors: Mapping[int, tuple[float, np.ndarray]]) -> np.ndarray:
         vectors: by island, with their weights; at least one.
     """
     total = sum(weight for weight, _ in vectors.values())
-    found: np.ndarray | None = None
+    total_vector: np.ndarray | None = None
     with np.errstate(over="ignore", invalid="ignore"):
         for island in sorted(vectors):
             weight, vector = vectors[island]
             part = np.float32(weight / total) * vector
-            found = part if found is None else found + part
-    assert found is not None
-    return found
+            total_vector = part if total_vector is None else total_vector + part
+    assert total_vector is not None
+    return total_vector

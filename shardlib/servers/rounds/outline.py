@@ -96,9 +96,9 @@ class Outline:
         Args:
             vector: of all parameters.
         """
-        found, start = Flat(), 0
+        arrays, start = Flat(), 0
         for path, shape in zip(self.paths, self.shapes, strict=True):
             size = math.prod(shape)
-            found[path] = vector[start : start + size].reshape(shape)
+            arrays[path] = vector[start : start + size].reshape(shape)
             start += size
-        return found
+        return arrays

@@ -56,8 +56,8 @@ def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
     grouped = _padded(vector, sizes).reshape(-1, BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.max(np.abs(grouped), axis=1, keepdims=True) / np.float32(LARGEST[wire])
-        whole = np.round(grouped / np.where(scale > 0, scale, np.float32(1)))
-        bits = whole.astype(np.int8).view(np.uint8).reshape(-1)
+        rounded = np.round(grouped / np.where(scale > 0, scale, np.float32(1)))
+        bits = rounded.astype(np.int8).view(np.uint8).reshape(-1)
     if wire == "int4":
         bits = (bits[::2] & np.uint8(15)) | (bits[1::2] << np.uint8(4))
     return {"numbers": bits, "scales": scale.reshape(-1)}
@@ -82,23 +82,27 @@ def unpack(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) ->
         return numbers.view(ml_dtypes.bfloat16).astype(np.float32)
     if wire == "int4":
         pairs = np.stack([numbers & np.uint8(15), numbers >> np.uint8(4)], axis=1).reshape(-1)
-        whole = (pairs.astype(np.int8) ^ np.int8(8)) - np.int8(8)  # four bits with a sign
+        integers = (pairs.astype(np.int8) ^ np.int8(8)) - np.int8(8)  # four bits with a sign
     else:
-        whole = numbers.view(np.int8)
+        integers = numbers.view(np.int8)
     with np.errstate(over="ignore", invalid="ignore"):
-        grouped = whole.reshape(-1, BLOCK).astype(np.float32) * arrays["scales"][:, None]
+        grouped = integers.reshape(-1, BLOCK).astype(np.float32) * arrays["scales"][:, None]
     return _without_padding(grouped.reshape(-1), sizes)
 
 
 def _require_form(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) -> None:
     count = sum(spaces(wire, sizes))
-    wanted = {"numbers": (_DTYPES[wire], count // 2 if wire == "int4" else count)}
+    expected = {"numbers": (_DTYPES[wire], count // 2 if wire == "int4" else count)}
     if blocks(wire):
-        wanted["scales"] = (np.dtype(np.float32), count // BLOCK)
-    found = {name: (array.dtype, array.size) for name, array in arrays.items() if array.ndim == 1}
-    if found != wanted or len(arrays) != len(wanted):
-        told = ", ".join(f"{name} of {size} {dtype}" for name, (dtype, size) in wanted.items())
-        raise PackingError(f"what came is no {wire} of this fragment, which has {told}")
+        expected["scales"] = (np.dtype(np.float32), count // BLOCK)
+    received = {
+        name: (array.dtype, array.size) for name, array in arrays.items() if array.ndim == 1
+    }
+    if received != expected or len(arrays) != len(expected):
+        described = ", ".join(
+            f"{name} of {size} {dtype}" for name, (dtype, size) in expected.items()
+        )
+        raise PackingError(f"what came is no {wire} of this fragment, which has {described}")
 
 
 _DTYPES = {
@@ -111,18 +115,18 @@ _DTYPES = {
 
 def _padded(vector: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """The parameters of a vector, each with zeros to whole blocks."""
-    room = spaces("int8", sizes)
-    padded, start, place = np.zeros(sum(room), np.float32), 0, 0
-    for size, space in zip(sizes, room, strict=True):
+    padded_sizes = spaces("int8", sizes)
+    padded, start, place = np.zeros(sum(padded_sizes), np.float32), 0, 0
+    for size, space in zip(sizes, padded_sizes, strict=True):
         padded[place : place + size] = vector[start : start + size]
         start, place = start + size, place + space
     return padded
 
 
 def _without_padding(padded: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    found, place = np.empty(sum(sizes), np.float32), 0
+    vector, place = np.empty(sum(sizes), np.float32), 0
     start = 0
     for size, space in zip(sizes, spaces("int8", sizes), strict=True):
-        found[start : start + size] = padded[place : place + size]
+        vector[start : start + size] = padded[place : place + size]
         start, place = start + size, place + space
-    return found
+    return vector

@@ -76,9 +76,9 @@ class RoundService:
         self._changed = threading.Condition()
         path = self.checkpoint
         self._file = None if path is None else Checkpoint(path=path, failed=self.note)
-        found = None if self.checkpoint is None else restored(self.checkpoint)
-        if found is not None:
-            self.held, self.table.number, active = found
+        stored = None if self.checkpoint is None else restored(self.checkpoint)
+        if stored is not None:
+            self.held, self.table.number, active = stored
             if self.rounds.save_every == 1:
                 self.table.active = set(active)
             else:  # rounds may be lost, and islands have to begin anew
@@ -120,8 +120,8 @@ class RoundService:
                 return self._answered(ask, arrays)
         except (RefusedError, PackingError, OrderError) as error:
             self.refused += 1
-            about = f", round {ask.round}" if ask.kind == "send" else ""
-            self.note(f"refused a {ask.kind} of {self.name(who)}{about}: {error}")
+            context = f", round {ask.round}" if ask.kind == "send" else ""
+            self.note(f"refused a {ask.kind} of {self.name(who)}{context}: {error}")
             return Answer(kind="refused", why=str(error), round=self.table.number), {}
 
     def gone(self, who: int) -> None:
@@ -190,16 +190,16 @@ class RoundService:
         return Answer(round=self.table.number, start=word), arrays
 
     def _met(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
-        held, late = self.held, Answer(kind="late")
-        if held is None or not held.knows(ask.worker, ask.start):
+        state, late = self.held, Answer(kind="late")
+        if state is None or not state.knows(ask.worker, ask.start):
             return late, {}
         if ask.round == self.table.number + 1:
             return Answer(kind="behind"), {}
         if ask.round == self.table.number and ask.kind != "collect":
-            if ask.base != held.base(ask.round):
+            if ask.base != state.base(ask.round):
                 self.note(f"island {ask.worker} has other outer parameters; it enters again")
                 return late, {}
-            self._take(held, ask, arrays)
+            self._take(state, ask, arrays)
         until = time.monotonic() + HOLD_SECONDS
         while ask.round == self.table.number:
             if ask.worker not in self.table.sent:
@@ -210,7 +210,7 @@ class RoundService:
                 return Answer(kind="wait", round=self.table.number), {}
             self._changed.wait(LOOK_SECONDS)
             self._tick()
-        last = held.last
+        last = state.last
         if last is None or last.number != ask.round or ask.worker not in last.sent:
             return late, {}
         return Answer(round=self.table.number, islands=last.islands), asked_for(
@@ -219,20 +219,20 @@ class RoundService:
 
     def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
         """Does a round once more that was closed before the server was started again."""
-        held, number = self.held, self.table.number
-        if held is None or not held.knows(ask.worker, ask.start):
+        state, number = self.held, self.table.number
+        if state is None or not state.knows(ask.worker, ask.start):
             return Answer(kind="late")
         if ask.round == number - 1:
             return Answer()  # another island has said so
-        if ask.round != number or ask.base != held.base(number):
+        if ask.round != number or ask.base != state.base(number):
             return Answer(kind="late")
-        held.repeat(number, arrays, range(self.islands))
+        state.repeat(number, arrays, range(self.islands))
         self.table.reopen()
         self.note(f"it has heard of round {number} from island {ask.worker}")
         self._tick()
         return Answer()
 
-    def _take(self, held: Held, ask: Ask, arrays: Flat) -> None:
+    def _take(self, state: Held, ask: Ask, arrays: Flat) -> None:
         """Takes an outer gradient, once.
 
         Raises:
@@ -245,14 +245,14 @@ class RoundService:
         if ask.kind == "skip":
             self.note(f"the outer gradient {of}, is not finite")
         else:
-            vector = held.unpacked(self.table.number, arrays)
+            vector = state.unpacked(self.table.number, arrays)
             if not np.isfinite(vector).all():
                 self.refused += 1
                 self.note(f"refused the outer gradient {of}: it is not finite")
             elif not 0 < ask.weight < 1e300:
                 raise RefusedError(f"its weight is {ask.weight:g}; it is more than 0")
             else:
-                held.gradients[ask.worker] = (ask.weight, vector)
+                state.gradients[ask.worker] = (ask.weight, vector)
         self.table.send(ask.worker)
         self.table.active.add(ask.worker)
         self._tick()
@@ -269,9 +269,9 @@ class RoundService:
         self._changed.notify_all()
 
     def _close(self) -> None:
-        held, number = self.held, self.table.number
-        assert held is not None
-        last, why = held.close(number, tuple(sorted(self.table.sent)))
+        state, number = self.held, self.table.number
+        assert state is not None
+        last, why = state.close(number, tuple(sorted(self.table.sent)))
         if why:
             self.note(f"round {number} changes nothing: {why}")
         for island in self.table.close():

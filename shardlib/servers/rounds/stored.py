@@ -67,17 +67,17 @@ class Checkpoint:
     failed: Callable[[str], None]
     _writing: threading.Thread | None = None
 
-    def save(self, held: Held, number: int, active: Sequence[int]) -> None:
+    def save(self, state: Held, number: int, active: Sequence[int]) -> None:
         """Begins to write what there is now, once the one before is written.
 
         Args:
-            held: by the server.
+            state: by the server.
             number: of the open round.
             active: islands that have begun it.
         """
         self.wait()
-        outer = Outer(theta=held.outer.theta.copy(), momentum=held.outer.momentum.copy())
-        frozen = replace(held, outer=outer, entries=dict(held.entries), gradients={})
+        outer = Outer(theta=state.outer.theta.copy(), momentum=state.outer.momentum.copy())
+        frozen = replace(state, outer=outer, entries=dict(state.entries), gradients={})
         arguments = (frozen, number, tuple(active))
         self._writing = threading.Thread(target=self._write, args=arguments)
         self._writing.start()
@@ -87,37 +87,37 @@ class Checkpoint:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(self, held: Held, number: int, active: Sequence[int]) -> None:
+    def _write(self, state: Held, number: int, active: Sequence[int]) -> None:
         try:
-            write(self.path, packed_state(held, number, active))
+            write(self.path, packed_state(state, number, active))
         except OSError as error:
             self.failed(f"the checkpoint before round {number} is not written: {error}")
 
 
-def packed_state(held: Held, number: int, active: Sequence[int]) -> bytes:
+def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
     """The checkpoint of a server, all of it.
 
     Args:
-        held: by the server.
+        state: by the server.
         number: of the open round.
         active: islands that have begun it.
     """
-    last = held.last
-    about = {
+    last = state.last
+    header = {
         "version": VERSION,
-        "exchange": json.dumps(held.exchange.to_json()),
-        "era": held.era,
-        "entries": [list(pair) for pair in held.entries.items()],
+        "exchange": json.dumps(state.exchange.to_json()),
+        "era": state.era,
+        "entries": [list(pair) for pair in state.entries.items()],
         "round": number,
         "active": list(active),
         "islands": [] if last is None else list(last.islands),
         "sent": [] if last is None else list(last.sent),
     }
-    arrays = {f"outer:{p}": a for p, a in held.outline.arrays(held.outer.theta).items()}
-    arrays |= {f"momentum:{p}": a for p, a in held.outline.arrays(held.outer.momentum).items()}
+    arrays = {f"outer:{p}": a for p, a in state.outline.arrays(state.outer.theta).items()}
+    arrays |= {f"momentum:{p}": a for p, a in state.outline.arrays(state.outer.momentum).items()}
     if last is not None:
         arrays |= {f"mean:{name}": array for name, array in last.arrays.items()}
-    return packed(arrays, {"about": json.dumps(about)})
+    return packed(arrays, {"about": json.dumps(header)})
 
 
 def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
@@ -139,30 +139,30 @@ def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{what} cannot be read: {error}") from error
-    found = construct(About, parse_json(text, what, CheckpointError), what, CheckpointError)
+    header = construct(About, parse_json(text, what, CheckpointError), what, CheckpointError)
     theta, momentum = _named(arrays, "outer:"), _named(arrays, "momentum:")
     outline = Outline.of({name: array.shape for name, array in theta.items()})
-    if found.version != VERSION or theta.keys() != momentum.keys():
+    if header.version != VERSION or theta.keys() != momentum.keys():
         raise CheckpointError(f"{what} has another form than version {VERSION}")
     try:
-        exchange = exchange_of(found.exchange)
+        exchange = exchange_of(header.exchange)
     except ValueError as error:
         raise CheckpointError(f"{what} cannot be used: {error}") from error
-    held = Held(
+    state = Held(
         exchange=exchange,
         outline=outline,
         outer=Outer(theta=outline.vector(theta), momentum=outline.vector(momentum)),
-        era=found.era,
-        entries=dict(found.entries),
+        era=header.era,
+        entries=dict(header.entries),
     )
-    if found.sent:
-        held.last = Last(
-            number=found.round - 1,
-            islands=found.islands,
-            sent=found.sent,
+    if header.sent:
+        state.last = Last(
+            number=header.round - 1,
+            islands=header.islands,
+            sent=header.sent,
             arrays=_named(arrays, "mean:"),
         )
-    return held, found.round, found.active
+    return state, header.round, header.active
 
 
 def _named(arrays: dict[str, np.ndarray], kind: str) -> Flat:

@@ -56,7 +56,7 @@ class Gate:
         """
         self._forget_silent()
         if worker not in self.offsets:
-            others = [self.place(other) for other in self.offsets]
+            others = [self.place(present) for present in self.offsets]
             self.offsets[worker] = min(others, default=step) - step
         self.steps[worker], self.heard[worker] = step, self.now()
         if pushes < self.exchange.warm:
@@ -84,6 +84,6 @@ class Gate:
 
     def _forget_silent(self) -> None:
         late = self.now() - self.silent_s
-        for worker in [one for one, heard in self.heard.items() if heard < late]:
+        for worker in [name for name, heard in self.heard.items() if heard < late]:
             self.leave(worker)
             self.lost(worker)

@@ -129,7 +129,7 @@ class Listening:
                 service.gone(who)
 
     def _one(self, stream: socket.socket, who: int) -> None:
-        most = self.service.most_bytes
-        frame = receive(stream, most=MOST_FIRST_BYTES if most is None else most)
+        limit = self.service.most_bytes
+        frame = receive(stream, limit=MOST_FIRST_BYTES if limit is None else limit)
         answer, arrays = self.service.answer(read_ask(frame.header), dict(frame.arrays), who)
         send(stream, answer.to_json(), arrays)

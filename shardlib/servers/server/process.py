@@ -116,8 +116,8 @@ def serve(listening: Listening, service: Saves, address: Path) -> None:
         listening.close()
 
     signal.signal(signal.SIGTERM, end)
-    where = {"host": listening.host, "port": listening.port, "pid": os.getpid()}
-    write(address, json.dumps(where).encode())
+    location = {"host": listening.host, "port": listening.port, "pid": os.getpid()}
+    write(address, json.dumps(location).encode())
     listening.serve()
     service.save()
 

@@ -154,12 +154,12 @@ class Service:
     def _push(self, ask: Ask, arrays: Flat) -> Answer:
         pushed = Pushed(worker=ask.worker, start=ask.start, serial=ask.serial, seen=ask.seen)
         with self._changed:
-            found = self.shard.push(pushed, arrays)
-            self.again += found.again
+            result = self.shard.push(pushed, arrays)
+            self.again += result.again
             self._changed.notify_all()
-        if self.save_every and not found.again and found.clock % self.save_every == 0:
+        if self.save_every and not result.again and result.clock % self.save_every == 0:
             self.save()
-        return Answer(clock=found.clock, staleness=found.staleness)
+        return Answer(clock=result.clock, staleness=result.staleness)
 
     def gone(self, who: int) -> None:
         """The connection of a worker has closed; it is not waited for."""

@@ -151,21 +151,21 @@ class Shard:
         return values, squares
 
 
-def _require_alike(found: Mapping[str, np.ndarray], held: Flat, what: str) -> None:
-    if found.keys() != held.keys():
-        strange = sorted(found.keys() ^ held.keys())[:3]
+def _require_alike(received: Mapping[str, np.ndarray], stored: Flat, what: str) -> None:
+    if received.keys() != stored.keys():
+        strange = sorted(received.keys() ^ stored.keys())[:3]
         names = fit(printable(", ".join(strange)), 200)
         raise RefusedError(f"{what} has other parameters than this server: {names}")
-    for path, array in found.items():
-        if array.shape != held[path].shape or array.dtype != np.float32:
+    for path, array in received.items():
+        if array.shape != stored[path].shape or array.dtype != np.float32:
             raise RefusedError(
                 f"{what} of {path} is {array.dtype}{list(array.shape)}, and not"
-                f" float32{list(held[path].shape)}"
+                f" float32{list(stored[path].shape)}"
             )
 
 
-def _require_finite(found: Mapping[str, np.ndarray], what: str) -> None:
-    for path, array in found.items():
+def _require_finite(arrays: Mapping[str, np.ndarray], what: str) -> None:
+    for path, array in arrays.items():
         if array.dtype != np.float32 or array.ndim != 1:
             raise RefusedError(
                 f"{what} of {fit(printable(path), 80)} is {array.dtype}{list(array.shape)}, and no"

@@ -67,7 +67,7 @@ def packed(shard: Shard, gate: Gate, server: int) -> bytes:
         gate: who is how far.
         server: its number.
     """
-    about = {
+    header = {
         "version": VERSION,
         "server": server,
         "servers": shard.exchange.servers,
@@ -75,11 +75,11 @@ def packed(shard: Shard, gate: Gate, server: int) -> bytes:
         "clock": shard.clock,
         "staleness": [[s, count] for s, count in shard.staleness.items()],
         "serials": [[worker, *last] for worker, last in shard.serials.items()],
-        "places": [[one, gate.offsets[one], gate.steps[one]] for one in gate.offsets],
+        "places": [[member, gate.offsets[member], gate.steps[member]] for member in gate.offsets],
     }
     arrays = {f"value:{path}": array for path, array in (shard.values or {}).items()}
     arrays |= {f"squares:{path}": array for path, array in shard.squares.items()}
-    return save(arrays, {"about": json.dumps(about)})
+    return save(arrays, {"about": json.dumps(header)})
 
 
 def write(path: Path, data: bytes) -> None:
@@ -125,13 +125,13 @@ def restore(path: Path, shard: Shard, gate: Gate, server: int) -> bool:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
-    found = construct(About, _plain(text), f"the checkpoint {path}", CheckpointError)
-    _require_same(found, shard.exchange, server, path)
+    header = construct(About, _plain(text), f"the checkpoint {path}", CheckpointError)
+    _require_same(header, shard.exchange, server, path)
     shard.values = _named(arrays, "value:")
     shard.squares = _named(arrays, "squares:")
-    shard.clock, shard.staleness = found.clock, Counter(dict(found.staleness))
-    shard.serials = {worker: (start, serial) for worker, start, serial in found.serials}
-    for worker, offset, step in found.places:
+    shard.clock, shard.staleness = header.clock, Counter(dict(header.staleness))
+    shard.serials = {worker: (start, serial) for worker, start, serial in header.serials}
+    for worker, offset, step in header.places:
         gate.offsets[worker], gate.steps[worker], gate.heard[worker] = offset, step, gate.now()
     return True
 
@@ -148,11 +148,11 @@ def _named(arrays: Mapping[str, np.ndarray], kind: str) -> Flat:
     }
 
 
-def _require_same(found: About, exchange: Asynchronous, server: int, path: Path) -> None:
-    wanted = (VERSION, server, exchange.servers, exchange.rule)
-    if (found.version, found.server, found.servers, found.rule) != wanted:
+def _require_same(header: About, exchange: Asynchronous, server: int, path: Path) -> None:
+    expected = (VERSION, server, exchange.servers, exchange.rule)
+    if (header.version, header.server, header.servers, header.rule) != expected:
         raise CheckpointError(
-            f"the checkpoint {path} is that of server {found.server} of {found.servers} with"
-            f" {found.rule}, and this is server {server} of {exchange.servers} with"
+            f"the checkpoint {path} is that of server {header.server} of {header.servers} with"
+            f" {header.rule}, and this is server {server} of {exchange.servers} with"
             f" {exchange.rule}\nTry: another folder, or the same servers and rule"
         )

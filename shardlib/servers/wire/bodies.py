@@ -59,9 +59,9 @@ class Later:
 
     def made(self) -> np.ndarray:
         """The array."""
-        found = self.make()
-        assert found.shape == self.shape and found.dtype == self.dtype, (found.shape, found.dtype)
-        return found
+        array = self.make()
+        assert array.shape == self.shape and array.dtype == self.dtype, (array.shape, array.dtype)
+        return array
 
 
 #: Arrays as they are sent, by name, those that go first in front.
@@ -157,23 +157,25 @@ def arrays_of(body: int, read: Callable[[int], bytes]) -> Iterator[tuple[str, np
 def _entries(text: bytes, left: int) -> list[Entry]:
     """The arrays of a layout in their order; together they have all bytes that are left."""
     limits = Limits(bytes=LAYOUT_BYTES, depth=8)
-    found, offset = list[Entry](), 0
+    entries, offset = list[Entry](), 0
     data = parse_json(text.rstrip(b" "), "the layout", BodyError, limits=limits)
     if not isinstance(data, dict):
         raise BodyError("its layout is no object")
-    placed = sorted((_entry(name, said) for name, said in data.items()), key=lambda one: one[:2])
+    placed = sorted(
+        (_entry(name, description) for name, description in data.items()), key=lambda span: span[:2]
+    )
     for start, stop, entry in placed:
         if start != offset or stop != start + entry.nbytes:
             raise BodyError(f"its layout has {entry.nbytes} bytes from {start} to {stop}")
-        found.append(entry)
+        entries.append(entry)
         offset = stop
     if offset != left:
         raise BodyError(f"its layout has {offset:,} bytes, and there are {left:,}")
-    return found
+    return entries
 
 
-def _entry(name: str, said: object) -> tuple[int, int, Entry]:
-    match said:
+def _entry(name: str, description: object) -> tuple[int, int, Entry]:
+    match description:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]}:
             sizes = [n for n in shape if type(n) is int and n >= 0]
             if dtype in _NAMES and len(sizes) == len(shape) <= 32 and 0 <= start <= stop:

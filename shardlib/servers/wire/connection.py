@@ -47,8 +47,8 @@ def listed(folder: Path, server: int) -> Callable[[], tuple[str, int]]:
     """
 
     def where() -> tuple[str, int]:
-        found = json.loads(address_file(folder, server).read_text())
-        return found["host"], found["port"]
+        address = json.loads(address_file(folder, server).read_text())
+        return address["host"], address["port"]
 
     return where
 
@@ -164,5 +164,5 @@ class _Answers:
 
 def _received(stream: socket.socket, arrivals: Arrivals | None) -> Frame:
     if arrivals is None:
-        return receive(stream, most=MOST_BYTES)
-    return receive_in_order(stream, most=MOST_BYTES, taken=_Answers(arrivals=arrivals))
+        return receive(stream, limit=MOST_BYTES)
+    return receive_in_order(stream, limit=MOST_BYTES, taken=_Answers(arrivals=arrivals))

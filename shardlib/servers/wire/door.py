@@ -81,8 +81,8 @@ class Door:
 
     def _crowded(self) -> socket.socket:
         """The first stranger of the address that has the most, who is forgotten."""
-        most = Counter(self._strangers.values()).most_common(1)[0][0]
-        first = next(stream for stream, address in self._strangers.items() if address == most)
+        crowded = Counter(self._strangers.values()).most_common(1)[0][0]
+        first = next(stream for stream, address in self._strangers.items() if address == crowded)
         del self._strangers[first]
         return first
 

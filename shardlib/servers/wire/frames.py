@@ -92,12 +92,12 @@ def send(stream: Stream, header: JsonMapping, arrays: Outgoing) -> None:
         stream.sendall(chunk)
 
 
-def receive(stream: Stream, *, most: int, header: int = HEADER_BYTES) -> Frame:
+def receive(stream: Stream, *, limit: int, header: int = HEADER_BYTES) -> Frame:
     """Reads one frame.
 
     Args:
         stream: a connected socket.
-        most: bytes that its arrays may have; 0 for none.
+        limit: bytes that its arrays may have; 0 for none.
         header: bytes that its header may have.
 
     Raises:
@@ -105,16 +105,16 @@ def receive(stream: Stream, *, most: int, header: int = HEADER_BYTES) -> Frame:
         ClosedError: the connection was closed.
         OSError: it broke, or nothing came in time.
     """
-    said, body = _header(stream, most, header)
-    return Frame(header=said, arrays=unpack(_exactly(stream, body)))
+    fields, body = _header(stream, limit, header)
+    return Frame(header=fields, arrays=unpack(_exactly(stream, body)))
 
 
-def receive_in_order(stream: Stream, *, most: int, taken: Taken) -> Frame:
+def receive_in_order(stream: Stream, *, limit: int, taken: Taken) -> Frame:
     """Reads one frame, and gives each of its arrays away as soon as it is there.
 
     Args:
         stream: a connected socket.
-        most: bytes that its arrays may have; 0 for none.
+        limit: bytes that its arrays may have; 0 for none.
         taken: is given its header, and then its arrays one after the other.
 
     Returns:
@@ -125,7 +125,7 @@ def receive_in_order(stream: Stream, *, most: int, taken: Taken) -> Frame:
         ClosedError: the connection was closed.
         OSError: it broke, or nothing came in time.
     """
-    header, body = _header(stream, most)
+    header, body = _header(stream, limit)
     taken.begin(header)
     try:
         for name, array in arrays_of(body, lambda count: _exactly(stream, count)):
@@ -135,15 +135,15 @@ def receive_in_order(stream: Stream, *, most: int, taken: Taken) -> Frame:
     return Frame(header=header, arrays={})
 
 
-def _header(stream: Stream, most: int, longest: int = HEADER_BYTES) -> tuple[JsonObject, int]:
+def _header(stream: Stream, limit: int, longest: int = HEADER_BYTES) -> tuple[JsonObject, int]:
     """The header of a frame, and the bytes of its body, which come next."""
     mark, header, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size))
     if mark != MARK:
         raise FrameError("it does not begin as a frame does")
-    if header > longest or body > (most + AROUND_BYTES if most else 0):
+    if header > longest or body > (limit + AROUND_BYTES if limit else 0):
         raise FrameError(
             f"its header has {header:,} bytes and its body {body:,}; the most are"
-            f" {longest:,} and {most:,}"
+            f" {longest:,} and {limit:,}"
         )
     return _object(_exactly(stream, header)), body
 
@@ -172,10 +172,10 @@ def unpack(body: bytes) -> dict[str, np.ndarray]:
 
 
 def _object(text: bytes) -> JsonObject:
-    found = parse_json(text, "the header", FrameError, limits=Limits(bytes=HEADER_BYTES, depth=8))
-    if not isinstance(found, dict):
+    header = parse_json(text, "the header", FrameError, limits=Limits(bytes=HEADER_BYTES, depth=8))
+    if not isinstance(header, dict):
         raise FrameError("its header is no object")
-    return found
+    return header
 
 
 def _exactly(stream: Stream, count: int) -> bytes:

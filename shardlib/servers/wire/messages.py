@@ -164,10 +164,10 @@ def handed(answer: Answer, arrays: Outgoing, arrivals: Arrivals | None) -> tuple
         arrays: that have come with it.
         arrivals: see `Link.ask`.
     """
-    found = made(arrays)
+    arrays_made = made(arrays)
     if arrivals is None:
-        return answer, found
+        return answer, arrays_made
     arrivals.begin(answer)
-    for name, array in found.items():
+    for name, array in arrays_made.items():
         arrivals.take(name, array)
     return answer, Flat()

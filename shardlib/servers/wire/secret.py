@@ -65,10 +65,10 @@ def greet(
         FrameError: what it says is no frame.
         OSError: it is gone, or too slow.
     """
-    hurried, own = _Hurried(stream, seconds), number()
-    send(hurried, {"number": own}, {})
-    said = opened(secret, own, "worker", _line(_header(hurried)))
-    worker, theirs = said.get("worker"), said.get("number")
+    hurried, challenge = _Hurried(stream, seconds), number()
+    send(hurried, {"number": challenge}, {})
+    reply = opened(secret, challenge, "worker", _line(_header(hurried)))
+    worker, theirs = reply.get("worker"), reply.get("number")
     if not isinstance(worker, int) or not isinstance(theirs, str):
         raise StrangerError("it does not say who it is")
     send(hurried, {"line": sealed(secret, theirs, "server", {"server": server}).decode()}, {})
@@ -84,18 +84,18 @@ def introduce(
 ) -> None:
     """The worker's side; arguments and errors as those of `greet`."""
     hurried = _Hurried(stream, seconds)
-    theirs, own = _header(hurried).get("number"), number()
+    theirs, challenge = _header(hurried).get("number"), number()
     if not isinstance(theirs, str):
         raise StrangerError("it is no server of parameters that listens there")
-    line = sealed(secret, theirs, "worker", {"worker": worker, "number": own})
+    line = sealed(secret, theirs, "worker", {"worker": worker, "number": challenge})
     send(hurried, {"line": line.decode()}, {})
-    said = opened(secret, own, "server", _line(_header(hurried)))
-    if said.get("server") != server:
+    reply = opened(secret, challenge, "server", _line(_header(hurried)))
+    if reply.get("server") != server:
         raise StrangerError(f"it is another server than number {server}")
 
 
 def _header(stream: _Hurried) -> JsonMapping:
-    return receive(stream, most=0, header=GREETING_BYTES).header
+    return receive(stream, limit=0, header=GREETING_BYTES).header
 
 
 def _line(header: JsonMapping) -> bytes:

@@ -105,7 +105,8 @@ class Computing:
         if self._landing is None:
             return _on_host(self.program.model.partition.trained(self.params))
         return {
-            path: self._landing.whole(path).reshape(one.shape) for path, one in self.trained.items()
+            path: self._landing.whole(path).reshape(parameter.shape)
+            for path, parameter in self.trained.items()
         }
 
     def fetched(self, landing: Landing) -> None:
@@ -134,14 +135,14 @@ class Computing:
         """
         if self._staged:
             return self._begun(self._staged, batch)
-        metrics, found, self.model_state = self.gradients.call(
+        metrics, gradients, self.model_state = self.gradients.call(
             self.params, self.model_state, self.program.put(batch)
         )
         if self._rate:
             partition = self.program.model.partition
-            moved = self._move(partition.trained(self.params), found, self._rate)
+            moved = self._move(partition.trained(self.params), gradients, self._rate)
             self.params = partition.joined(moved, self.params)
-        self._sum = found if self._sum is None else self._add(self._sum, found)
+        self._sum = gradients if self._sum is None else self._add(self._sum, gradients)
         return lambda: float(metrics["loss"])
 
     def _begun(self, staged: StagedGradients, batch: Tree) -> Callable[[], float]:
@@ -157,16 +158,16 @@ class Computing:
         if self._staged:
             sums, self._sums = self._sums, ()
             return OfStages(sums=sums, trained=self.trained, runs=self.runs)
-        found, self._sum = self._sum, None
-        return OnHost(arrays=_on_host(found))
+        total, self._sum = self._sum, None
+        return OnHost(arrays=_on_host(total))
 
 
-def _added(total: Tree, found: Tree) -> Tree:
-    return jax.tree.map(jax.numpy.add, total, found)
+def _added(total: Tree, gradients: Tree) -> Tree:
+    return jax.tree.map(jax.numpy.add, total, gradients)
 
 
-def _moved(trained: Tree, found: Tree, rate: float) -> Tree:
-    return jax.tree.map(lambda p, g: (p - rate * g).astype(p.dtype), trained, found)
+def _moved(trained: Tree, gradients: Tree, rate: float) -> Tree:
+    return jax.tree.map(lambda p, g: (p - rate * g).astype(p.dtype), trained, gradients)
 
 
 def _on_host(tree: Tree) -> dict[str, np.ndarray]:

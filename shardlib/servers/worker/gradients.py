@@ -72,14 +72,14 @@ class OfStages:
     def run(self, part: Part) -> np.ndarray:
         """See `Gradients`."""
         each = self.trained[part.path].size // self.runs[part.path]
-        found, start = list[np.ndarray](), part.start
+        parts, start = list[np.ndarray](), part.start
         while start < part.stop:
             number = start // each
             stop = min(part.stop, (number + 1) * each)
             mean = self._mean((part.path, number))
-            found.append(mean[start - number * each : stop - number * each])
+            parts.append(mean[start - number * each : stop - number * each])
             start = stop
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def finite(self) -> bool:
         """See `Gradients`."""
@@ -90,9 +90,9 @@ class OfStages:
         """Of a run, over microbatches, summed over steps; made once, or by two threads alike."""
         if run not in self._made:
             dtype, total = self.trained[run[0]].dtype, None
-            for one in self.sums:
-                parts = [np.asarray(part) for part in one.parts[run]]
-                mean = (sum(parts[1:], parts[0]) / np.float32(one.count)).astype(dtype)
+            for step in self.sums:
+                parts = [np.asarray(part) for part in step.parts[run]]
+                mean = (sum(parts[1:], parts[0]) / np.float32(step.count)).astype(dtype)
                 total = mean if total is None else total + mean
             assert total is not None, "a step"
             self._made[run] = total.astype(np.float32).reshape(-1)

@@ -87,8 +87,8 @@ def reference_to(job: MakeJob) -> Reference:
             f"job is {shown(job)}, which other processes cannot find\nTry: a function at the top of"
             " a file: def job(): return shardlib.servers.Job(init=..., loss=..., rows=...)"
         )
-    known = MAIN if job.__module__ == "__main__" else job.__module__
-    return Reference(module=known, file=str(Path(file).resolve()), name=name)
+    module_name = MAIN if job.__module__ == "__main__" else job.__module__
+    return Reference(module=module_name, file=str(Path(file).resolve()), name=name)
 
 
 def load_job(reference: Reference) -> Job:
@@ -103,13 +103,13 @@ def load_job(reference: Reference) -> Job:
     make = getattr(_module(reference), reference.name, None)
     if make is None:
         raise LaunchError(f"{reference.file} has no function {reference.name}")
-    made = make()
-    if not isinstance(made, Job):
+    job = make()
+    if not isinstance(job, Job):
         raise LaunchError(
-            f"{reference.name} of {reference.file} gives {shown(made)}\nTry: return"
+            f"{reference.name} of {reference.file} gives {shown(job)}\nTry: return"
             " shardlib.servers.Job(init=..., loss=..., rows=...)"
         )
-    return made
+    return job
 
 
 def _module(reference: Reference) -> ModuleType:

@@ -51,10 +51,10 @@ class Landing:
             arrays: whole parameters by path.
             runs: see above.
         """
-        found = Landing({path: array.size for path, array in arrays.items()}, runs)
+        landing = Landing({path: array.size for path, array in arrays.items()}, runs)
         for path, array in arrays.items():
-            found.put(Part(path=path, start=0, stop=array.size), array.reshape(-1))
-        return found
+            landing.put(Part(path=path, start=0, stop=array.size), array.reshape(-1))
+        return landing
 
     def put(self, part: Part, values: np.ndarray) -> None:
         """Elements have come, for the first time.
@@ -165,13 +165,13 @@ class Receiver:
         """See `Arrivals`."""
         if not name.isdecimal() or int(name) >= len(self.order):
             raise FrameError("it has a bucket that nobody asked for")
-        number, at = int(name), 0
+        number, offset = int(name), 0
         bucket = self.order[number]
         if array.dtype != np.float32 or array.shape != (elements(bucket),) or number > self.taken:
             raise FrameError(f"its bucket {number} is {array.dtype}{list(array.shape)}")
         if number < self.taken:
             return
         for part in bucket:
-            self.landing.put(part, array[at : at + part.stop - part.start])
-            at += part.stop - part.start
+            self.landing.put(part, array[offset : offset + part.stop - part.start])
+            offset += part.stop - part.start
         self.taken += 1

@@ -148,10 +148,10 @@ class Worker:
     def _fetching(self, step: int) -> tuple[Landing | None, Callable[[], None]]:
         """Where parameters come in, and what waits until all have; None where a server has none."""
         landing = Landing(self._sizes, self.computing.runs)
-        receivers = [landing.receiver(one.order) for one in self.orders.fetches]
+        receivers = [landing.receiver(crossing.order) for crossing in self.orders.fetches]
 
         def fetch(server: int) -> None:
-            ask = self._asked("fetch", step, server, about=self.orders.fetches[server].text)
+            ask = self._asked("fetch", step, server, order=self.orders.fetches[server].text)
             try:
                 self.links[server].ask(ask, None, receivers[server])
             except BaseException as error:
@@ -179,12 +179,12 @@ class Worker:
         assert self.seen is not None, "fetched"
 
         def push(server: int) -> Answer:
-            way = self.orders.pushes[server]
-            ask = self._asked("push", step, server, about=way.text)
-            return self.links[server].ask(ask, self._sent(way.order, gradients))[0]
+            crossing = self.orders.pushes[server]
+            ask = self._asked("push", step, server, order=crossing.text)
+            return self.links[server].ask(ask, self._sent(crossing.order, gradients))[0]
 
-        found = list(self._threads.map(push, range(len(self.links))))
-        self.stale = found[0].staleness
+        answers = list(self._threads.map(push, range(len(self.links))))
+        self.stale = answers[0].staleness
 
     def _sent(self, order: Order, gradients: Gradients) -> Outgoing:
         """Buckets as they are sent; what is sent before all of it is known says so at its end."""
@@ -196,7 +196,7 @@ class Worker:
         )
         return {**buckets, WHOLE: finite}
 
-    def _asked(self, kind: str, step: int, server: int, *, about: str = "") -> Ask:
+    def _asked(self, kind: str, step: int, server: int, *, order: str = "") -> Ask:
         return Ask(
             kind=kind,
             worker=self.number,
@@ -204,7 +204,7 @@ class Worker:
             serial=self.serial,
             seen=0 if self.seen is None else self.seen[server],
             step=step,
-            about=about,
+            about=order,
         )
 
     def _all(
@@ -213,7 +213,7 @@ class Worker:
         """Asks all servers at once."""
 
         def ask(server: int) -> tuple[Answer, Flat]:
-            given = None if arrays is None else arrays[server]
-            return self.links[server].ask(self._asked(kind, step, server), given)
+            sent = None if arrays is None else arrays[server]
+            return self.links[server].ask(self._asked(kind, step, server), sent)
 
         return list(self._threads.map(ask, range(len(self.links))))

@@ -32,30 +32,34 @@ class Crossing:
     text: str
 
     @staticmethod
-    def of(parts: Iterable[Part], own: Mapping[str, Part], bucket_bytes: int) -> Crossing:
+    def of(parts: Iterable[Part], owned_parts: Mapping[str, Part], bucket_bytes: int) -> Crossing:
         """The order of those parts that a server owns.
 
         Args:
             parts: of all parameters, in their order.
-            own: what the server owns, by path.
+            owned_parts: what the server owns, by path.
             bucket_bytes: of a bucket.
         """
-        here = (_both(part, own[part.path]) for part in parts if part.path in own)
+        here = (_both(part, owned_parts[part.path]) for part in parts if part.path in owned_parts)
         order = in_buckets(
             (part for part in here if part.start < part.stop),
             elements=max(1, bucket_bytes // FLOAT32),
         )
-        counted = tuple(tuple(_from(own[part.path], part) for part in bucket) for bucket in order)
+        counted = tuple(
+            tuple(_from(owned_parts[part.path], part) for part in bucket) for bucket in order
+        )
         return Crossing(order=order, text=order_text(counted))
 
-    def reversed(self, own: Mapping[str, Part]) -> Crossing:
+    def reversed(self, owned_parts: Mapping[str, Part]) -> Crossing:
         """The last buckets first.
 
         Args:
-            own: what the server owns, by path.
+            owned_parts: what the server owns, by path.
         """
         order = tuple(reversed(self.order))
-        counted = tuple(tuple(_from(own[part.path], part) for part in bucket) for bucket in order)
+        counted = tuple(
+            tuple(_from(owned_parts[part.path], part) for part in bucket) for bucket in order
+        )
         return Crossing(order=order, text=order_text(counted))
 
 
@@ -83,24 +87,33 @@ class Orders:
             servers: their number.
             bucket_bytes: of a bucket.
         """
-        found = tuple(parts)
+        all_parts = tuple(parts)
         owns = [{part.path: part for part in parts} for parts in owned(sizes, servers)]
-        fetches = tuple(Crossing.of(found, own, bucket_bytes) for own in owns)
-        if max(len(one.text) for one in fetches) > ORDER_BYTES // 2:  # rows of very many layers
-            whole = [
+        fetches = tuple(Crossing.of(all_parts, owned_parts, bucket_bytes) for owned_parts in owns)
+        if (
+            max(len(crossing.text) for crossing in fetches) > ORDER_BYTES // 2
+        ):  # rows of very many layers
+            whole_parts = [
                 Part(path=path, start=0, stop=sizes[path])
-                for path in dict.fromkeys(part.path for part in found)
+                for path in dict.fromkeys(part.path for part in all_parts)
             ]
-            fetches = tuple(Crossing.of(whole, own, bucket_bytes) for own in owns)
-        pushes = tuple(one.reversed(own) for one, own in zip(fetches, owns, strict=True))
+            fetches = tuple(
+                Crossing.of(whole_parts, owned_parts, bucket_bytes) for owned_parts in owns
+            )
+        pushes = tuple(
+            crossing.reversed(owned_parts)
+            for crossing, owned_parts in zip(fetches, owns, strict=True)
+        )
         return Orders(fetches=fetches, pushes=pushes)
 
 
-def _both(one: Part, other: Part) -> Part:
+def _both(first: Part, second: Part) -> Part:
     """The elements that both have; none where `stop` is no more than `start`."""
-    return Part(path=one.path, start=max(one.start, other.start), stop=min(one.stop, other.stop))
+    return Part(
+        path=first.path, start=max(first.start, second.start), stop=min(first.stop, second.stop)
+    )
 
 
-def _from(own: Part, part: Part) -> Part:
+def _from(outer: Part, part: Part) -> Part:
     """A part, counted from the first element of another."""
-    return Part(path=part.path, start=part.start - own.start, stop=part.stop - own.start)
+    return Part(path=part.path, start=part.start - outer.start, stop=part.stop - outer.start)

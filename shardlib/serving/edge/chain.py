@@ -86,7 +86,7 @@ class Chain:
         def receiving() -> None:
             with contextlib.suppress(*BROKEN):
                 while True:
-                    frame = receive(self.last, most=MOST_BYTES)
+                    frame = receive(self.last, limit=MOST_BYTES)
                     number = frame.header.get("batch")
                     assert isinstance(number, int)
                     arrays = [frame.arrays[str(k)] for k in range(len(frame.arrays))]
@@ -159,7 +159,7 @@ def connected(
                     drivers[stage].settimeout(READY_SECONDS)
                     send(drivers[stage], header, arrays)
                 for stage in range(count):
-                    receive(drivers[stage], most=0)
+                    receive(drivers[stage], limit=0)
                 for stage in range(count):
                     send(drivers[stage], {"go": True}, {})
                 stage = count - 1  # a stage is let in once the next one is
@@ -221,7 +221,7 @@ def _listen(chain: Chain, number: int) -> None:
     try:
         stream.settimeout(None)
         while True:
-            receive(stream, most=0)
+            receive(stream, limit=0)
             chain.heard[number] = time.monotonic()
     except BROKEN as error:
         chain.gone.append((number, f"is gone ({error})"))

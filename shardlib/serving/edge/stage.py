@@ -168,10 +168,10 @@ def serve(listener: socket.socket, secret: str) -> None:
 
 
 def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
-    part = _part(receive(driver, most=MOST_BYTES))
+    part = _part(receive(driver, limit=MOST_BYTES))
     send(driver, {"ready": part.number}, {})
     part.links.append(driver)
-    receive(driver, most=0)  # all are ready
+    receive(driver, limit=0)  # all are ready
     lives = threading.Event()
     watch = [
         threading.Thread(target=_sign, args=(driver, lives, part), daemon=True),
@@ -213,7 +213,7 @@ def _sign(driver: socket.socket, ended: threading.Event, part: Part) -> None:
 def _watch(driver: socket.socket, part: Part) -> None:
     """Ends the chain when its driver is gone."""
     with contextlib.suppress(*BROKEN):
-        receive(driver, most=0)
+        receive(driver, limit=0)
     part.close()
 
 
@@ -266,7 +266,7 @@ def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
     def receiving() -> None:
         with contextlib.suppress(*BROKEN):
             while True:
-                received.put(receive(came, most=MOST_BYTES))
+                received.put(receive(came, limit=MOST_BYTES))
         received.put(None)
 
     def sending() -> None:

@@ -121,14 +121,14 @@ class CallReader:
         return [replace(announced, arguments=new, begins=begins)] if new or begins else []
 
 
-def joined(pieces: Iterable[ToolCall]) -> list[ToolCall]:
+def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
     """Calls, of the pieces that an answer gave.
 
     Args:
-        pieces: by one answer, in order.
+        deltas: by one answer, in order.
     """
     calls: list[ToolCall] = []
-    for piece in pieces:
+    for piece in deltas:
         if piece.begins:
             calls.append(piece)
         else:

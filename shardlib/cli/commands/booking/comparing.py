@@ -82,16 +82,16 @@ def compare_command(
         _folder(pictures.plans)
     with quiet_stdout(as_json), status(f"planning {model} for machines of {kinds.topologies}"):
         inputs = inputs_of(model, sizes.batch, sizes.seq)
-        found = booking.compare(
+        comparison = booking.compare(
             **inputs, topologies=families, target=target, largest=kinds.largest, pin=pins
         )
     if pictures.svg is not None:
-        write(pictures.svg, found.svg())
+        write(pictures.svg, comparison.svg())
     if pictures.html is not None:
-        write(pictures.html, found.html())
+        write(pictures.html, comparison.html())
     if pictures.plans is not None:
-        _write_plans(pictures.plans, found)
-    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+        _write_plans(pictures.plans, comparison)
+    echo(json.dumps(comparison.to_json()) if as_json else str(comparison), nl=as_json)
 
 
 def _folder(path: Path) -> None:
@@ -102,11 +102,11 @@ def _folder(path: Path) -> None:
         raise MissingFileError(f"the folder {path.parent} for {path.name} does not exist")
 
 
-def _write_plans(folder: Path, found: Comparison) -> None:
+def _write_plans(folder: Path, comparison: Comparison) -> None:
     """The plans of the smallest and the cheapest size of every kind, by machine."""
     folder.mkdir(exist_ok=True)
-    for one in found.families:
-        for offer in (one.smallest, one.cheapest):
+    for family in comparison.families:
+        for offer in (family.smallest, family.cheapest):
             if offer is not None and offer.plan is not None:
                 name = offer.topology.replace("*", "x").replace(":", "-")
                 write(folder / f"{name}.json", offer.plan.to_json() + "\n")

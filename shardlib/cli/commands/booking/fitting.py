@@ -90,7 +90,7 @@ def fit_model_command(
         failures=failures(limits.mtbf),
     )
     with quiet_stdout(as_json), status(f"planning sizes of {model} for {asked.topology}"):
-        found = booking.fit_model(
+        fitted = booking.fit_model(
             model,
             topology=asked.topology,
             budget=budget,
@@ -98,7 +98,7 @@ def fit_model_command(
             seq=asked.seq,
             pin=parse_pins(pin or []) or None,
         )
-    plan = found.best.offer.plan if found.best.offer is not None else None
+    plan = fitted.best.offer.plan if fitted.best.offer is not None else None
     if out is not None and plan is not None:
         write(out, plan.to_json() + "\n")
-    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+    echo(json.dumps(fitted.to_json()) if as_json else str(fitted), nl=as_json)

@@ -48,14 +48,14 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     Raises:
         PlanError: something else is written there, or a chip stands there twice.
     """
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for word in (part.strip() for text in words for part in text.split(",")):
         match = re.fullmatch(r"([\w-]+)=(.+)", word)
-        if match is None or match[1] in found:
+        if match is None or match[1] in costs:
             twice = " stands there twice" if match else " says no price"
             raise PlanError(f"--price {word!r}{twice}\nTry: --price h100=2.40,v5p=4.20")
-        found[match[1]] = price(match[2], f"--price {match[1]}")
-    return found
+        costs[match[1]] = price(match[2], f"--price {match[1]}")
+    return costs
 
 
 def failures(text: str | None) -> Failures | None:
@@ -66,10 +66,10 @@ def failures(text: str | None) -> Failures | None:
     """
     if text is None:
         return None
-    every, at, devices = text.partition("@")
-    if not at or not re.fullmatch(r"0*[1-9]\d{0,11}", devices.strip()):
+    interval, separator, devices = text.partition("@")
+    if not separator or not re.fullmatch(r"0*[1-9]\d{0,11}", devices.strip()):
         raise PlanError(
             f"--mtbf {text!r} does not say of how many devices: machines of many sizes are"
             " compared, and larger ones fail oftener\nTry: --mtbf 3h@16384"
         )
-    return Failures(every=duration(every, "--mtbf"), devices=int(devices))
+    return Failures(every=duration(interval, "--mtbf"), devices=int(devices))

@@ -46,7 +46,7 @@ class Limits:
         Raises:
             PlanError: a limit is no percentage.
         """
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for field in fields(self):
             text = getattr(self, field.name)
             if text is None:
@@ -55,8 +55,8 @@ class Limits:
             match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
             if match is None:
                 raise PlanError(f"--max-{word} is {text!r}; it is a percentage\nTry: 2%")
-            found[word] = float(match[1]) / 100
-        return found
+            limits[word] = float(match[1]) / 100
+        return limits
 
 
 @spread
@@ -90,22 +90,22 @@ def diff_command(
             after = replanned(before, {})
         if isinstance(after, str):
             raise PlanError(f"nothing fits any more: {after}")
-    found = change(before, after)
-    beyond = found.beyond(parts)
+    difference = change(before, after)
+    beyond = difference.beyond(parts)
     if html is not None:
         from shardlib.planning.pictures.compared import compared_page
 
         write(html, compared_page(before, after))
     if as_json:
-        echo(json.dumps({**found.to_json(), "beyond": list(beyond), "ok": not beyond}))
+        echo(json.dumps({**difference.to_json(), "beyond": list(beyond), "ok": not beyond}))
     elif markdown:
-        echo(found.markdown(beyond), nl=False)
+        echo(difference.markdown(beyond), nl=False)
     else:
-        told = [
+        sections = [
             diff(before, after),
-            found.collectives_text(),
-            *(f"too much: {one}" for one in beyond),
+            difference.collectives_text(),
+            *(f"too much: {excess}" for excess in beyond),
         ]
-        echo("\n\n".join(text.rstrip("\n") for text in told if text))
+        echo("\n\n".join(text.rstrip("\n") for text in sections if text))
     if beyond:
         raise typer.Exit(1)

@@ -46,12 +46,12 @@ class Page:
         ),
     ] = None
 
-    def write(self, plan: Plan, told: Answers | None) -> None:
+    def write(self, plan: Plan, answers: Answers | None) -> None:
         """Writes the page, where one was asked for.
 
         Args:
             plan: the plan.
-            told: answers to questions about it.
+            answers: answers to questions about it.
 
         Raises:
             PlanError: there is evidence, and no page to show it on.
@@ -68,8 +68,8 @@ class Page:
             return
         from shardlib.planning.pictures.html import html_report
 
-        found = [*self._compiled(plan), *self._measured(plan)]
-        write(self.html, html_report(plan, answers=told, evidence=found))
+        evidence = [*self._compiled(plan), *self._measured(plan)]
+        write(self.html, html_report(plan, answers=answers, evidence=evidence))
 
     def _compiled(self, plan: Plan) -> list[Evidence]:
         if self.verified is None:
@@ -92,26 +92,26 @@ class Page:
         from shardlib.planning.pictures.report.evidence import Evidence
         from shardlib.training.run.status import status
 
-        found = status(self.run)
-        kept = parse_json(
+        state = status(self.run)
+        stored = parse_json(
             read_text(self.run / "plan.json", "plan", "a run that has begun", RunError),
             "the plan of the run",
             RunError,
         )
-        _held_to(plan, cast("Mapping[str, Any]", kept), self.run)
-        pace = found.pace
+        _held_to(plan, cast("Mapping[str, Any]", stored), self.run)
+        pace = state.pace
         return [Evidence(source="measured", step_seconds=pace.step_seconds or None)]
 
 
-def _held_to(plan: Plan, other: Mapping[str, Any], where: Path) -> None:
+def _held_to(plan: Plan, stored: Mapping[str, Any], source: Path) -> None:
     """What stands beside a prediction has to be of the same plan.
 
     Raises:
         PlanError: it is of another one.
     """
-    digest = str(other.get("digest", ""))
+    digest = str(stored.get("digest", ""))
     if digest != plan.digest:
         raise PlanError(
-            f"{where} is of plan {digest or 'unknown'}, and the page is of plan {plan.digest}\nTry:"
-            " the plan.json of the run, or the plan that was verified"
+            f"{source} is of plan {digest or 'unknown'}, and the page is of plan"
+            f" {plan.digest}\nTry: the plan.json of the run, or the plan that was verified"
         )

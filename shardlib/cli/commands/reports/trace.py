@@ -37,7 +37,7 @@ def write_trace(
     write(trace, step_trace(plan, steps, staged))
     return {
         "predicted": plan.estimate.step_seconds,
-        **{one.name: one.seconds for one in steps},
+        **{step.name: step.seconds for step in steps},
     }
 
 

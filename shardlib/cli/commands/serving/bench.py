@@ -108,10 +108,12 @@ def bench_serve_command(
     )
     with quiet_stdout(as_json):
         seen = _replayed(jobs, target) if asked.serve is None else _served(jobs, target, asked)
-    found = figures(seen, **limits)
+    measured = figures(seen, **limits)
     if out is not None:
-        write(out, json.dumps(found | {"seen": [vars(one) for one in seen]}, indent=1) + "\n")
-    echo(json.dumps(found) if as_json else told(found))
+        write(
+            out, json.dumps(measured | {"seen": [vars(answer) for answer in seen]}, indent=1) + "\n"
+        )
+    echo(json.dumps(measured) if as_json else told(measured))
 
 
 def _replayed(jobs: list[Job], target: Target) -> list[Seen]:
@@ -122,7 +124,7 @@ def _replayed(jobs: list[Job], target: Target) -> list[Seen]:
     return asyncio.run(replay(jobs, target))
 
 
-def _served(jobs: list[Job], target: Target, asked: Asked) -> list[Seen]:
+def _served(jobs: list[Job], target: Target, options: Asked) -> list[Seen]:
     """Asks a server of this process."""
     from dataclasses import replace
 
@@ -132,27 +134,27 @@ def _served(jobs: list[Job], target: Target, asked: Asked) -> list[Seen]:
     from shardlib.serving.scheduling.capacity import Capacity
     from shardlib.serving.words import named
 
-    found = named(asked.serve or "")
+    served = named(options.serve or "")
     longest = max(len(job.prompt) + job.most for job in jobs)
-    if longest > found.longest:
+    if longest > served.longest:
         raise ArgumentError(
-            f"a request of the workload has {longest} tokens, and {found.name} looks at"
-            f" {found.longest}"
+            f"a request of the workload has {longest} tokens, and {served.name} looks at"
+            f" {served.longest}"
         )
-    capacity = Capacity(longest=max(longest, 2), slots=asked.slots)
-    deployed = deploy(found, capacity, waiting=len(jobs))
+    capacity = Capacity(longest=max(longest, 2), slots=options.slots)
+    deployed = deploy(served, capacity, waiting=len(jobs))
     with serving(application([deployed])) as url:
         return _replayed(jobs, replace(target, url=f"{url}/v1"))
 
 
-def told(found: JsonObject) -> str:
+def told(values: JsonObject) -> str:
     """Figures in words."""
     lines = [
-        f"{found['answered']} of {found['requests']} requests answered in {found['seconds']:.3g} s"
-        f" ({found['refused']} refused, {found['failed']} failed)",
-        f"{found['output_tokens_per_second']:.4g} tokens/s of answers,"
-        f" {found['requests_per_second']:.3g} requests/s,"
-        f" {found['cached_tokens']:,} tokens of prompts cached",
+        f"{values['answered']} of {values['requests']} requests answered in"
+        f" {values['seconds']:.3g} s ({values['refused']} refused, {values['failed']} failed)",
+        f"{values['output_tokens_per_second']:.4g} tokens/s of answers,"
+        f" {values['requests_per_second']:.3g} requests/s,"
+        f" {values['cached_tokens']:,} tokens of prompts cached",
     ]
     names = {
         "ttft_seconds": "first token",
@@ -160,9 +162,9 @@ def told(found: JsonObject) -> str:
         "request_seconds": "whole request",
     }
     for name, words in names.items():
-        if (spread := found[name]) is not None:
+        if (spread := values[name]) is not None:
             parts = (f"{key} {1000 * value:.4g} ms" for key, value in spread.items())
             lines.append(f"{words:<15} {', '.join(parts)}")
-    if any(value is not None for value in found["limits"].values()):
-        lines.append(f"in time         {100 * found['in_time']:.1f}% of all requests")
-    return "\n".join([*lines, *(f"error: {one}" for one in found["errors"])])
+    if any(value is not None for value in values["limits"].values()):
+        lines.append(f"in time         {100 * values['in_time']:.1f}% of all requests")
+    return "\n".join([*lines, *(f"error: {error}" for error in values["errors"])])

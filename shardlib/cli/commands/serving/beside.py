@@ -86,8 +86,8 @@ def beside(
             f"adapters are for folders of Hugging Face, and {word} is none\nTry: shardlib export"
             f" {word} --huggingface FOLDER"
         )
-    served, found = adapted(served, word, adapters)
-    return served, Beside(draft=draft, adapters=found)
+    served, arrays = adapted(served, word, adapters)
+    return served, Beside(draft=draft, adapters=arrays)
 
 
 def folders_of(words: list[str] | None) -> dict[str, str]:
@@ -99,12 +99,12 @@ def folders_of(words: list[str] | None) -> dict[str, str]:
     Raises:
         ArgumentError: a word without a name, or two of one.
     """
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for word in words or []:
         name, _, folder = word.partition("=")
-        if not name or not folder or name in found:
+        if not name or not folder or name in folders:
             raise ArgumentError(
                 f"--adapter {word} gives no new name and folder\nTry: --adapter legal=FOLDER"
             )
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders

@@ -76,8 +76,10 @@ class Running:
 
         if not self.at or self.secret_file is None:
             return None
-        named = [one.partition("=") for one in self.at]
-        if wrong := [one for one, (_, equals, _) in zip(self.at, named, strict=True) if not equals]:
+        named = [word.partition("=") for word in self.at]
+        if wrong := [
+            word for word, (_, equals, _) in zip(self.at, named, strict=True) if not equals
+        ]:
             raise ArgumentError(f"--at is {wrong[0]!r}\nTry: board=192.168.1.7:7000")
         return Workers(
             addresses=[read_address(place, "--at") for _, _, place in named],
@@ -106,13 +108,13 @@ def edge_stage_command(
     from shardlib.serving.edge.stage import serve
 
     secret = read_secret(secret_file)
-    with listener(read_address(listen, "--listen")) as at:
-        host, port = at.getsockname()[:2]
+    with listener(read_address(listen, "--listen")) as server:
+        host, port = server.getsockname()[:2]
         if as_json:
             echo(json.dumps({"host": host, "port": port}))
         else:
             echo(f"a stage listens at {host}:{port}")
-        serve(at, secret)
+        serve(server, secret)
 
 
 @spread
@@ -159,16 +161,16 @@ def edge_command(
                 name=inputs["name"],
             )
 
-        found = planned(listed)
+        plan = planned(listed)
     if not as_json:
-        echo(found.explain(), nl=False)
+        echo(plan.explain(), nl=False)
     ran = None
     if running.run is not None:
         again = _fewer(listed, planned) if running.elastic else None
         with quiet_stdout(as_json), status(f"running {running.run} batches"):
-            ran = _ran(found, inputs, running, again)
+            ran = _ran(plan, inputs, running, again)
     if as_json:
-        echo(json.dumps(found.to_json() | ({"run": ran} if ran else {})))
+        echo(json.dumps(plan.to_json() | ({"run": ran} if ran else {})))
     elif ran:
         rate = ran["examples_per_s"]
         text = f"{rate:.3g} examples/s" if isinstance(rate, float) else "too few to time"
@@ -178,7 +180,7 @@ def edge_command(
 
 
 def _ran(
-    found: EdgePlan,
+    plan: EdgePlan,
     inputs: Mapping[str, Any],
     running: Running,
     again: Callable[[str], EdgePlan] | None,
@@ -192,13 +194,13 @@ def _ran(
     random = np.random.default_rng(0)
 
     def drawn(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        whole = np.issubdtype(leaf.dtype, np.integer)
-        values = random.integers(0, 128, leaf.shape) if whole else random.normal(size=leaf.shape)
+        integral = np.issubdtype(leaf.dtype, np.integer)
+        values = random.integers(0, 128, leaf.shape) if integral else random.normal(size=leaf.shape)
         return values.astype(leaf.dtype)
 
     batches = [jax.tree.map(drawn, inputs["batch"]) for _ in range(running.run or 0)]
-    made = run_edge(
-        found,
+    result = run_edge(
+        plan,
         inputs["init"],
         inputs["loss"],
         batches,
@@ -206,11 +208,11 @@ def _ran(
         again=again,
         simulated=running.simulated,
     )
-    rate = made.batches_per_s
+    rate = result.batches_per_s
     return {
-        "batches": len(made.results),
-        "examples_per_s": None if rate is None else rate * found.examples,
-        "lost": list(made.lost),
+        "batches": len(result.results),
+        "examples_per_s": None if rate is None else rate * plan.examples,
+        "lost": list(result.lost),
     }
 
 
@@ -221,10 +223,10 @@ def _fewer(
     left = list(listed)
 
     def again(lost: str) -> EdgePlan:
-        at = next(k for k, one in enumerate(left) if one.name == lost)
-        one = left.pop(at)
-        if one.count > 1:
-            left.insert(at, replace(one, count=one.count - 1))
+        index = next(k for k, device in enumerate(left) if device.name == lost)
+        device = left.pop(index)
+        if device.count > 1:
+            left.insert(index, replace(device, count=device.count - 1))
         return planned(left)
 
     return again

@@ -68,22 +68,22 @@ def export_command(
     from shardlib.processes.devices import cpu_without_accelerators
 
     cpu_without_accelerators()
-    given = [one for one in (into.huggingface, into.jax, into.triton) if one is not None]
-    if len(given) != 1:
+    targets = [target for target in (into.huggingface, into.jax, into.triton) if target is not None]
+    if len(targets) != 1:
         raise ArgumentError(
             "one folder is made\nTry: --huggingface FOLDER, --jax FOLDER or --triton FOLDER"
         )
     with quiet_stdout(as_json):
         if into.huggingface is not None:
-            said = _huggingface(model, into.huggingface, dtype)
+            report = _huggingface(model, into.huggingface, dtype)
         elif into.jax is not None:
-            said = _jax(model, into.jax, seq, batch)
+            report = _jax(model, into.jax, seq, batch)
         else:
-            said = _triton(model, into, seq, batch)
+            report = _triton(model, into, seq, batch)
     if as_json:
-        echo(json.dumps(said))
+        echo(json.dumps(report))
     else:
-        echo(f"wrote {said['model']} to {said['folder']}")
+        echo(f"wrote {report['model']} to {report['folder']}")
 
 
 def _huggingface(model: str, folder: Path, dtype: str | None) -> JsonObject:
@@ -92,24 +92,24 @@ def _huggingface(model: str, folder: Path, dtype: str | None) -> JsonObject:
     from shardlib.serving.text import ByteText
     from shardlib.serving.words import named
 
-    found = named(model)
-    if found.warning:
-        echo(f"warning: {found.warning}", err=True)
-    copied = is_folder(Path(model)) and not isinstance(found.text, ByteText)
-    files = write_folder(found, folder, source=Path(model) if copied else None, dtype=dtype)
-    return {"model": found.name, "folder": str(folder), "files": list(files)}
+    served = named(model)
+    if served.warning:
+        echo(f"warning: {served.warning}", err=True)
+    copied = is_folder(Path(model)) and not isinstance(served.text, ByteText)
+    files = write_folder(served, folder, source=Path(model) if copied else None, dtype=dtype)
+    return {"model": served.name, "folder": str(folder), "files": list(files)}
 
 
 def _jax(model: str, folder: Path, seq: int | None, batch: int | None) -> JsonObject:
     from shardlib.serving.artefacts.single import named_pass
     from shardlib.serving.artefacts.written import write_artefact
 
-    made = write_artefact(named_pass(model, seq), folder, batch=batch)
+    artefact = write_artefact(named_pass(model, seq), folder, batch=batch)
     return {
-        "model": made.name,
+        "model": artefact.name,
         "folder": str(folder),
-        "inputs": list(made.inputs),
-        "outputs": list(made.outputs),
+        "inputs": list(artefact.inputs),
+        "outputs": list(artefact.outputs),
     }
 
 
@@ -123,21 +123,21 @@ def _triton(model: str, into: Into, seq: int | None, batch: int | None) -> JsonO
     from shardlib.serving.words import named
 
     assert into.triton is not None
-    made = Repository(
+    repository = Repository(
         folder=into.triton,
         rows=batch or 16,
-        python_path=tuple(str(one.resolve()) for one in into.python_path or ()),
+        python_path=tuple(str(path.resolve()) for path in into.python_path or ()),
     )
-    found = models.load(model) if ":" in model else None
-    if isinstance(found, UserModel):
-        names = [made.write_pass(user_pass(found, model, seq))]
+    loaded = models.load(model) if ":" in model else None
+    if isinstance(loaded, UserModel):
+        names = [repository.write_pass(user_pass(loaded, model, seq))]
     else:
         served = named(model)
         if served.warning:
             echo(f"warning: {served.warning}", err=True)
         copied = is_folder(Path(model)) and not isinstance(served.text, ByteText)
         fixed = served.config is not None and served.config.experts is not None
-        names = replace(made, fixed=fixed).write_language_model(
+        names = replace(repository, fixed=fixed).write_language_model(
             served,
             source=Path(model) if copied else None,
             capacity={"longest": min(4096, served.longest)},

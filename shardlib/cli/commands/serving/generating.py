@@ -82,9 +82,9 @@ def generate_command(
     from shardlib.serving.scheduling.requests import Asked
     from shardlib.serving.scheduling.settings import Sampling
 
-    given = {name: value for name, value in vars(how).items() if value is not None}
-    seconds = given.pop("seconds", None)
-    asked = replace(Sampling(temperature=0.8), **given)  # before anything is read
+    options = {name: value for name, value in vars(how).items() if value is not None}
+    seconds = options.pop("seconds", None)
+    sampling = replace(Sampling(temperature=0.8), **options)  # before anything is read
     if not prompt:
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
     cpu_without_accelerators()
@@ -92,42 +92,46 @@ def generate_command(
         from shardlib.serving.scheduling.capacity import Capacity
         from shardlib.serving.words import named
 
-        found = named(model, average=average)
-        if found.warning:
-            echo(f"warning: {found.warning}", err=True)
-        tokens = tuple(found.text.encode(prompt))
-        if len(tokens) + most > found.longest:
+        served = named(model, average=average)
+        if served.warning:
+            echo(f"warning: {served.warning}", err=True)
+        tokens = tuple(served.text.encode(prompt))
+        if len(tokens) + most > served.longest:
             raise ArgumentError(
                 f"{len(tokens)} tokens of the prompt and {most} of the answer are more than the"
-                f" {found.longest} that {found.name} looks at\nTry: a shorter prompt, or a smaller"
-                " --most"
+                f" {served.longest} that {served.name} looks at\nTry: a shorter prompt, or a"
+                " smaller --most"
             )
-        found, others = beside(model, found, guesses, {ADAPTER: adapter} if adapter else {})
-        room = _room(len(tokens) + most, found.longest)
-        sizes = Capacity(longest=room, slots=1, drafts=guesses.ahead, adapters=len(others.adapters))
-        engine = found.engine(sizes)
+        served, others = beside(model, served, guesses, {ADAPTER: adapter} if adapter else {})
+        longest = _room(len(tokens) + most, served.longest)
+        sizes = Capacity(
+            longest=longest, slots=1, drafts=guesses.ahead, adapters=len(others.adapters)
+        )
+        engine = served.engine(sizes)
         others.join(engine)
         if seconds is not None:
             engine.warm_up()  # compilation is no part of them
-    if found.sampling is not None:
-        asked = replace(found.sampling, **given)
+    if served.sampling is not None:
+        sampling = replace(served.sampling, **options)
     request = engine.add(
         Asked(
             prompt=tokens,
             most=most,
-            sampling=asked,
-            stop=found.text.ends,
+            sampling=sampling,
+            stop=served.text.ends,
             seconds=seconds,
             adapter=ADAPTER if adapter else "",
         )
     )
     if not as_json:
-        _show(engine, request, prompt, found.text)
+        _show(engine, request, prompt, served.text)
         return
     while request.ended is None:
         engine.step()
-    said = {"model": found.name, "version": found.version, "prompt": prompt}
-    echo(json.dumps({**said, "text": found.text.decode(request.answer), "tokens": request.answer}))
+    report = {"model": served.name, "version": served.version, "prompt": prompt}
+    echo(
+        json.dumps({**report, "text": served.text.decode(request.answer), "tokens": request.answer})
+    )
 
 
 def _show(engine: Engine, request: Request, prompt: str, text: Text) -> None:

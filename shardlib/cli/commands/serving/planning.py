@@ -67,20 +67,22 @@ class Serving:
         Raises:
             PlanError: options of both are given.
         """
-        given = [f"--{name}" for name, value in training.items() if value]
-        if self.serve and given:
+        options = [f"--{name}" for name, value in training.items() if value]
+        if self.serve and options:
             raise PlanError(
-                f"--serve plans a server, and {', '.join(given)} belong to training\nTry: leave"
+                f"--serve plans a server, and {', '.join(options)} belong to training\nTry: leave"
                 " them out; --prompt and --output say how long requests are"
             )
         if not self.serve:
-            own = [
+            serving_options = [
                 f"--{name}"
                 for name, default in vars(Serving()).items()
                 if getattr(self, name) != default
             ]
-            if own:
-                raise PlanError(f"{', '.join(own)} belong to a server\nTry: --serve beside them")
+            if serving_options:
+                raise PlanError(
+                    f"{', '.join(serving_options)} belong to a server\nTry: --serve beside them"
+                )
         return self.serve
 
 
@@ -113,7 +115,7 @@ def plan_to_serve(
         init, forward, name = _model(spec, serving.prompt + serving.output)
         import shardlib
 
-        found = shardlib.plan_serving(
+        plan = shardlib.plan_serving(
             init,
             forward,
             topology=machine,
@@ -128,15 +130,15 @@ def plan_to_serve(
             name=name,
         )
     if out is not None:
-        write(out, found.to_json() + "\n")
+        write(out, plan.to_json() + "\n")
     from shardlib.planning.serving.serving_data import to_data
     from shardlib.planning.serving.text import curve, meshes
 
-    data: dict[str, Any] = dict(to_data(found))
-    text = found.explain()
+    data: dict[str, Any] = dict(to_data(plan))
+    text = plan.explain()
     if serving.curve:
-        points, two = found.pareto(), found.two_meshes()
-        data["pareto"] = [one.to_json() for one in points]
+        points, two = plan.pareto(), plan.two_meshes()
+        data["pareto"] = [point.to_json() for point in points]
         data["two_meshes"] = None if two is None else two.to_json()
         text += f"\n{curve(points)}\n\n{meshes(two)}\n"
     echo(json.dumps(data) if as_json else text, nl=as_json)
@@ -174,34 +176,34 @@ def _model(spec: str, longest: int) -> tuple[Any, Any, str]:
     from shardlib.models import UserModel, build, load
     from shardlib.models.config import TransformerConfig
 
-    found = load(spec)
-    if isinstance(found, UserModel):
-        if found.forward is None:
+    loaded = load(spec)
+    if isinstance(loaded, UserModel):
+        if loaded.forward is None:
             raise ModelError(
                 f"{spec} says nothing of its forward pass\nTry: 'forward': lambda model, tokens:"
                 " ... beside 'init' and 'loss'"
             )
-        return found.init, found.forward, found.name
-    if not isinstance(found, TransformerConfig):
+        return loaded.init, loaded.forward, loaded.name
+    if not isinstance(loaded, TransformerConfig):
         raise ModelError(f"{spec} is no decoder, which answers token by token")
-    most = found.max_seq
-    if longest > most:
+    limit = loaded.max_seq
+    if longest > limit:
         raise ArgumentError(
-            f"prompt and answer have {longest:,} tokens, and {found.name} looks at {most:,}\nTry:"
-            f" --prompt {most - most // 4} --output {most // 4}"
+            f"prompt and answer have {longest:,} tokens, and {loaded.name} looks at"
+            f" {limit:,}\nTry: --prompt {limit - limit // 4} --output {limit // 4}"
         )
-    return build(found)[0], lambda model, tokens: model(tokens), found.name
+    return build(loaded)[0], lambda model, tokens: model(tokens), loaded.name
 
 
 def _pins(words: list[str]) -> Mapping[str, Any]:
     """KEY=VALUE with whole numbers; "mesh.tensor" is an axis of the mesh."""
-    found: dict[str, Any] = {}
+    pins: dict[str, Any] = {}
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value.lstrip("-").isdigit():
             raise PinError(f"{word!r} is no KEY=NUMBER\nTry: --pin mesh.tensor=8")
         key = {"mesh.tensor": "tensor", "mesh.data": "replicas", "data": "replicas"}.get(key, key)
-        if key in found:
+        if key in pins:
             raise PinError(f"{key!r} is given twice")
-        found[key] = int(value)
-    return found
+        pins[key] = int(value)
+    return pins

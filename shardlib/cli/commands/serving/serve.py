@@ -106,27 +106,27 @@ def serve_command(
             err=True,
         )
     # What is taken is said before anything is made.
-    with server.listen(place.host, place.port) as at:
+    with server.listen(place.host, place.port) as listening:
         with quiet_stdout(as_json):
             deployed = _deployed(
                 models or [], room, planned, (guesses, adapted), limits, average=average
             )
-        names = [one.name for one in deployed]
+        names = [deployment.name for deployment in deployed]
 
         def ready() -> None:
-            host, port = at.getsockname()[:2]
+            host, port = listening.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             if as_json:
                 echo(json.dumps({"url": f"{url}/v1", "models": names}))
             else:
                 echo(f"{', '.join(names)} at {url}/v1 for clients, at {url} for people")
 
-        server.run(application(deployed, limits), limits, at, ready=ready)
+        server.run(application(deployed, limits), limits, listening, ready=ready)
 
 
 def _deployed(
     models: list[str],
-    room: Room,
+    space: Room,
     planned: Planned,
     extra: tuple[Guesses, Adapted],
     settings: Settings,
@@ -137,7 +137,7 @@ def _deployed(
     from shardlib.processes.devices import cpu_without_accelerators
 
     cpu_without_accelerators()
-    devices = devices_of(room)
+    devices = devices_of(space)
     from shardlib.serving.hosting.demonstration import demonstration
     from shardlib.serving.hosting.deployment import deploy
     from shardlib.serving.words import named
@@ -152,14 +152,14 @@ def _deployed(
     deployed: list[Deployment] = []
     for name, word in words:
         served = named(word, average=average)
-        if any(one.name == (name or served.name) for one in deployed):
+        if any(deployment.name == (name or served.name) for deployment in deployed):
             raise ArgumentError(
                 f"two models are called {name or served.name}\nTry: NAME={word}, for another name"
             )
         if served.warning:
             say(f"WARNING: {served.warning}")
         served, others = beside(word, served, guesses, adapters)
-        sizes = sizes_of(served, room, planned, devices)
+        sizes = sizes_of(served, space, planned, devices)
         if sizes.says:
             say(sizes.says)
         say(f"{name or served.name}: compiling" + (f" ({served.version})" * bool(served.version)))

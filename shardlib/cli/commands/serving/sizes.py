@@ -99,34 +99,34 @@ class Sizes:
     says: str = ""
 
 
-def devices_of(room: Room) -> int:
+def devices_of(space: Room) -> int:
     """Devices that each model has; simulated ones are there afterwards.
 
     Raises:
         TopologyError: there is no such topology, or it cannot be simulated any more.
         ArgumentError: groups that do not divide them.
     """
-    if room.topology is None:
-        if room.groups > 1:
+    if space.topology is None:
+        if space.groups > 1:
             raise ArgumentError(
-                f"--groups {room.groups} shares devices out\nTry: --topology cpu:{room.groups}"
+                f"--groups {space.groups} shares devices out\nTry: --topology cpu:{space.groups}"
             )
         return 1
     from shardlib.hardware import topology as find_topology
 
-    found = find_topology(room.topology)
-    if found.devices % room.groups:
+    topology = find_topology(space.topology)
+    if topology.devices % space.groups:
         raise ArgumentError(
-            f"{room.groups} groups do not divide the {found.devices} devices of {found.name}"
+            f"{space.groups} groups do not divide the {topology.devices} devices of {topology.name}"
         )
-    if found.name.startswith("cpu:"):
+    if topology.name.startswith("cpu:"):
         from shardlib.processes.devices import simulate_cpu_devices
 
-        simulate_cpu_devices(found.devices)
-    return found.devices
+        simulate_cpu_devices(topology.devices)
+    return topology.devices
 
 
-def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Sizes:
+def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Sizes:
     """How a model is served.
 
     Args:
@@ -140,31 +140,31 @@ def sizes_of(served: Served, room: Room, planned: Planned, devices: int) -> Size
     """
     from shardlib.serving.scheduling.capacity import Capacity
 
-    longest = room.longest or min(served.longest, LONGEST)
+    longest = space.longest or min(served.longest, LONGEST)
     if longest > served.longest:
         raise ArgumentError(
             f"--longest {longest} is more than the {served.longest} tokens that {served.name}"
             " looks at"
         )
     if planned.wanted:
-        said = [f"--{name}" for name in BY_PLAN if getattr(room, name) != getattr(Room(), name)]
-        if said:
+        options = [f"--{name}" for name in BY_PLAN if getattr(space, name) != getattr(Room(), name)]
+        if options:
             raise PlanError(
-                f"a plan says what {', '.join(said)} would\nTry: leave {', '.join(said)} out"
+                f"a plan says what {', '.join(options)} would\nTry: leave {', '.join(options)} out"
             )
-        plan = _plan(served, room, planned, longest)
+        plan = _plan(served, space, planned, longest)
         _require_own(plan, served)
         _require_room(plan, served)
         return _planned(plan, devices, longest)
     capacity = Capacity(
         longest=longest,
-        slots=room.slots,
-        page=room.page,
-        pages=room.pages,
-        budget=room.budget,
-        prefixes=room.prefixes,
+        slots=space.slots,
+        page=space.page,
+        pages=space.pages,
+        budget=space.budget,
+        prefixes=space.prefixes,
     )
-    return Sizes(capacity=capacity, tensor=devices // room.groups, groups=room.groups)
+    return Sizes(capacity=capacity, tensor=devices // space.groups, groups=space.groups)
 
 
 def _require_own(plan: ServingData, served: Served) -> None:
@@ -174,11 +174,11 @@ def _require_own(plan: ServingData, served: Served) -> None:
     from shardlib.annotation.read import read
 
     model = read(served.init)
-    found = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((model.params, model.state)))
-    if plan.parameters != found:
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((model.params, model.state)))
+    if plan.parameters != count:
         raise PlanError(
             f"the plan is for {plan.model}, which has {plan.parameters:,} parameters, and"
-            f" {served.name} has {found:,}\nTry: shardlib plan MODEL --serve for the model that is"
+            f" {served.name} has {count:,}\nTry: shardlib plan MODEL --serve for the model that is"
             " served, or --ttft and --tpot in place of --plan"
         )
 
@@ -225,7 +225,7 @@ def _planned(plan: ServingData, devices: int, longest: int) -> Sizes:
     )
 
 
-def _plan(served: Served, room: Room, planned: Planned, longest: int) -> ServingData:
+def _plan(served: Served, space: Room, planned: Planned, longest: int) -> ServingData:
     if planned.plan is not None:
         if planned.ttft or planned.tpot:
             raise PlanError("--plan is a plan already\nTry: leave --ttft and --tpot out")
@@ -240,7 +240,7 @@ def _plan(served: Served, room: Room, planned: Planned, longest: int) -> Serving
     return shardlib.plan_serving(
         served.init,
         served.forward,
-        topology=room.topology or "cpu:1",
+        topology=space.topology or "cpu:1",
         prompt=planned.prompt or max(1, longest - output),
         output=output,
         ttft=None if planned.ttft is None else duration(planned.ttft, "--ttft"),
