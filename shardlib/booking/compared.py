@@ -36,11 +36,11 @@ class Compared:
         """The least money of all; None where a family that meets the deadline has no price, or
         none meets it.
         """
-        found = [one.cheapest for one in self.families if one.cheapest is not None]
-        prices = [money(offer) for offer in found]
-        if not found or None in prices:
+        offers = [family.cheapest for family in self.families if family.cheapest is not None]
+        prices = [money(offer) for offer in offers]
+        if not offers or None in prices:
             return None
-        return min(found, key=lambda offer: money(offer) or 0.0)
+        return min(offers, key=lambda offer: money(offer) or 0.0)
 
     def to_json(self) -> JsonObject:
         """The comparison as plain data; plans are named by their digests."""
@@ -49,30 +49,38 @@ class Compared:
             "model": self.model,
             "target": self.target.to_json(),
             "tokens_per_step": self.tokens_per_step,
-            "families": [one.to_json() for one in self.families],
+            "families": [family.to_json() for family in self.families],
             "cheapest": None if best is None else best.topology,
         }
 
     def __str__(self) -> str:
         rows = [HEAD, *self.rows()]
-        used = [at for at in range(len(HEAD)) if at < 2 or any(row[at] for row in rows[1:])]
+        used = [
+            column
+            for column in range(len(HEAD))
+            if column < 2 or any(row[column] for row in rows[1:])
+        ]
         lines = [
             self.title,
-            *aligned([[row[at] for at in used] for row in rows], right=range(2, len(used) - 1)),
+            *aligned(
+                [[row[column] for column in used] for row in rows], right=range(2, len(used) - 1)
+            ),
         ]
         best = self.cheapest
         if best is not None and len(self.families) > 1:
             lines += wrapped("  - ", f"The least money: {best.topology}.")
         if self.target.prices and (unpriced := self._unpriced()):
             lines += wrapped("  - ", f"No price was given of {', '.join(unpriced)}.")
-        for one in self.families:
-            lines += wrapped("  - ", f"{one.family}: {one.certificate}.")
+        for family in self.families:
+            lines += wrapped("  - ", f"{family.family}: {family.certificate}.")
         return "\n".join(lines) + "\n"
 
     def _unpriced(self) -> list[str]:
         """Families that meet the deadline and have no price."""
-        found = [(one.family, one.cheapest) for one in self.families]
-        return [name for name, best in found if best is not None and money(best) is None]
+        cheapest_by_family = [(family.family, family.cheapest) for family in self.families]
+        return [
+            name for name, best in cheapest_by_family if best is not None and money(best) is None
+        ]
 
     @property
     def title(self) -> str:
@@ -84,10 +92,10 @@ class Compared:
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """Cells of the table, two rows a family, or one where one size is both."""
-        for one in self.families:
-            smallest, cheapest = one.smallest, one.cheapest
+        for family in self.families:
+            smallest, cheapest = family.smallest, family.cheapest
             if smallest is None or cheapest is None:
-                yield (one.family, "none in time", *[""] * (len(HEAD) - 2))
+                yield (family.family, "none in time", *[""] * (len(HEAD) - 2))
             elif smallest == cheapest:
                 yield _row(smallest, "smallest, cheapest")
             else:

@@ -28,14 +28,14 @@ MLP = 256
 
 
 def family(
-    model: TransformerConfig | EncoderDecoderConfig | UserModel, least: float, most: float
+    model: TransformerConfig | EncoderDecoderConfig | UserModel, smallest: float, largest: float
 ) -> list[TransformerConfig]:
     """Models of the shape of a known one, the smallest first.
 
     Args:
         model: the known one.
-        least: parameters of the smallest.
-        most: parameters of the largest.
+        smallest: parameters of the smallest.
+        largest: parameters of the largest.
 
     Raises:
         ArgumentError: it is no dense decoder that is described as a table.
@@ -45,21 +45,21 @@ def family(
             f"{model.name} names no family: sizes are those of a dense decoder, and of no"
             " user's own function\nTry: llama3-8b, or a .toml card"
         )
-    found: list[TransformerConfig] = []
+    models: list[TransformerConfig] = []
     unit, width = _unit(model), 0
     while True:
         width += unit
         sizes = [_resized(model, width, layers) for layers in _layers(model, width, unit)]
-        if sizes and sizes[0].parameter_count() > most:
+        if sizes and sizes[0].parameter_count() > largest:
             break
-        found += [one for one in sizes if least <= one.parameter_count() <= most]
-    return sorted(found, key=TransformerConfig.parameter_count)
+        models += [size for size in sizes if smallest <= size.parameter_count() <= largest]
+    return sorted(models, key=TransformerConfig.parameter_count)
 
 
 def _unit(model: TransformerConfig) -> int:
     """What widths are multiples of."""
-    own = model.kv_heads == model.heads
-    return model.head_dim * (math.gcd(HEADS, model.heads) if own else model.kv_heads)
+    multi_head = model.kv_heads == model.heads
+    return model.head_dim * (math.gcd(HEADS, model.heads) if multi_head else model.kv_heads)
 
 
 def _layers(model: TransformerConfig, width: int, unit: int) -> range:
@@ -67,8 +67,8 @@ def _layers(model: TransformerConfig, width: int, unit: int) -> range:
     of the layers grow with layers times the square of the width, those of the shape with its cube.
     """
     ratio = model.layers / model.embed / width**2
-    least, most = ((width + side * unit / 2) ** 3 * ratio for side in (-1, 1))
-    return range(max(1, math.ceil(least)), math.ceil(most))
+    low, high = ((width + side * unit / 2) ** 3 * ratio for side in (-1, 1))
+    return range(max(1, math.ceil(low)), math.ceil(high))
 
 
 def _resized(model: TransformerConfig, width: int, layers: int) -> TransformerConfig:

@@ -85,21 +85,25 @@ class Fitted:
 
     @property
     def _unseen(self) -> list[str]:
-        seen = {one.config.name for one in self.looked}
+        seen = {size.config.name for size in self.looked}
         return [name for name in self.larger if name not in seen]
 
     @property
     def certificate(self) -> str:
         """What is proven, and what was only tried."""
         above = [
-            one
-            for one in self.looked
-            if one.config.parameter_count() > self.best.config.parameter_count()
+            size
+            for size in self.looked
+            if size.config.parameter_count() > self.best.config.parameter_count()
         ]
-        planned = [one for one in above if one.offer is not None]
+        planned = [size for size in above if size.offer is not None]
         excluded = len(above) - len(planned)
-        said = [f"{one.config.name} ({one.why})" for one in planned]
-        words = f"planned, and not in time: {', '.join(said)}" if said else "none above was planned"
+        reasons = [f"{size.config.name} ({size.why})" for size in planned]
+        words = (
+            f"planned, and not in time: {', '.join(reasons)}"
+            if reasons
+            else "none above was planned"
+        )
         if excluded:
             words += f"; of {excluded} larger ones the kernels alone take too long"
         if self.proven:
@@ -118,7 +122,7 @@ class Fitted:
             "best": self.best.to_json(),
             "proven": self.proven,
             "certificate": self.certificate,
-            "looked_at": [one.to_json() for one in self.looked],
+            "looked_at": [size.to_json() for size in self.looked],
         }
 
     def __str__(self) -> str:

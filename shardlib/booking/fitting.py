@@ -88,13 +88,13 @@ def fit_model(
         ArgumentError: the model names no family, or not even its smallest is trained in time.
         ShardlibError: as `shardlib.plan`, `InfeasibleError` apart.
     """
-    known = load(model) if isinstance(model, str) else model
+    base = load(model) if isinstance(model, str) else model
     machine, pins = parse_topology(topology), Pins.parse(pin)
-    most = _most(known, machine, budget, exact=pin is None)
-    sizes = family(known, most * SMALLEST, most)
+    limit = _most(base, machine, budget, exact=pin is None)
+    sizes = family(base, limit * SMALLEST, limit)
     if not sizes:
         raise ArgumentError(
-            f"no model of the family of {known.name} is as small as {machine.name} trains within"
+            f"no model of the family of {base.name} is as small as {machine.name} trains within"
             f" {budget.deadline:,.0f} s\nTry: a longer deadline, fewer tokens, or a larger machine"
         )
     adamw = optax.adamw(3e-4) if optimizer is None else optimizer
@@ -105,38 +105,38 @@ def fit_model(
         return step_of(problem(init, loss, adamw, rows, name=config.name), pins)
 
     looked = _Looked(sizes, machine, budget, step)
-    counts = [one.parameter_count() for one in sizes]
-    start = min(bisect.bisect(counts, most * FIRST_GUESS), len(sizes) - 1)
+    counts = [size.parameter_count() for size in sizes]
+    start = min(bisect.bisect(counts, limit * FIRST_GUESS), len(sizes) - 1)
     best = _largest(len(sizes), start, looked.meets)
     if best is None:
         raise ArgumentError(
-            f"no model of {len(sizes)} sizes of the family of {known.name} is trained in time on"
+            f"no model of {len(sizes)} sizes of the family of {base.name} is trained in time on"
             f" {machine.name}; {sizes[0].name}: {looked.at(0).why}\nTry: a longer deadline, fewer"
             " tokens, or a larger machine"
         )
     best = looked.beyond(best)
     return Fitted(
-        family=known.name,
+        family=base.name,
         topology=machine.name,
         deadline=budget.deadline,
         best=looked.at(best),
-        looked=tuple(looked.seen[at] for at in sorted(looked.seen)),
-        larger=tuple(one.name for at, one in enumerate(sizes) if at > best),
+        looked=tuple(looked.seen[index] for index in sorted(looked.seen)),
+        larger=tuple(size.name for index, size in enumerate(sizes) if index > best),
     )
 
 
-def _most(known: object, machine: Topology, budget: Budget, *, exact: bool) -> float:
+def _most(base: object, machine: Topology, budget: Budget, *, exact: bool) -> float:
     """Parameters that no machine could train in time if all products ran at its peak: 6 FLOPs a
     parameter and token, for all but the table of the embedding (arXiv:2001.08361, section 2.1).
     That is at most half, since the head is as large as the table, or is the table.
 
     Args:
-        known: the model whose family it is.
+        base: the model whose family it is.
         machine: what it is trained on.
         budget: the deadline.
         exact: whether products have the dtype of the configuration; otherwise the fastest counts.
     """
-    dtype = known.compute_dtype if isinstance(known, TransformerConfig) and exact else None
+    dtype = base.compute_dtype if isinstance(base, TransformerConfig) and exact else None
     rates = dict(machine.chip.flops_per_s)
     peak = rates.get(dtype or "", max(rates.values())) * machine.devices
     flops = peak * budget.deadline
@@ -170,12 +170,12 @@ class _Looked:
 
     def beyond(self, best: int) -> int:
         """The largest in time when some above it are looked at, too: times need not rise."""
-        planned, at = 0, best + 1
-        while at < len(self.sizes) and planned < BEYOND:
-            planned += self.at(at).offer is not None
-            if self.meets(at):
-                best, planned = at, 0
-            at += 1
+        planned, index = 0, best + 1
+        while index < len(self.sizes) and planned < BEYOND:
+            planned += self.at(index).offer is not None
+            if self.meets(index):
+                best, planned = index, 0
+            index += 1
         return best
 
     def _sized(self, config: TransformerConfig) -> Sized:
@@ -186,9 +186,9 @@ class _Looked:
             failures=self.budget.failures,
             prices={} if self.budget.price is None else {self.machine.chip.name: self.budget.price},
         )
-        least = step.least(self.machine) * target.tokens / step.tokens / self.machine.devices
-        sized = Sized(config=config, tokens=target.tokens, least_seconds=least)
-        if least > target.deadline:
+        bound = step.least(self.machine) * target.tokens / step.tokens / self.machine.devices
+        sized = Sized(config=config, tokens=target.tokens, least_seconds=bound)
+        if bound > target.deadline:
             return sized
         return replace(sized, offer=offer(self.machine, step, target))
 
@@ -197,17 +197,17 @@ def _largest(count: int, start: int, meets: Callable[[int], bool]) -> int | None
     """The largest number that meets, as if all below one that meets do, too: steps that double,
     from a first guess, then halves.
     """
-    step, at = 1, start
+    step, index = 1, start
     if meets(start):
         low, high = start, count
-        while (at := low + step) < high and meets(at):
-            low, step = at, 2 * step
-        high = min(at, high)
+        while (index := low + step) < high and meets(index):
+            low, step = index, 2 * step
+        high = min(index, high)
     else:
         low, high = -1, start
-        while (at := high - step) >= 0 and not meets(at):
-            high, step = at, 2 * step
-        low = max(at, -1)
+        while (index := high - step) >= 0 and not meets(index):
+            high, step = index, 2 * step
+        low = max(index, -1)
         if low < 0:
             low = 0
             if not meets(0):

@@ -47,64 +47,64 @@ def offers(family: str, sizes: Sequence[Topology], step: Step, target: Target) -
     """
     steps = target.tokens / step.tokens
     bounds = [step.least(machine) * steps for machine in sizes]
-    least = min(bounds) / 3600
+    lowest = min(bounds) / 3600
     tried: dict[int, Offer] = {}
     excluded: list[str] = []
 
-    def look(at: int) -> Offer:
-        if at not in tried:
-            tried[at] = offer(sizes[at], step, target)
-        return tried[at]
+    def look(index: int) -> Offer:
+        if index not in tried:
+            tried[index] = offer(sizes[index], step, target)
+        return tried[index]
 
     first: int | None = None
-    for at, machine in enumerate(sizes):
-        if bounds[at] / machine.devices > target.deadline:
+    for index, machine in enumerate(sizes):
+        if bounds[index] / machine.devices > target.deadline:
             excluded.append(machine.name)
-        elif look(at).meets:
-            first = at
+        elif look(index).meets:
+            first = index
             break
     if first is not None:
-        _cheaper(first, sizes, look, least)
-    done = {sizes[at].name for at in tried} | set(excluded)
+        _cheaper(first, sizes, look, lowest)
+    done = {sizes[index].name for index in tried} | set(excluded)
     return Offers(
         family=family,
-        tried=tuple(tried[at] for at in sorted(tried)),
+        tried=tuple(tried[index] for index in sorted(tried)),
         excluded=tuple(excluded),
-        unseen=tuple(one.name for one in sizes if one.name not in done),
-        least_device_hours=least,
+        unseen=tuple(machine.name for machine in sizes if machine.name not in done),
+        least_device_hours=lowest,
     )
 
 
 def _cheaper(
-    first: int, sizes: Sequence[Topology], look: Callable[[int], Offer], least: float
+    first: int, sizes: Sequence[Topology], look: Callable[[int], Offer], lowest: float
 ) -> None:
     """Plans larger machines than the smallest in time, as long as they may be cheaper."""
     best, worse = first, 0
 
-    def price(at: int) -> float:
-        found = look(at)
-        return device_hours(found) if found.meets else math.inf
+    def price(index: int) -> float:
+        candidate = look(index)
+        return device_hours(candidate) if candidate.meets else math.inf
 
     def near() -> bool:
-        return price(best) <= least * (1 + ENOUGH)
+        return price(best) <= lowest * (1 + ENOUGH)
 
-    for at in _doublings(first, sizes):
+    for index in _doublings(first, sizes):
         if near() or worse == 2:
             break
-        worse = worse + 1 if price(at) >= price(best) else 0
-        best = min(best, at, key=price)
-    for at in (best - 1, best + 1):
-        if first < at < len(sizes) and not near():
-            price(at)
+        worse = worse + 1 if price(index) >= price(best) else 0
+        best = min(best, index, key=price)
+    for index in (best - 1, best + 1):
+        if first < index < len(sizes) and not near():
+            price(index)
 
 
 def _doublings(first: int, sizes: Sequence[Topology]) -> list[int]:
-    found, devices = list[int](), sizes[first].devices
-    for at in range(first + 1, len(sizes)):
-        if sizes[at].devices >= 2 * devices:
-            found.append(at)
-            devices = sizes[at].devices
-    return found
+    indices, devices = list[int](), sizes[first].devices
+    for index in range(first + 1, len(sizes)):
+        if sizes[index].devices >= 2 * devices:
+            indices.append(index)
+            devices = sizes[index].devices
+    return indices
 
 
 def offer(machine: Topology, step: Step, target: Target) -> Offer:

@@ -128,17 +128,19 @@ class Offers:
         missed = [offer for offer in self.tried if not offer.meets]
         first = self.smallest
         below = [offer for offer in missed if first is None or offer.devices < first.devices]
-        said: list[str] = []
+        reasons: list[str] = []
         if self.excluded:
-            said.append(
+            reasons.append(
                 f"up to {self.excluded[-1]} the kernels alone take too long ({len(self.excluded)}"
                 " sizes, not planned)"
             )
         if below:
-            said.append(f"planned, and not in time: {_all_missed(below)}")
+            reasons.append(f"planned, and not in time: {_all_missed(below)}")
         if first is None:
-            return f"no size meets the deadline: {'; '.join(said)}" if said else "no size at all"
-        proof = f"{first.topology} is the smallest, proven: {'; '.join(said) or 'no other size'}"
+            return (
+                f"no size meets the deadline: {'; '.join(reasons)}" if reasons else "no size at all"
+            )
+        proof = f"{first.topology} is the smallest, proven: {'; '.join(reasons) or 'no other size'}"
         others = len(self.in_time) - 1
         best = self.cheapest
         assert best is not None and self.gap is not None

@@ -25,13 +25,13 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 120, 48, 56
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
 
 
-def comparison_svg(found: Compared) -> str:
+def comparison_svg(comparison: Compared) -> str:
     """Returns the picture of a comparison, a complete SVG document."""
-    scale = _Scale(found)
-    shapes = [*_grid(scale), *_deadline(found, scale)]
-    for one, colour in zip(found.families, _colours(len(found.families)), strict=True):
-        shapes += _family(one, colour, scale)
-    title = found.title
+    scale = _Scale(comparison)
+    shapes = [*_grid(scale), *_deadline(comparison, scale)]
+    for family, colour in zip(comparison.families, _colours(len(comparison.families)), strict=True):
+        shapes += _family(family, colour, scale)
+    title = comparison.title
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
         f' height="{HEIGHT}" role="img">\n<title>{escape(title)}</title>\n'
@@ -43,11 +43,11 @@ def comparison_svg(found: Compared) -> str:
 
 
 def _colours(count: int) -> list[str]:
-    return [COLOURS[at % len(COLOURS)] for at in range(count)]
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
-def _priced(one: Offers) -> list[Offer]:
-    return [offer for offer in one.tried if offer.cost is not None]
+def _priced(family: Offers) -> list[Offer]:
+    return [offer for offer in family.tried if offer.cost is not None]
 
 
 def _days(offer: Offer) -> float:
@@ -58,11 +58,11 @@ def _days(offer: Offer) -> float:
 class _Scale:
     """Where devices and days lie in the picture."""
 
-    def __init__(self, found: Compared) -> None:
-        priced = [offer for one in found.families for offer in _priced(one)]
+    def __init__(self, comparison: Compared) -> None:
+        priced = [offer for family in comparison.families for offer in _priced(family)]
         devices = [math.log2(offer.devices) for offer in priced] or [0.0]
         days = [math.log10(_days(offer)) for offer in priced]
-        days.append(math.log10(found.target.days))
+        days.append(math.log10(comparison.target.days))
         self.first, self.last = math.floor(min(devices)), math.ceil(max(devices))
         self.last = max(self.last, self.first + 1)
         self.low, self.high = min(days) - 0.1, max(days) + 0.1
@@ -79,8 +79,8 @@ class _Scale:
 def _ticks(low: float, high: float) -> list[float]:
     """1, 2, 5, 10 ... days between two powers of ten."""
     powers = range(math.floor(low), math.ceil(high) + 1)
-    every = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    return [value for value in every if low <= math.log10(value) <= high]
+    days = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    return [value for value in days if low <= math.log10(value) <= high]
 
 
 def _grid(scale: _Scale) -> list[str]:
@@ -107,37 +107,41 @@ def _grid(scale: _Scale) -> list[str]:
     ]
 
 
-def _deadline(found: Compared, scale: _Scale) -> list[str]:
-    y = scale.y(found.target.days)
+def _deadline(comparison: Compared, scale: _Scale) -> list[str]:
+    y = scale.y(comparison.target.days)
     return [
         f'<line class="ideal" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
         f'<text class="soft" x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}">deadline</text>',
     ]
 
 
-def _family(one: Offers, colour: str, scale: _Scale) -> list[str]:
-    priced = _priced(one)
+def _family(family: Offers, colour: str, scale: _Scale) -> list[str]:
+    priced = _priced(family)
     if not priced:
         return []
     points = " ".join(f"{scale.x(o.devices):.1f},{scale.y(_days(o)):.1f}" for o in priced)
     line = f'<polyline points="{points}" style="fill: none; stroke: {colour}; stroke-width: 2"/>'
-    return [line, *(_mark(offer, colour, scale) for offer in priced), *_names(one, colour, scale)]
+    return [
+        line,
+        *(_mark(offer, colour, scale) for offer in priced),
+        *_names(family, colour, scale),
+    ]
 
 
 def _mark(offer: Offer, colour: str, scale: _Scale) -> str:
-    told = (
+    label = (
         f"{offer.topology}: {_days(offer):,.1f} days, {count_text(device_hours(offer))}"
         f" device-hours, MFU {percent_text(offer.mfu)}"
     )
     fill = f"fill: {colour}" if offer.meets else f"fill: none; stroke: {colour}; stroke-width: 2"
     return (
         f'<circle cx="{scale.x(offer.devices):.1f}" cy="{scale.y(_days(offer)):.1f}" r="5"'
-        f' style="{fill}"><title>{escape(told)}</title></circle>'
+        f' style="{fill}"><title>{escape(label)}</title></circle>'
     )
 
 
-def _names(one: Offers, colour: str, scale: _Scale) -> Sequence[str]:
-    best = one.cheapest or _priced(one)[-1]
+def _names(family: Offers, colour: str, scale: _Scale) -> Sequence[str]:
+    best = family.cheapest or _priced(family)[-1]
     x, y = scale.x(best.devices), scale.y(_days(best))
     return [
         f'<text x="{x + 9:.1f}" y="{y - 8:.1f}" style="fill: {colour}">'

@@ -71,8 +71,8 @@ def compare(
         PinError: an exchange of islands is pinned.
     """
     require_arguments("compare", loss=loss, optimizer=optimizer, pin=pin, name=name)
-    given = [spelled(one) for one in topologies]
-    if not given or len(set(given)) < len(given):
+    spellings = [spelled(topology) for topology in topologies]
+    if not spellings or len(set(spellings)) < len(spellings):
         raise ArgumentError(
             f"topologies is {list(topologies)!r}; it names kinds of machines, each once\nTry:"
             ' topologies=["h100:8", "v5p"]'
@@ -80,8 +80,8 @@ def compare(
     pins = Pins.parse(pin)
     if pins.exchange.islands > 1:
         raise PinError("an exchange of islands is pinned; sizes of one island are compared")
-    sizes = {family: machines(family, largest) for family in given}
-    _require_prices_of(target, [one for many in sizes.values() for one in many])
+    sizes = {family: machines(family, largest) for family in spellings}
+    _require_prices_of(target, [machine for many in sizes.values() for machine in many])
     traced = problem(
         init, loss, optimizer, batch, batch_axes=batch_axes, name=name, wrt=wrt, rows=rows
     )
@@ -90,13 +90,13 @@ def compare(
         model=traced.model,
         target=target,
         tokens_per_step=traced.tokens,
-        families=tuple(offers(family, sizes[family], step, target) for family in given),
+        families=tuple(offers(family, sizes[family], step, target) for family in spellings),
     )
 
 
 def _require_prices_of(target: Target, compared: Sequence[Topology]) -> None:
     """Raises where there is a price of a chip that no machine has."""
-    chips = list(dict.fromkeys(one.chip.name for one in compared))
+    chips = list(dict.fromkeys(machine.chip.name for machine in compared))
     if unused := [chip for chip in target.prices if chip not in chips]:
         raise ArgumentError(
             f"there is a price of {', '.join(unused)}, and the machines that are compared are of"

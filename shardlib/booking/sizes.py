@@ -51,16 +51,16 @@ def machines(family: str | Topology, largest: int) -> list[Topology]:
             f"{member.name} names the link between its parts, and its sizes are not listed\nTry: a"
             " chip, or one fast domain of it: h100:8"
         )
-    found = {
+    by_devices = {
         machine.devices: machine
         for devices in _counts(member, largest)
         if (machine := _member(member, devices)) is not None
     }
-    if not found:
+    if not by_devices:
         raise ArgumentError(
             f"{member.name} has no machine of at most {largest:,} devices\nTry: a larger limit"
         )
-    return [found[devices] for devices in sorted(found)]
+    return [by_devices[devices] for devices in sorted(by_devices)]
 
 
 def _member(member: Topology, devices: int) -> Topology | None:
@@ -81,8 +81,10 @@ def _slice(member: Topology) -> int:
     product = CATALOG.get(member.chip.name)
     if product is None or product.dims == 1:
         return member.devices // member.tiers[0].devices if len(member.tiers) > 1 else 1
-    most, per_chip = product.most, member.chip.devices_per_chip
-    chips = max((1 << power for power in range(most.bit_length()) if 1 << power <= most), default=1)
+    limit, per_chip = product.most, member.chip.devices_per_chip
+    chips = max(
+        (1 << power for power in range(limit.bit_length()) if 1 << power <= limit), default=1
+    )
     while chips > 1:
         name = _name(member, chips * per_chip)
         if name is not None and "*" not in name:

@@ -86,11 +86,11 @@ class Target:
     restart: float = RESTART_S
 
     def __post_init__(self) -> None:
-        given = {"tokens": self.tokens, "deadline": self.deadline, "restart": self.restart}
+        figures = {"tokens": self.tokens, "deadline": self.deadline, "restart": self.restart}
         wrong = [
             f"{name} is {value!r:.40}; it is a number above 0"
             for name, value in [
-                *given.items(),
+                *figures.items(),
                 *((f"the price of {chip}", price) for chip, price in self.prices.items()),
             ]
             if not _positive(value)
@@ -110,8 +110,8 @@ class Target:
             chip: its name.
             devices_per_chip: JAX devices that share it.
         """
-        found = self.prices.get(chip)
-        return None if found is None else found / devices_per_chip
+        chip_price = self.prices.get(chip)
+        return None if chip_price is None else chip_price / devices_per_chip
 
     def mtbf(self, devices: int) -> float | None:
         """Seconds between two failures of a machine of so many devices; None without failures."""

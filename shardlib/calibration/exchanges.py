@@ -29,14 +29,14 @@ CHAIN = 8
 
 def exchange_figures(devices: Sequence[jax.Device]) -> dict[str, float]:
     """Measures every kind of collective by participants."""
-    found: dict[str, float] = {}
-    for ways in measured_ways(len(devices)):
-        grid = np.array(devices).reshape(-1, ways)
+    figures: dict[str, float] = {}
+    for degree in measured_ways(len(devices)):
+        grid = np.array(devices).reshape(-1, degree)
         mesh = Mesh(grid, ("groups", "along"), axis_types=(AxisType.Auto,) * 2)
         for kind in KINDS:
-            seconds = [_seconds(mesh, kind, size) for size in (SMALL * ways * ways, MESSAGE)]
-            found |= dict(zip(exchange_names(kind, ways), line(*seconds), strict=True))
-    return found
+            seconds = [_seconds(mesh, kind, size) for size in (SMALL * degree * degree, MESSAGE)]
+            figures |= dict(zip(exchange_names(kind, degree), line(*seconds), strict=True))
+    return figures
 
 
 def line(small: float, large: float) -> tuple[float, float]:
@@ -52,15 +52,15 @@ def line(small: float, large: float) -> tuple[float, float]:
 
 def _seconds(mesh: Mesh, kind: str, elements: int) -> float:
     """Seconds of one collective whose full array has so many elements."""
-    ways = mesh.shape["along"]
-    step = _steps(ways)[kind]
+    degree = mesh.shape["along"]
+    step = _steps(degree)[kind]
 
     def chain(a: jax.Array) -> jax.Array:
         for _ in range(CHAIN):
             a = step(a)
         return a
 
-    size = elements // ways if kind == "all-gather" else elements // ways * ways
+    size = elements // degree if kind == "all-gather" else elements // degree * degree
     sharding = NamedSharding(mesh, P(("groups", "along")))
     a = jax.jit(lambda: jnp.ones((mesh.size * size,), jnp.float32), out_shardings=sharding)()
     program = jax.jit(
@@ -71,9 +71,9 @@ def _seconds(mesh: Mesh, kind: str, elements: int) -> float:
     return seconds_of(program, a, devices=mesh.size) / CHAIN
 
 
-def _steps(ways: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
+def _steps(degree: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
     """One collective of each kind, whose result has the shape of its operand again."""
-    ring = [(i, (i + 1) % ways) for i in range(ways)]
+    ring = [(i, (i + 1) % degree) for i in range(degree)]
 
     def gather(a: jax.Array) -> jax.Array:
         return lax.dynamic_slice(lax.all_gather(a, "along", tiled=True), (0,), a.shape)
@@ -82,7 +82,7 @@ def _steps(ways: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
         return lax.dynamic_update_slice(a, lax.psum_scatter(a, "along", tiled=True), (0,))
 
     def exchange(a: jax.Array) -> jax.Array:
-        return lax.all_to_all(a.reshape(ways, -1), "along", 0, 0, tiled=True).reshape(-1)
+        return lax.all_to_all(a.reshape(degree, -1), "along", 0, 0, tiled=True).reshape(-1)
 
     return {
         "all-gather": gather,

@@ -64,14 +64,14 @@ def measured_ways(devices: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in (2, devices) if n > 1 and devices % n == 0))
 
 
-def exchange_names(kind: str, ways: int) -> tuple[str, str]:
+def exchange_names(kind: str, degree: int) -> tuple[str, str]:
     """Names of the figures of a collective: seconds of the smallest, and of each byte of the full
     array.
 
     >>> exchange_names("all-gather", 8)
     ('all-gather.8.s', 'all-gather.8.s_per_byte')
     """
-    return f"{kind}.{ways}.s", f"{kind}.{ways}.s_per_byte"
+    return f"{kind}.{degree}.s", f"{kind}.{degree}.s_per_byte"
 
 
 def figure_names(local: int) -> tuple[str, ...]:
@@ -79,8 +79,8 @@ def figure_names(local: int) -> tuple[str, ...]:
     return KERNELS + tuple(
         name
         for kind in KINDS
-        for ways in measured_ways(local)
-        for name in exchange_names(kind, ways)
+        for degree in measured_ways(local)
+        for name in exchange_names(kind, degree)
     )
 
 
@@ -122,15 +122,15 @@ def read_figures(path: Path, local: int) -> dict[str, float] | None:
         return None
     if not isinstance(figures, dict):
         return None
-    given, names = cast("dict[str, Any]", figures), figure_names(local)
-    found = {
+    stored, names = cast("dict[str, Any]", figures), figure_names(local)
+    values = {
         name: float(value)
         for name in names
-        if isinstance(value := given.get(name), int | float)
+        if isinstance(value := stored.get(name), int | float)
         and not isinstance(value, bool)
         and 0 < value < LARGEST
     }
-    return found if len(found) == len(names) else None
+    return values if len(values) == len(names) else None
 
 
 def write_figures(path: Path, figures: Mapping[str, float]) -> None:

@@ -160,13 +160,13 @@ def _tier(
         exchanges=tuple(
             Exchange(
                 kind=kind,
-                ways=ways,
+                ways=degree,
                 latency_s=figures[latency] / share,
                 seconds_per_byte=figures[per_byte] / share,
             )
             for kind in KINDS
-            for ways in measured_ways(local)
-            for latency, per_byte in [exchange_names(kind, ways)]
+            for degree in measured_ways(local)
+            for latency, per_byte in [exchange_names(kind, degree)]
         ),
         sources=sources,
     )

@@ -233,16 +233,16 @@ def _gather(mesh: Mesh) -> float:
     """
     rows, width, looked_up = TABLE
 
-    def body(table: jax.Array, at: jax.Array) -> jax.Array:
-        found, back = jax.vjp(lambda table: table[at], table)
-        return back(found * 2)[0]
+    def body(table: jax.Array, indices: jax.Array) -> jax.Array:
+        gathered, back = jax.vjp(lambda table: table[indices], table)
+        return back(gathered * 2)[0]
 
-    at = jax.jit(
+    indices = jax.jit(
         lambda: jnp.arange(mesh.size * looked_up) * 7 % rows,
         out_shardings=NamedSharding(mesh, P("all")),
     )()
     seconds = seconds_of(
-        local_program(mesh, body), per_device(mesh, rows, width), at, devices=mesh.size
+        local_program(mesh, body), per_device(mesh, rows, width), indices, devices=mesh.size
     )
     return 4 * 4 * looked_up * width / seconds
 

@@ -85,21 +85,23 @@ def read(
         files, listed, "tokens" if dtype is not None and format is None else format
     )
     if kind == "tokens":
-        known = None if tokenizer is None else adapted(tokenizer)
-        held = read_arrays(
+        adapter = None if tokenizer is None else adapted(tokenizer)
+        splits = read_arrays(
             files,
             listed,
             dtype=None if dtype is None else np.dtype(dtype),
-            end=getattr(known, "end", None),
+            end=getattr(adapter, "end", None),
             name=name,
-            vocabulary=known.vocab_size if vocabulary is None and known is not None else vocabulary,
+            vocabulary=adapter.vocab_size
+            if vocabulary is None and adapter is not None
+            else vocabulary,
         )
-        training, validation, findings = *held, ()
+        training, validation, findings = *splits, ()
     else:
-        known = ByteTokenizer() if tokenizer is None else adapted(tokenizer)
+        adapter = ByteTokenizer() if tokenizer is None else adapted(tokenizer)
         store = open_store(
             _source(files, listed, kind, field),
-            known,
+            adapter,
             cache_folder(cache),
             name=name,
             vocabulary=vocabulary,
@@ -156,27 +158,30 @@ def _files(path: str | Path | Files | None) -> tuple[Files, str]:
 
 
 def _kind(
-    files: Files, listed: Sequence[FileInfo], asked: str | None
+    files: Files, listed: Sequence[FileInfo], format_name: str | None
 ) -> tuple[str, tuple[FileInfo, ...]]:
     """What the files are, and which of them: all, or with an asked kind those whose names are of
     it.
     """
     kinds = {info: KINDS.get(Path(info.name).suffix.lower(), "text") for info in listed}
     counts = Counter(kinds.values())
-    if asked is not None and asked not in {"text", *KINDS.values()}:
+    if format_name is not None and format_name not in {"text", *KINDS.values()}:
         raise DataError(
-            f"there is no format {asked!r}\nTry: text, {', '.join(dict.fromkeys(KINDS.values()))}"
+            f"there is no format {format_name!r}\nTry: text,"
+            f" {', '.join(dict.fromkeys(KINDS.values()))}"
         )
-    if asked is None:
+    if format_name is None:
         if len(counts) > 1:
-            found = " and ".join(f"{count} of {kind}" for kind, count in sorted(counts.items()))
+            kinds_text = " and ".join(
+                f"{count} of {kind}" for kind, count in sorted(counts.items())
+            )
             raise DataError(
-                f"{files.root} holds files of several formats: {found}\nTry:"
+                f"{files.root} holds files of several formats: {kinds_text}\nTry:"
                 f" format='{counts.most_common(1)[0][0]}' for those, or a folder of one format"
             )
         return next(iter(counts), "text"), tuple(listed)
-    chosen = tuple(info for info in listed if kinds[info] == asked)
-    return asked, chosen if chosen and asked != "text" else tuple(listed)
+    chosen = tuple(info for info in listed if kinds[info] == format_name)
+    return format_name, chosen if chosen and format_name != "text" else tuple(listed)
 
 
 def _source(files: Files, listed: tuple[FileInfo, ...], kind: str, field: str | None) -> Source:

@@ -108,7 +108,7 @@ class Examination:
             "seconds": self.seconds,
             "topology": None if self.machine is None else self.machine.name,
             "hosts": [host.to_json() for host in self.hosts],
-            "links": [one.to_json() for one in self.measured],
+            "links": [link.to_json() for link in self.measured],
             "pairs": [{"hosts": list(pair.hosts), "seconds": pair.seconds} for pair in self.pairs],
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -126,10 +126,10 @@ class Examination:
             for host in self.hosts
         ]
         lines += [
-            f"{one.tier}: all-reduce of {one.bytes / 2**20:.0f} MiB over {one.ways} devices"
-            f" {one.seconds * 1e3:.3g} ms, {one.bytes_per_s / 1e9:.3g} GB/s a device (expected"
-            f" {one.predicted * 1e3:.3g} ms)"
-            for one in self.measured
+            f"{link.tier}: all-reduce of {link.bytes / 2**20:.0f} MiB over {link.ways} devices"
+            f" {link.seconds * 1e3:.3g} ms, {link.bytes_per_s / 1e9:.3g} GB/s a device (expected"
+            f" {link.predicted * 1e3:.3g} ms)"
+            for link in self.measured
         ]
         lines += [
             f"{pair.hosts[0]} <-> {pair.hosts[1]}: {pair.seconds * 1e3:.3g} ms"
@@ -161,7 +161,7 @@ def examine(
         TopologyError: the topology does not parse.
     """
     begin = time.monotonic()
-    wanted = None if topology is None else parse_topology(topology)
+    machine = None if topology is None else parse_topology(topology)
     place = read_place(os.environ if environ is None else environ)
     joined = _jax_compat.coordination()
     with contextlib.closing(
@@ -172,22 +172,22 @@ def examine(
         with watchdog.phase("compare hosts"):
             facts = replace(facts, clock=_met(seconds))
             hosts = _everybodys(facts, seconds)
-        found = (
+        findings = (
             [finding for host in hosts for finding in alone(host)]
             + unlike(hosts)
             + late_clocks(hosts)
         )
-        found += [] if wanted is None else misfit(hosts, wanted)
+        findings += [] if machine is None else misfit(hosts, machine)
         if place is not None and place.coordinator and len({host.host for host in hosts}) > 1:
             with watchdog.phase("reach hosts"):
-                found += at_fault(
+                findings += at_fault(
                     unreached(facts.process, facts.host, place.coordinator, seconds=seconds)
                 )
         measured, pairs = (), ()
-        if measure and not any(finding.severity == "error" for finding in found):
+        if measure and not any(finding.severity == "error" for finding in findings):
             with watchdog.phase("measure"):
-                hosts, measured, pairs = _measured(hosts, facts, wanted, seconds)
-            found += (
+                hosts, measured, pairs = _measured(hosts, facts, machine, seconds)
+            findings += (
                 slow_devices(hosts)
                 + links.slow_pairs(pairs)
                 + ([] if hosts[0].platform == "cpu" else links.below(measured))
@@ -197,9 +197,9 @@ def examine(
         hosts=tuple(hosts),
         measured=tuple(measured),
         pairs=tuple(pairs),
-        findings=tuple(sorted(found, key=lambda finding: order[finding.severity])),
+        findings=tuple(sorted(findings, key=lambda finding: order[finding.severity])),
         seconds=time.monotonic() - begin,
-        machine=wanted,
+        machine=machine,
     )
 
 
@@ -210,32 +210,33 @@ def _met(seconds: float) -> float:
 
 
 def _everybodys(facts: HostFacts, seconds: float) -> list[HostFacts]:
-    said = all_say("what their hosts are", json.dumps(facts.to_json()), seconds=seconds)
-    return [HostFacts.from_json(json.loads(said[number])) for number in sorted(said)]
+    replies = all_say("what their hosts are", json.dumps(facts.to_json()), seconds=seconds)
+    return [HostFacts.from_json(json.loads(replies[number])) for number in sorted(replies)]
 
 
 def _measured(
-    hosts: Sequence[HostFacts], mine: HostFacts, wanted: Topology | None, seconds: float
+    hosts: Sequence[HostFacts], own_facts: HostFacts, machine: Topology | None, seconds: float
 ) -> tuple[list[HostFacts], list[Measured], list[Pair]]:
     """Matmuls, all-reduces along tiers, and exchanges of neighbours, as the slowest process has
     them.
     """
     hosts = _everybodys(
-        replace(mine, clock=hosts[mine.process].clock, seconds=links.matmul_seconds()), seconds
+        replace(own_facts, clock=hosts[own_facts.process].clock, seconds=links.matmul_seconds()),
+        seconds,
     )
     measured: list[Measured] = []
-    if wanted is not None:
-        for index, ways, size, run in links.tiers(wanted):
+    if machine is not None:
+        for index, degree, size, run in links.tiers(machine):
             slowest = max(
                 float(text)
                 for text in all_say("seconds of collectives", repr(run()), seconds=seconds).values()
             )
-            cost = links.predicted(wanted, index)
+            cost = links.predicted(machine, index)
             measured.append(
                 Measured(
-                    tier=wanted.tiers[index].name,
+                    tier=machine.tiers[index].name,
                     index=index,
-                    ways=ways,
+                    ways=degree,
                     bytes=size,
                     seconds=slowest,
                     predicted=cost.seconds(float(size)),
@@ -244,13 +245,15 @@ def _measured(
             )
     pairs: list[Pair] = []
     of_host = {host.process: host.host for host in hosts}
-    for some, run in links.exchanges(of_host):
-        own = run()
-        said = all_say("seconds of exchanges", json.dumps(own), seconds=seconds)
+    for host_pairs, run in links.exchanges(of_host):
+        own_seconds = run()
+        replies = all_say("seconds of exchanges", json.dumps(own_seconds), seconds=seconds)
         times = {
             of_host[process]: value
-            for process, text in said.items()
+            for process, text in replies.items()
             if (value := json.loads(text)) is not None
         }
-        pairs += [Pair(hosts=pair, seconds=max(times[host] for host in pair)) for pair in some]
+        pairs += [
+            Pair(hosts=pair, seconds=max(times[host] for host in pair)) for pair in host_pairs
+        ]
     return hosts, measured, pairs

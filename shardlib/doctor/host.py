@@ -149,16 +149,16 @@ def _resolves(host: str) -> bool:
 
 
 def _process() -> int:
-    found = _jax_compat.coordination()
-    return 0 if found is None else found[1]
+    coordination = _jax_compat.coordination()
+    return 0 if coordination is None else coordination[1]
 
 
 def _unused(platform: str) -> tuple[str, ...]:
     if platform != "cpu" or "cpu" in os.environ.get("JAX_PLATFORMS", ""):  # somebody wants it so
         return ()
     return tuple(
-        f"{file} is there, and JAX sees CPU devices alone; {how}"
-        for file, _, how in ACCELERATORS
+        f"{file} is there, and JAX sees CPU devices alone; {hint}"
+        for file, _, hint in ACCELERATORS
         if Path(file).exists()
     )
 
@@ -177,7 +177,7 @@ def _writable(folder: Path) -> str:
 
 def alone(facts: HostFacts) -> list[Finding]:
     """What is wrong with one host, whatever the others are."""
-    found = [
+    findings = [
         Finding(
             code="accelerator-unused",
             severity="error",
@@ -188,7 +188,7 @@ def alone(facts: HostFacts) -> list[Finding]:
         for text in facts.unused
     ]
     if facts.run not in ("", "writable"):
-        found.append(
+        findings.append(
             Finding(
                 code="run-folder",
                 severity="error",
@@ -198,7 +198,7 @@ def alone(facts: HostFacts) -> list[Finding]:
             )
         )
     if 0 < facts.files < FILES:
-        found.append(
+        findings.append(
             Finding(
                 code="open-files",
                 severity="warning",
@@ -211,7 +211,7 @@ def alone(facts: HostFacts) -> list[Finding]:
             )
         )
     if facts.platform == "gpu" and len(facts.kinds) > 1 and 0 <= facts.shared_bytes < SHARED_BYTES:
-        found.append(
+        findings.append(
             Finding(
                 code="shared-memory",
                 severity="warning",
@@ -231,7 +231,7 @@ def alone(facts: HostFacts) -> list[Finding]:
         and find_spec("nvidia") is None
         and any("NVIDIA" in kind for kind in facts.kinds.values())
     ):
-        found.append(
+        findings.append(
             Finding(
                 code="libraries",
                 severity="info",
@@ -242,4 +242,4 @@ def alone(facts: HostFacts) -> list[Finding]:
                 ),
             )
         )
-    return found
+    return findings

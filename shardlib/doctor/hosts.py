@@ -25,9 +25,9 @@ SLOW = 1.25
 
 def unlike(hosts: Sequence[HostFacts]) -> list[Finding]:
     """Packages and devices that differ between processes."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name in sorted({name for host in hosts for name in host.versions}):
-        found += _odd(
+        findings += _odd(
             hosts,
             [host.versions.get(name, "not installed") for host in hosts],
             "versions-differ",
@@ -35,7 +35,7 @@ def unlike(hosts: Sequence[HostFacts]) -> list[Finding]:
             "error",
             "the same packages and the same code on every host",
         )
-    found += _odd(
+    findings += _odd(
         hosts,
         [host.platform for host in hosts],
         "platforms-differ",
@@ -43,7 +43,7 @@ def unlike(hosts: Sequence[HostFacts]) -> list[Finding]:
         "error",
         "the same plugin of JAX on every host, and JAX_PLATFORMS",
     )
-    found += _odd(
+    findings += _odd(
         hosts,
         [_counted(host.kinds.values()) for host in hosts],
         "devices-differ",
@@ -52,7 +52,7 @@ def unlike(hosts: Sequence[HostFacts]) -> list[Finding]:
         "look for a device that failed (nvidia-smi, dmesg), or a process with another share of the"
         " devices",
     )
-    return found
+    return findings
 
 
 def _odd(
@@ -74,14 +74,14 @@ def _odd(
         Finding(
             code=code,
             severity=severity,
-            where=_named(some),
+            where=_named(members),
             message=(
                 f"{what} is {value}, and {usual} in"
                 f" {processes_text([host.process for host in by_value[usual]])}"
             ),
             hint=hint,
         )
-        for value, some in by_value.items()
+        for value, members in by_value.items()
         if value != usual
     ]
 
@@ -120,7 +120,7 @@ def misfit(hosts: Sequence[HostFacts], machine: Topology) -> list[Finding]:
     for host in hosts:
         per_host[host.host] += len(host.kinds)
     each = devices_per_host(machine)
-    wanted = (
+    host_count = (
         machine.devices // each
         if machine.chip.vendor != "cpu" and machine.devices % each == 0
         else 0
@@ -129,7 +129,7 @@ def misfit(hosts: Sequence[HostFacts], machine: Topology) -> list[Finding]:
     few = [f"{name} has {count}" for name, count in sorted(per_host.items()) if count != usual]
     text = (
         f"{machine.name} has {machine.devices} devices"
-        + (f" on {wanted} hosts" if wanted else "")
+        + (f" on {host_count} hosts" if host_count else "")
         + f"; here are {devices} on {len(names)}"
         f" ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
     )

@@ -87,7 +87,7 @@ class Pair:
 
 def matmul_seconds() -> dict[int, float]:
     """Seconds of the same matmul on every device of this process, by its number."""
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for device in jax.local_devices():
         size = MATMUL.get(device.platform, MATMUL_OTHERS)
         x = jax.device_put(
@@ -95,8 +95,8 @@ def matmul_seconds() -> dict[int, float]:
             device,
         )
         product = jax.jit(jnp.matmul)
-        found[device.id] = best(lambda product=product, x=x: product(x, x))
-    return found
+        seconds[device.id] = best(lambda product=product, x=x: product(x, x))
+    return seconds
 
 
 def best(run: Callable[[], Tree]) -> float:
@@ -124,9 +124,9 @@ def tiers(machine: Topology) -> list[tuple[int, int, int, Callable[[], float]]]:
     mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
     size = BYTES.get(devices.flat[0].platform, BYTES_OTHERS)
     return [
-        (i, ways, size, lambda name=names[i]: _all_reduce(mesh, name, size))
-        for i, ways in enumerate(shape)
-        if ways > 1
+        (i, degree, size, lambda name=names[i]: _all_reduce(mesh, name, size))
+        for i, degree in enumerate(shape)
+        if degree > 1
     ]
 
 
@@ -160,7 +160,9 @@ def predicted(machine: Topology, tier: int) -> LinearCost:
     return collective_cost(
         "all-reduce",
         tuple(
-            Span(tier, dim, ways) for dim, ways in enumerate(machine.tiers[tier].shape) if ways > 1
+            Span(tier, dim, degree)
+            for dim, degree in enumerate(machine.tiers[tier].shape)
+            if degree > 1
         ),
         machine,
     )
@@ -184,7 +186,8 @@ def exchanges(
         return []
     device = {
         process: min(
-            (one for one in jax.devices() if one.process_index == process), key=lambda one: one.id
+            (device for device in jax.devices() if device.process_index == process),
+            key=lambda device: device.id,
         )
         for process in firsts.values()
     }
@@ -207,16 +210,16 @@ def exchanges(
 
 
 def _exchange(mesh: Mesh, pairs: Sequence[tuple[int, int]], size: int) -> float | None:
-    if jax.process_index() not in {one.process_index for one in mesh.devices.flat}:
+    if jax.process_index() not in {device.process_index for device in mesh.devices.flat}:
         return None
     x = jax.jit(
         lambda: jnp.ones((mesh.size, size // 4), jnp.float32),
         out_shardings=NamedSharding(mesh, PartitionSpec("hosts")),
     )()
-    ways = [*pairs, *((b, a) for a, b in pairs)]
+    directed = [*pairs, *((b, a) for a, b in pairs)]
     passed = jax.jit(
         jax.shard_map(
-            lambda part: jax.lax.ppermute(part, "hosts", ways),
+            lambda part: jax.lax.ppermute(part, "hosts", directed),
             mesh=mesh,
             in_specs=PartitionSpec("hosts"),
             out_specs=PartitionSpec("hosts"),
@@ -239,20 +242,20 @@ def slow_pairs(pairs: Sequence[Pair]) -> list[Finding]:
     middle = statistics.median(pair.seconds for pair in pairs)
     slow = [pair for pair in pairs if pair.seconds > SLOW * middle]
     often = Counter(host for pair in slow for host in pair.hosts)
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for pair in slow:
         bad = max(pair.hosts, key=lambda host: often[host])
-        where = bad if often[bad] > 1 else " and ".join(pair.hosts)
-        found[where] = max(found.get(where, 0.0), pair.seconds / middle)
+        location = bad if often[bad] > 1 else " and ".join(pair.hosts)
+        ratios[location] = max(ratios.get(location, 0.0), pair.seconds / middle)
     return [
         Finding(
             code="slow-link",
             severity="warning",
-            where=where,
+            where=location,
             message=f"messages take {times:.1f} times as long as between most hosts",
             hint="look at the adapter, its cable and port, and its rate (ibstat, ethtool)",
         )
-        for where, times in found.items()
+        for location, times in ratios.items()
     ]
 
 
@@ -262,17 +265,17 @@ def below(measured: Sequence[Measured]) -> list[Finding]:
         Finding(
             code="links-below-catalogue",
             severity="warning",
-            where=one.tier,
+            where=link.tier,
             hint=(
                 "shardlib doctor --out machine.toml writes a topology with the measured rates, to"
                 " plan for"
             ),
             message=(
-                f"an all-reduce of {one.bytes / 2**20:.0f} MiB over {one.ways} devices takes"
-                f" {one.seconds * 1e3:.3g} ms where {one.predicted * 1e3:.3g} ms are expected"
-                f" ({one.seconds / one.predicted:.1f} times)"
+                f"an all-reduce of {link.bytes / 2**20:.0f} MiB over {link.ways} devices takes"
+                f" {link.seconds * 1e3:.3g} ms where {link.predicted * 1e3:.3g} ms are expected"
+                f" ({link.seconds / link.predicted:.1f} times)"
             ),
         )
-        for one in measured
-        if one.seconds > BELOW * one.predicted and math.isfinite(one.predicted)
+        for link in measured
+        if link.seconds > BELOW * link.predicted and math.isfinite(link.predicted)
     ]

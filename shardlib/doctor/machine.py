@@ -21,7 +21,7 @@ def corrected(machine: Topology, measured: Sequence[Measured], when: str) -> Top
         measured: along its tiers.
         when: date, for the sources.
     """
-    by_index = {one.index: one for one in measured}
+    by_index = {link.index: link for link in measured}
     return replace(
         machine,
         tiers=tuple(
@@ -31,20 +31,20 @@ def corrected(machine: Topology, measured: Sequence[Measured], when: str) -> Top
     )
 
 
-def _tier(tier: Tier, one: Measured, when: str) -> Tier:
+def _tier(tier: Tier, link: Measured, when: str) -> Tier:
     """The tier with the rate at which the collective takes the seconds that were measured; where
     that is more than the peak, the peak rises. Latency stays, but for more than half of these
     seconds.
     """
-    share = min(1.0, one.seconds / 2 / one.latency) if one.latency else 1.0
+    share = min(1.0, link.seconds / 2 / link.latency) if link.latency else 1.0
     rate = (
         tier.reached_bytes_per_s
-        * (one.predicted - one.latency)
-        / (one.seconds - share * one.latency)
+        * (link.predicted - link.latency)
+        / (link.seconds - share * link.latency)
     )
     source = (
-        f"shardlib doctor, {when}: all-reduce of {one.bytes} bytes over {one.ways} devices in"
-        f" {one.seconds:.3g} s"
+        f"shardlib doctor, {when}: all-reduce of {link.bytes} bytes over {link.ways} devices in"
+        f" {link.seconds:.3g} s"
     )
     return replace(
         tier,

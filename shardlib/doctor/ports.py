@@ -62,20 +62,20 @@ def unreached(process: int, host: str, coordinator: str, *, seconds: float) -> t
         seconds: how long to wait for the others.
     """
     with _listening(coordinator) as (address, port):
-        said = all_say(
+        replies = all_say(
             "ears", json.dumps({"host": host, "address": address, "port": port}), seconds=seconds
         )
-        ears = {number: Ear(process=number, **json.loads(text)) for number, text in said.items()}
-        mine = [
+        ears = {number: Ear(process=number, **json.loads(text)) for number, text in replies.items()}
+        unreached_here = [
             [listener, why]
             for listener in callees(process, ears)
             if (why := _called(ears[listener]))
         ]
-        every = all_say("who could not be reached", json.dumps(mine), seconds=seconds)
+        reports = all_say("who could not be reached", json.dumps(unreached_here), seconds=seconds)
         meet("ports", seconds=seconds)
     return tuple(
         Unheard(caller=ears[caller], listener=ears[listener], why=why)
-        for caller, text in sorted(every.items())
+        for caller, text in sorted(reports.items())
         for listener, why in json.loads(text)
     )
 
@@ -109,30 +109,30 @@ def at_fault(failures: Sequence[Unheard]) -> list[Finding]:
     others; else both ends of the connection.
     """
     deaf, mute = (
-        Counter(one.listener.host for one in failures),
-        Counter(one.caller.host for one in failures),
+        Counter(failure.listener.host for failure in failures),
+        Counter(failure.caller.host for failure in failures),
     )
-    found: list[Finding] = []
-    for one in failures:
+    findings: list[Finding] = []
+    for failure in failures:
         ends = (
-            f"process {one.caller.process} on {one.caller.host} cannot reach process"
-            f" {one.listener.process} on {one.listener.host} at"
-            f" {one.listener.address}:{one.listener.port}: {one.why}"
+            f"process {failure.caller.process} on {failure.caller.host} cannot reach process"
+            f" {failure.listener.process} on {failure.listener.host} at"
+            f" {failure.listener.address}:{failure.listener.port}: {failure.why}"
         )
-        where = (
-            one.listener.host
-            if deaf[one.listener.host] > max(1, mute[one.caller.host])
+        location = (
+            failure.listener.host
+            if deaf[failure.listener.host] > max(1, mute[failure.caller.host])
             else (
-                one.caller.host
-                if mute[one.caller.host] > 1
-                else f"{one.caller.host} and {one.listener.host}"
+                failure.caller.host
+                if mute[failure.caller.host] > 1
+                else f"{failure.caller.host} and {failure.listener.host}"
             )
         )
-        found.append(
+        findings.append(
             Finding(
                 code="unreachable",
                 severity="error",
-                where=where,
+                where=location,
                 message=ends,
                 hint=(
                     "open all ports between the hosts of the job; a firewall, a network policy or"
@@ -140,7 +140,7 @@ def at_fault(failures: Sequence[Unheard]) -> list[Finding]:
                 ),
             )
         )
-    return found
+    return findings
 
 
 @contextlib.contextmanager

@@ -22,12 +22,12 @@ Rule = Literal["adagrad", "sgd"]
 MOST_WORKERS, MOST_SERVERS = 4096, 1024
 
 
-def _whole(name: str, value: object, least: int, most: int | None = None) -> list[str]:
+def _whole(name: str, value: object, minimum: int, maximum: int | None = None) -> list[str]:
     """What is wrong with a whole number."""
-    limit = math.inf if most is None else most
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= limit:
+    limit = math.inf if maximum is None else maximum
+    if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= limit:
         return []
-    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+    span = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     return [f"{name} is {shown(value)}; it is an integer {span}"]
 
 
@@ -121,9 +121,9 @@ class Asynchronous:
         """The kind, and what differs from the defaults."""
         usual = Asynchronous()
         changed = [
-            f"{one.name}={getattr(self, one.name)}"
-            for one in fields(self)
-            if getattr(self, one.name) != getattr(usual, one.name)
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(usual, field.name)
         ]
         return ":".join([self.kind, *changed])
 

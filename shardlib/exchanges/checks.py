@@ -39,9 +39,9 @@ def between(
     fits = number <= most if reached else number < most
     if math.isfinite(number) and number >= 0 and fits and (number > 0 or not above):
         return []
-    least = "more than 0" if above else "at least 0"
+    lower = "more than 0" if above else "at least 0"
     limit = f" and {'at most' if reached else 'less than'} {most:g}" if math.isfinite(most) else ""
-    return [f"{name} is {shown(value)}; it is a number of {least}{limit}"]
+    return [f"{name} is {shown(value)}; it is a number of {lower}{limit}"]
 
 
 def one_of(name: str, value: object, words: Collection[str]) -> list[str]:

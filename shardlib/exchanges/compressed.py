@@ -88,17 +88,17 @@ class Compressed(Shown):
         Raises:
             PinError: there is no such compressor, or it has no such settings.
         """
-        given = dict(settings)
-        by = given.pop("by", PowerSGD.kind)
-        mine = {"islands": given.pop("islands")} if "islands" in given else {}
+        options = dict(settings)
+        by = options.pop("by", PowerSGD.kind)
+        own_settings = {"islands": options.pop("islands")} if "islands" in options else {}
         if isinstance(by, Mapping):
-            given |= dict(cast("Mapping[str, Any]", by))
-            by = given.pop("kind", None)
+            options |= dict(cast("Mapping[str, Any]", by))
+            by = options.pop("kind", None)
         if isinstance(by, str):
-            by = _compressor(by, given)
-        elif given:
-            raise PinError(f"compressed has islands and by, and not {', '.join(sorted(given))}")
-        return cls(**mine, by=by)  # type: ignore[arg-type]  (checked when it is made)
+            by = _compressor(by, options)
+        elif options:
+            raise PinError(f"compressed has islands and by, and not {', '.join(sorted(options))}")
+        return cls(**own_settings, by=by)  # type: ignore[arg-type]  (checked when it is made)
 
     def to_json(self) -> JsonObject:
         """The exchange as plain data."""
@@ -107,10 +107,10 @@ class Compressed(Shown):
     def __str__(self) -> str:
         """As the command line spells it, with what differs from the defaults."""
         words = [self.kind, str(self.islands), self.by.kind]
-        for one in fields(self.by):
-            value = getattr(self.by, one.name)
-            if value != one.default:
-                words.append(f"{one.name}={text(value)}")
+        for field in fields(self.by):
+            value = getattr(self.by, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={text(value)}")
         return ":".join(words)
 
 
@@ -122,8 +122,8 @@ def _compressor(kind: str, settings: Mapping[str, Any]) -> Compressor:
             meant = f"; did you mean 'quantised{':dtype=int4' if kind == 'int4' else ''}'?"
         raise PinError(f"by is {shown(kind)}; it is one of {', '.join(COMPRESSORS)}{meant}")
     form = COMPRESSORS[kind]
-    known = [one.name for one in fields(form)]
-    if strange := sorted(str(name) for name in settings if name not in known):
-        has = f"has {', '.join(known)}" if known else "has no settings"
+    names = [field.name for field in fields(form)]
+    if strange := sorted(str(name) for name in settings if name not in names):
+        has = f"has {', '.join(names)}" if names else "has no settings"
         raise PinError(f"by={kind} {has}, and not {', '.join(strange)}")
     return form(**settings)

@@ -89,7 +89,7 @@ class TopK:
     @property
     def densities(self) -> tuple[float, ...]:
         """The density of every stage, the last the one that stays."""
-        falling = [one for one in WARM_UP if one > self.density] if self.warm_up else []
+        falling = [density for density in WARM_UP if density > self.density] if self.warm_up else []
         return (*falling, self.density)
 
     @property
@@ -174,5 +174,5 @@ class Sign:
 Compressor: TypeAlias = PowerSGD | TopK | Quantised | Sign
 #: Compressors by the word with which they are pinned.
 COMPRESSORS: dict[str, type[PowerSGD] | type[TopK] | type[Quantised] | type[Sign]] = {
-    one.kind: one for one in (PowerSGD, TopK, Quantised, Sign)
+    form.kind: form for form in (PowerSGD, TopK, Quantised, Sign)
 }

@@ -46,12 +46,12 @@ def read_exchange(word: str, value: object) -> Exchange:
     if isinstance(value, Asynchronous):
         refuse_pin(word)
     if isinstance(value, str):
-        kind, *rest = value.lower().split(":")
+        kind, *parts = value.lower().split(":")
         form = _form(word, value, kind)
-        return _made(word, value, form, _settings(word, value, form, rest))
+        return _made(word, value, form, _settings(word, value, form, parts))
     if isinstance(value, Mapping):
-        given = dict(cast("Mapping[str, Any]", value))
-        return _made(word, value, _form(word, value, given.pop("kind", None)), given)
+        options = dict(cast("Mapping[str, Any]", value))
+        return _made(word, value, _form(word, value, options.pop("kind", None)), options)
     raise PinError(f"{word} is {shown(value)}; it is one of {EXAMPLES}")
 
 
@@ -70,20 +70,22 @@ def _form(word: str, value: object, kind: object) -> Form:
     raise PinError(f"{word} is {shown(value)}; it is one of {EXAMPLES}{meant}")
 
 
-def _settings(word: str, value: str, form: Form, rest: list[str]) -> dict[str, Any]:
+def _settings(word: str, value: str, form: Form, parts: list[str]) -> dict[str, Any]:
     """Settings of what stands after the kind: some by their places, then name=value."""
-    found: dict[str, Any] = {}
-    for place, text in enumerate(rest):
+    settings: dict[str, Any] = {}
+    for place, text in enumerate(parts):
         name, named, setting = text.rpartition("=")
         if not named and place >= len(form.places):
-            some = next((one.name for one in fields(form) if one.name not in form.places), "")
-            hint = f"{HINT}{some}={text}" if some else f"; {form.kind} has no settings"
+            first_name = next(
+                (field.name for field in fields(form) if field.name not in form.places), ""
+            )
+            hint = f"{HINT}{first_name}={text}" if first_name else f"; {form.kind} has no settings"
             raise PinError(f"{word} is {shown(value)}, whose part {text!r} has no name{hint}")
         name = name if named else form.places[place]
-        if name in found:
+        if name in settings:
             raise PinError(f"{word} is {shown(value)}, which says {name} twice{HINT}{name} once")
-        found[name] = _read(setting)
-    return found
+        settings[name] = _read(setting)
+    return settings
 
 
 def _read(text: str) -> int | float | str:
@@ -104,9 +106,9 @@ def _made(word: str, value: object, form: Form, settings: dict[str, Any]) -> Exc
     """
     if form is Compressed:
         return Compressed.read(settings)
-    known = [field.name for field in fields(form)]
-    strange = sorted(str(name) for name in settings if name not in known)
+    names = [field.name for field in fields(form)]
+    strange = sorted(str(name) for name in settings if name not in names)
     if strange:
-        has = f"has {', '.join(known)}" if known else "has no settings"
+        has = f"has {', '.join(names)}" if names else "has no settings"
         raise PinError(f"{word} is {shown(value)}; {form.kind} {has}, and not {', '.join(strange)}")
     return form(**settings)

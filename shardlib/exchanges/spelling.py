@@ -21,8 +21,10 @@ def spelled(exchange: Settings) -> str:
     Args:
         exchange: to be spelled.
     """
-    settings: dict[str, Any] = {one.name: getattr(exchange, one.name) for one in fields(exchange)}
-    usual = {one.name: one.default for one in fields(exchange)}
+    settings: dict[str, Any] = {
+        field.name: getattr(exchange, field.name) for field in fields(exchange)
+    }
+    usual = {field.name: field.default for field in fields(exchange)}
     words = [exchange.kind, *(text(settings[name]) for name in exchange.places)]
     words += [
         f"{name}={text(value)}"

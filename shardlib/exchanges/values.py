@@ -42,4 +42,4 @@ Form: TypeAlias = type[Exact] | type[DiLoCo] | type[Gossip] | type[Compressed]
 #: One island.
 EXACT = Exact()
 #: Exchanges by the word with which they are pinned.
-KINDS: dict[str, Form] = {one.kind: one for one in (Exact, DiLoCo, Gossip, Compressed)}
+KINDS: dict[str, Form] = {form.kind: form for form in (Exact, DiLoCo, Gossip, Compressed)}

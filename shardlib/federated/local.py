@@ -48,8 +48,8 @@ def evaluate(job: Job, request: Request) -> Answer:
         ShardlibError: see `train`.
     """
     rows = job.validation or job.rows
-    found = read_rows(rows, job.batch, request.partition, request.partitions)
-    return _client(job, job.place(request.partition)).any().evaluate(request, found)
+    batches = read_rows(rows, job.batch, request.partition, request.partitions)
+    return _client(job, job.place(request.partition)).any().evaluate(request, batches)
 
 
 class Client:

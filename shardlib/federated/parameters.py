@@ -49,33 +49,33 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)
 
 
-def received(program: Program, found: Arrays | Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+def received(program: Program, sent: Arrays | Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """What was sent, as the arrays of a program.
 
     Args:
         program: of the same model.
-        found: arrays by path; or without names, in the order of the paths.
+        sent: arrays by path; or without names, in the order of the paths.
 
     Raises:
         ArgumentError: they are those of another model; everything that differs is listed.
         TrainingError: some are not finite.
     """
-    asked = trained(program)
-    if not found:
+    expected = trained(program)
+    if not sent:
         raise ArgumentError(
             "there are no parameters: no client has answered with any\nTry: Flower's log, which has"
             " what each client says"
         )
-    if not isinstance(found, Mapping):
-        if len(found) != len(asked):
+    if not isinstance(sent, Mapping):
+        if len(sent) != len(expected):
             raise ArgumentError(
-                f"the parameters are those of another model: {len(found)} arrays, and"
-                f" {program.plan.model} trains {len(asked)}"
+                f"the parameters are those of another model: {len(sent)} arrays, and"
+                f" {program.plan.model} trains {len(expected)}"
             )
-        found = dict(zip(asked, found, strict=True))
+        sent = dict(zip(expected, sent, strict=True))
     failures = [
-        *_differing(asked, found),
-        *(f"{path} is not known" for path in found.keys() - asked.keys()),
+        *_differing(expected, sent),
+        *(f"{path} is not known" for path in sent.keys() - expected.keys()),
     ]
     if failures:
         raise_all(
@@ -84,48 +84,48 @@ def received(program: Program, found: Arrays | Sequence[np.ndarray]) -> dict[str
             bounded(failures),
         )
     with np.errstate(over="ignore"):  # what a smaller dtype cannot hold is infinite in it
-        held = {path: found[path].astype(leaf.dtype) for path, leaf in asked.items()}
-    require_finite(found, "parameters that were received")
-    require_finite(held, "parameters that were received, in the dtypes of the model,")
-    return {path: found[path].reshape(leaf.shape) for path, leaf in asked.items()}
+        cast_arrays = {path: sent[path].astype(leaf.dtype) for path, leaf in expected.items()}
+    require_finite(sent, "parameters that were received")
+    require_finite(cast_arrays, "parameters that were received, in the dtypes of the model,")
+    return {path: sent[path].reshape(leaf.shape) for path, leaf in expected.items()}
 
 
-def _differing(asked: Mapping[str, jax.ShapeDtypeStruct], found: Arrays) -> list[str]:
+def _differing(expected: Mapping[str, jax.ShapeDtypeStruct], sent: Arrays) -> list[str]:
     failures: list[str] = []
-    for path, leaf in asked.items():
-        if path not in found:
+    for path, leaf in expected.items():
+        if path not in sent:
             failures.append(f"{path} is missing")
-        elif np.shape(found[path]) not in (leaf.shape, leaf.shape or (1,)):
-            failures.append(f"{path} is {list(np.shape(found[path]))}, not {list(leaf.shape)}")
-        elif found[path].dtype.kind != _plain(np.empty(0, leaf.dtype)).dtype.kind:
-            failures.append(f"{path} is {found[path].dtype}, not {leaf.dtype}")
+        elif np.shape(sent[path]) not in (leaf.shape, leaf.shape or (1,)):
+            failures.append(f"{path} is {list(np.shape(sent[path]))}, not {list(leaf.shape)}")
+        elif sent[path].dtype.kind != _plain(np.empty(0, leaf.dtype)).dtype.kind:
+            failures.append(f"{path} is {sent[path].dtype}, not {leaf.dtype}")
     return failures
 
 
-def require_finite(found: Arrays, what: str) -> None:
+def require_finite(arrays: Arrays, what: str) -> None:
     """Refuses arrays that are not finite.
 
     Args:
-        found: arrays by path.
+        arrays: arrays by path.
         what: they are, in words.
 
     Raises:
         TrainingError: all of them are listed.
     """
-    wrong = [path for path, array in found.items() if not np.isfinite(array).all()]
+    wrong = [path for path, array in arrays.items() if not np.isfinite(array).all()]
     if wrong:
         raise TrainingError(f"{what} are not finite: {', '.join(bounded(wrong))}")
 
 
-def placed(program: Program, params: Tree, found: Arrays | Sequence[np.ndarray]) -> Tree:
+def placed(program: Program, params: Tree, sent: Arrays | Sequence[np.ndarray]) -> Tree:
     """Parameters of which the trained ones are those that were sent.
 
     Args:
         program: of the same model.
         params: of a state of it.
-        found: see `received`.
+        sent: see `received`.
 
     Raises:
         ArgumentError, TrainingError: see `received`.
     """
-    return with_trained(program, params, received(program, found))
+    return with_trained(program, params, received(program, sent))

@@ -62,8 +62,8 @@ def proximal(optimizer: optax.GradientTransformation) -> optax.GradientTransform
             return gradient + term.astype(gradient.dtype)
 
         gradients = jax.tree.map(pulled, updates, params, state.anchor)
-        found, after = inner.update(gradients, state.inner, params, **more)
-        return found, state._replace(inner=after)
+        inner_updates, after = inner.update(gradients, state.inner, params, **more)
+        return inner_updates, state._replace(inner=after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

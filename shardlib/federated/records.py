@@ -69,16 +69,18 @@ def request_of(message: Message, context: Context) -> Request:
             "the server has no parameters to begin with\nTry: initial_parameters="
             "ndarrays_to_parameters(list(federated.arrays(program, program.init()).values()))"
         )
-    config = {key: value for one in content.config_records.values() for key, value in one.items()}
-    found, earlier = arrays_of(record), name.split(".")[0] in EARLIER
-    kept = context.state.array_records.get(KEPT)
+    config = {
+        key: value for entries in content.config_records.values() for key, value in entries.items()
+    }
+    sent, earlier = arrays_of(record), name.split(".")[0] in EARLIER
+    stored = context.state.array_records.get(KEPT)
     return Request(
-        arrays=list(found.values()) if earlier else found,
+        arrays=list(sent.values()) if earlier else sent,
         partition=_number(context, "partition-id"),
         partitions=_number(context, "num-partitions"),
         round=_round(config, message),
         mu=float(str(config.get("proximal-mu", config.get("proximal_mu", 0.0)))),
-        kept={} if kept is None else arrays_of(kept),
+        kept={} if stored is None else arrays_of(stored),
     )
 
 
@@ -94,8 +96,8 @@ def _number(context: Context, name: str) -> int:
 
 def _round(config: Mapping[str, object], message: Message) -> int:
     """The number of the round, wherever it is said."""
-    said = config.get("server-round", config.get("server_round", message.metadata.group_id))
-    return int(str(said)) if str(said).isdigit() else 0
+    value = config.get("server-round", config.get("server_round", message.metadata.group_id))
+    return int(str(value)) if str(value).isdigit() else 0
 
 
 def answer_to(message: Message, context: Context, answer: Answer) -> Message:
@@ -110,9 +112,9 @@ def answer_to(message: Message, context: Context, answer: Answer) -> Message:
     if answer.kept:
         context.state.array_records[KEPT] = record_of(answer.kept)
     name = next(iter(message.content.array_records))
-    asked = name.split(".")[0]
-    if asked in EARLIER:
-        return app.Message(_earlier(EARLIER[asked], answer), reply_to=message)
+    kind = name.split(".")[0]
+    if kind in EARLIER:
+        return app.Message(_earlier(EARLIER[kind], answer), reply_to=message)
     content = app.RecordDict(
         {
             METRICS: app.MetricRecord({**answer.metrics, WEIGHT: int(answer.weight)}),

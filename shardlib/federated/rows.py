@@ -26,18 +26,18 @@ def read_rows(rows: Rows, batch: Tree, partition: int, partitions: int) -> Tree:
         BatchError: they are not like the batch; everything that differs is listed.
         DataError: there are none.
     """
-    found = rows(partition, partitions)
+    client_rows = rows(partition, partitions)
     who = f"the rows of partition {partition} of {partitions}"
-    asked, structure = jax.tree_util.tree_flatten_with_path(batch)
-    if jax.tree.structure(found) != structure:
+    batch_leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+    if jax.tree.structure(client_rows) != structure:
         raise BatchError(
-            f"{who} are {shown(jax.tree.structure(found))}, and a batch is {shown(structure)}"
+            f"{who} are {shown(jax.tree.structure(client_rows))}, and a batch is {shown(structure)}"
         )
-    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(client_rows)]
     failures = [
         f"{path_text(path) or 'rows'} is {array.dtype}{list(array.shape)}, and in a batch"
         f" {leaf.dtype}{['rows', *np.shape(leaf)[1:]]}".replace("'", "")
-        for (path, leaf), array in zip(asked, arrays, strict=True)
+        for (path, leaf), array in zip(batch_leaves, arrays, strict=True)
         if array.shape[1:] != np.shape(leaf)[1:]
         or not array.ndim
         or jax.dtypes.canonicalize_dtype(array.dtype) != leaf.dtype
@@ -45,7 +45,7 @@ def read_rows(rows: Rows, batch: Tree, partition: int, partitions: int) -> Tree:
     if not failures and len({len(array) for array in arrays}) > 1:
         failures = [
             f"{path_text(path) or 'rows'} has {len(array)} rows"
-            for (path, _), array in zip(asked, arrays, strict=True)
+            for (path, _), array in zip(batch_leaves, arrays, strict=True)
         ]
     if failures:
         raise_all(BatchError, f"{who} are not those of a batch", failures)

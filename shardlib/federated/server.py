@@ -69,9 +69,9 @@ def state(
     return program.anew(replace(begin, params=placed(program, begin.params, plain)))
 
 
-def _by_path(found: ArrayRecord | Arrays) -> Arrays:
-    plain = {path: one for path, one in found.items() if isinstance(one, np.ndarray)}
-    others = {path: one for path, one in found.items() if not isinstance(one, np.ndarray)}
+def _by_path(record: ArrayRecord | Arrays) -> Arrays:
+    plain = {path: array for path, array in record.items() if isinstance(array, np.ndarray)}
+    others = {path: array for path, array in record.items() if not isinstance(array, np.ndarray)}
     return plain | arrays_of(others)
 
 
@@ -87,9 +87,9 @@ def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricR
     Raises:
         LaunchError: two clients have the same partition.
     """
-    replies = [one for one in replies if _has_metrics(one, weighted_by)]
-    said = [one.config_records.get(CLIENT, {}).get("partition") for one in replies]
-    taken = Counter(partition for partition in said if isinstance(partition, int))
+    replies = [reply for reply in replies if _has_metrics(reply, weighted_by)]
+    partitions = [reply.config_records.get(CLIENT, {}).get("partition") for reply in replies]
+    taken = Counter(partition for partition in partitions if isinstance(partition, int))
     twice = sorted(str(partition) for partition, many in taken.items() if many > 1)
     if twice:
         raise LaunchError(
@@ -99,11 +99,11 @@ def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricR
     if not replies:
         return flower().MetricRecord({"rows": 0, "clients": 0})
     strategies = flower("flwr.serverapp.strategy.strategy_utils")
-    found = strategies.aggregate_metricrecords(list(replies), weighted_by)
-    records = [next(iter(one.metric_records.values())) for one in replies]
-    found["rows"] = sum(one.get("rows", 0) for one in records)
-    found["clients"] = len(records)
-    return found
+    aggregated = strategies.aggregate_metricrecords(list(replies), weighted_by)
+    records = [next(iter(reply.metric_records.values())) for reply in replies]
+    aggregated["rows"] = sum(record.get("rows", 0) for record in records)
+    aggregated["clients"] = len(records)
+    return aggregated
 
 
 def tolerant(strategy: Strategy) -> Strategy:
@@ -131,25 +131,25 @@ def tolerant(strategy: Strategy) -> Strategy:
 
 def _alike(replies: Iterable[Message], weighted_by: str, *, arrays: bool) -> list[Message]:
     """Errors, and the replies that have the same records as most; the others are logged."""
-    every = list(replies)
+    all_replies = list(replies)
     kinds = {
         number: kind
-        for number, one in enumerate(every)
-        if not one.has_error()
-        and (kind := _kind(one.content, weighted_by, arrays=arrays)) is not None
+        for number, reply in enumerate(all_replies)
+        if not reply.has_error()
+        and (kind := _kind(reply.content, weighted_by, arrays=arrays)) is not None
     }
-    most = Counter(kinds.values()).most_common(1)[0][0] if kinds else None
-    kept = list[Message]()
-    for number, one in enumerate(every):
-        if one.has_error() or (number in kinds and kinds[number] == most):
-            kept.append(one)
+    majority = Counter(kinds.values()).most_common(1)[0][0] if kinds else None
+    alike = list[Message]()
+    for number, reply in enumerate(all_replies):
+        if reply.has_error() or (number in kinds and kinds[number] == majority):
+            alike.append(reply)
         else:
             LOG.warning(
                 "the reply of node %s has no metrics, or not the records of the others: the round"
                 " goes on without it",
-                getattr(one.metadata, "src_node_id", "?"),
+                getattr(reply.metadata, "src_node_id", "?"),
             )
-    return kept
+    return alike
 
 
 def _kind(
@@ -167,5 +167,7 @@ def _has_metrics(reply: RecordDict, weighted_by: str) -> bool:
     if len(reply.metric_records) != 1:
         return False
     record = next(iter(reply.metric_records.values()))
-    numbers = all(isinstance(one, int | float) and math.isfinite(one) for one in record.values())
+    numbers = all(
+        isinstance(value, int | float) and math.isfinite(value) for value in record.values()
+    )
     return numbers and record.get(weighted_by, 0) > 0

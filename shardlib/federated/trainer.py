@@ -41,7 +41,7 @@ def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) 
     """A program whose optimizer has the proximal term of FedProx, or not."""
     if jax.process_count() > 1:
         raise LaunchError(f"a client is one process, and here are {jax.process_count()}")
-    found = compile(
+    program = compile(
         job.init,
         job.loss,
         proximal(job.optimizer) if term else job.optimizer,
@@ -52,13 +52,15 @@ def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) 
         wrt=job.wrt,
         evaluation=job.local.evaluation,
     )
-    if not isinstance(found, Program):
+    if not isinstance(program, Program):
         raise PinError(
-            f"pin of the job has exchange={found.plan.exchange}, and is of one client: how clients"
-            " exchange is for the strategy to say"
+            f"pin of the job has exchange={program.plan.exchange}, and is of one client: how"
+            " clients exchange is for the strategy to say"
         )
-    updated = [one.path for one in found.plan.parameters if one.role == "updated"]
-    if term and (rounded := _rounded(found)):
+    updated = [
+        parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
+    ]
+    if term and (rounded := _rounded(program)):
         raise PinError(
             f"the proximal term of FedProx would be of {rounded} copies of the server's parameters"
             "\nTry: moment_dtype=None"
@@ -68,17 +70,18 @@ def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) 
             f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
             " which are no parameters: each client would have its own"
         )
-    return found
+    return program
 
 
-def _rounded(found: Program) -> str:
+def _rounded(program: Program) -> str:
     """The dtype that the anchor of a proximal term is kept in, where that is not the parameters'
     own.
     """
-    anchor = by_path(found.state.opt_state.anchor)
-    own = by_path(found.model.partition.trained(found.state.params))
+    anchor = by_path(program.state.opt_state.anchor)
+    parameters = by_path(program.model.partition.trained(program.state.params))
     return next(
-        (str(leaf.dtype) for path, leaf in anchor.items() if leaf.dtype != own[path].dtype), ""
+        (str(leaf.dtype) for path, leaf in anchor.items() if leaf.dtype != parameters[path].dtype),
+        "",
     )
 
 
@@ -104,23 +107,29 @@ class Trainer:
             request: what the client is asked.
             rows: all of the client.
         """
-        state, found, local = self._first(request), list[Mapping[str, jax.Array]](), self.job.local
+        state, step_metrics, local = (
+            self._first(request),
+            list[Mapping[str, jax.Array]](),
+            self.job.local,
+        )
         self._last = None  # its arrays are donated to the first step
         key = (local.seed, request.partition, request.round)
         for batch in batches(rows, self.job.size, local.epochs, key):
             state, metrics = self.program.step(state, batch)
-            found.append(metrics)
+            step_metrics.append(metrics)
         self._last = replace(state, opt_state=None)
-        means = _means(found, request)
+        means = _means(step_metrics, request)
         trained = arrays(self.program, state)
         who = f"partition {request.partition} of round {request.round}"
         require_finite(trained, f"parameters that {who} has trained")
-        kept = sent(by_path(inner_of(state.opt_state))) if local.keep == "optimizer" else {}
+        optimizer_arrays = (
+            sent(by_path(inner_of(state.opt_state))) if local.keep == "optimizer" else {}
+        )
         return Answer(
             weight=self._weight(rows),
-            metrics={**means, "rows": float(count(rows)), "steps": float(len(found))},
+            metrics={**means, "rows": float(count(rows)), "steps": float(len(step_metrics))},
             arrays=trained,
-            kept=kept,
+            kept=optimizer_arrays,
         )
 
     def evaluate(self, request: Request, rows: Tree) -> Answer:
@@ -168,13 +177,13 @@ class Trainer:
         return replace(state, model_state=streams.model_state)
 
 
-def _means(found: Sequence[Mapping[str, jax.Array]], request: Request) -> dict[str, float]:
+def _means(step_metrics: Sequence[Mapping[str, jax.Array]], request: Request) -> dict[str, float]:
     """Means of metrics over the steps of a round.
 
     Raises:
         TrainingError: a loss is not finite.
     """
-    losses = np.asarray([metrics["loss"] for metrics in found], np.float64)
+    losses = np.asarray([metrics["loss"] for metrics in step_metrics], np.float64)
     if not np.isfinite(losses).all():
         step = int(np.argmin(np.isfinite(losses)))
         raise TrainingError(
@@ -182,22 +191,22 @@ def _means(found: Sequence[Mapping[str, jax.Array]], request: Request) -> dict[s
             f" {len(losses)} of round {request.round}\nTry: a smaller learning rate"
         )
     return {
-        name: float(np.mean([np.asarray(metrics[name], np.float64) for metrics in found]))
-        for name in found[0]
+        name: float(np.mean([np.asarray(metrics[name], np.float64) for metrics in step_metrics]))
+        for name in step_metrics[0]
     }
 
 
-def _restored(asked: Tree, kept: Arrays) -> Tree:
+def _restored(template: Tree, stored: Arrays) -> Tree:
     """Optimizer state of an earlier round, on the devices.
 
     Raises:
         StateError: it is that of another optimizer.
     """
-    leaves = by_path(asked)
-    if leaves.keys() != kept.keys():
+    leaves = by_path(template)
+    if leaves.keys() != stored.keys():
         raise StateError("the optimizer state that a client has kept is that of another optimizer")
-    made = [
-        jax.device_put(kept[path].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+    placed_leaves = [
+        jax.device_put(stored[path].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
         for path, leaf in leaves.items()
     ]
-    return jax.tree.unflatten(jax.tree.structure(asked), made)
+    return jax.tree.unflatten(jax.tree.structure(template), placed_leaves)

@@ -120,12 +120,12 @@ class Chip:
         bfloat16 where there is no faster path, and the rest (float64, wide integers, booleans) as
         float32.
         """
-        own = dict(self.flops_per_s)
+        rates = dict(self.flops_per_s)
         name = "float8_e4m3fn" if dtype.startswith("float8") else dtype
         for candidate in (dtype, name, *FALLBACKS.get(name, ()), "float32", "bfloat16"):
-            if candidate in own:
-                return own[candidate]
-        return min(own.values())
+            if candidate in rates:
+                return rates[candidate]
+        return min(rates.values())
 
     @property
     def usable_bytes(self) -> int:

@@ -112,17 +112,17 @@ def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
         TopologyError: the file or a device is not usable, two have one name, or there is none.
         MissingFileError: the file is not there.
     """
-    found = _from_file(Path(spec)) if isinstance(spec, str | Path) else tuple(spec)
-    names = [device.name for device in found]
+    devices = _from_file(Path(spec)) if isinstance(spec, str | Path) else tuple(spec)
+    names = [device.name for device in devices]
     twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not found:
+    if twice or not devices:
         raise TopologyError(
             f"devices have one name: {', '.join(twice)}\nTry: one entry with count ="
             f" {names.count(twice[0])}"
             if twice
             else "there are no devices\nTry: [[devices]]"
         )
-    return found
+    return devices
 
 
 def _from_file(path: Path) -> tuple[Device, ...]:
@@ -134,22 +134,22 @@ def _from_file(path: Path) -> tuple[Device, ...]:
     data = read_toml(path, "device file", TopologyError)
     tables = data.get("devices")
     if not isinstance(tables, list) or not all(
-        isinstance(one, Mapping) for one in cast("list[Any]", tables)
+        isinstance(table, Mapping) for table in cast("list[Any]", tables)
     ):
         raise TopologyError(f"device file {str(path)!r} has no list of tables [[devices]]")
     return tuple(
-        _read(cast("Mapping[str, Any]", one), f"devices[{i}] of {str(path)!r}")
-        for i, one in enumerate(cast("list[Any]", tables))
+        _read(cast("Mapping[str, Any]", table), f"devices[{i}] of {str(path)!r}")
+        for i, table in enumerate(cast("list[Any]", tables))
     )
 
 
-def _read(data: JsonMapping, where: str) -> Device:
-    known = [field.name for field in fields(Device)]
+def _read(data: JsonMapping, source: str) -> Device:
+    names = [field.name for field in fields(Device)]
     failures = [
         f"{key!r} is missing" for key in ("name", "chip", "link_bytes_per_s") if key not in data
     ]
     failures += [
-        f"{shown(key)} is unknown; keys are {', '.join(known)}" for key in data if key not in known
+        f"{shown(key)} is unknown; keys are {', '.join(names)}" for key in data if key not in names
     ]
     chip = data.get("chip")
     if isinstance(chip, str) and chip not in CATALOG:
@@ -157,11 +157,11 @@ def _read(data: JsonMapping, where: str) -> Device:
     elif chip is not None and not isinstance(chip, str | Mapping):
         failures.append(f"'chip' is {shown(chip)}; it is a name or a table")
     if failures:
-        raise_all(TopologyError, f"{where} is not usable", bounded(failures))
+        raise_all(TopologyError, f"{source} is not usable", bounded(failures))
     return construct(
         Device,
         {**data, "chip": CATALOG[chip].chip if isinstance(chip, str) else chip},
-        where,
+        source,
         TopologyError,
         most=LARGEST,
     )

@@ -85,16 +85,16 @@ def devices_of(value: object) -> list[Any] | None:
                 f"topology is of type {type(value).__name__}, which has no devices\nTry: a"
                 ' jax.sharding.Mesh, or a spelling such as topology="v5e:16x16"'
             )
-        found = list(cast("Sequence[Any]", devices.reshape(-1)))
+        listed = list(cast("Sequence[Any]", devices.reshape(-1)))
     elif isinstance(value, (list, tuple, np.ndarray)):
-        found = list(cast("Sequence[Any]", np.asarray(value, dtype=object).reshape(-1)))
+        listed = list(cast("Sequence[Any]", np.asarray(value, dtype=object).reshape(-1)))
     else:
         return None
-    if not found or not all(map(_is_device, found)):
+    if not listed or not all(map(_is_device, listed)):
         return None
-    if len(set(map(id, found))) < len(found):
+    if len(set(map(id, listed))) < len(listed):
         raise TopologyError("topology names a device twice\nTry: every device once")
-    return found
+    return listed
 
 
 def _is_device(value: object) -> bool:
@@ -111,10 +111,10 @@ def spelling_of(devices: Sequence[JaxDevice]) -> str:
         TopologyError: they are of several kinds, of one that the catalogue does not have, or no
             whole machine.
     """
-    kinds = Counter((one.platform, one.device_kind) for one in devices)
+    kinds = Counter((device.platform, device.device_kind) for device in devices)
     if len(kinds) > 1:
-        told = ", ".join(f"{count} of {kind}" for (_, kind), count in sorted(kinds.items()))
-        raise TopologyError(f"topology is {told}\nTry: devices of one kind")
+        description = ", ".join(f"{count} of {kind}" for (_, kind), count in sorted(kinds.items()))
+        raise TopologyError(f"topology is {description}\nTry: devices of one kind")
     platform, kind = next(iter(kinds))
     if platform == "cpu":
         return f"cpu:{len(devices)}"
@@ -125,8 +125,8 @@ def spelling_of(devices: Sequence[JaxDevice]) -> str:
             f" name it, one of {', '.join(CATALOG)}, or a .toml file"
         )
     parts: dict[int, list[JaxDevice]] = {}
-    for one in devices:  # a fast domain is a slice, where JAX says which, or else a process
-        parts.setdefault(getattr(one, "slice_index", one.process_index), []).append(one)
+    for device in devices:  # a fast domain is a slice, where JAX says which, or else a process
+        parts.setdefault(getattr(device, "slice_index", device.process_index), []).append(device)
     shapes = {_shape(name, part) for part in parts.values()}
     if len(shapes) > 1:
         raise TopologyError(
@@ -142,10 +142,10 @@ def _shape(name: str, devices: Sequence[JaxDevice]) -> str:
     product = CATALOG[name]
     if product.dims == 1:
         return str(len(devices))
-    coords = {tuple(cast("Sequence[int]", getattr(one, "coords", ()))) for one in devices}
+    coords = {tuple(cast("Sequence[int]", getattr(device, "coords", ()))) for device in devices}
     sides = [max(places) - min(places) + 1 for places in zip(*coords, strict=True)]
-    shape, rest, chips = sides[: product.dims], sides[product.dims :], len(coords)
-    if math.prod(shape) != chips or any(side > 1 for side in rest):
+    shape, outer, chips = sides[: product.dims], sides[product.dims :], len(coords)
+    if math.prod(shape) != chips or any(side > 1 for side in outer):
         raise TopologyError(
             f"topology is {chips} chips of {name} that are no whole box: their coordinates span"
             f" {'x'.join(map(str, sides))}\nTry: all chips of a box"

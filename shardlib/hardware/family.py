@@ -41,27 +41,27 @@ def of_size(topology: TopologyLike, devices: int) -> Topology:
     Raises:
         TopologyError: the family has no such member.
     """
-    known = parse_topology(topology)
+    machine = parse_topology(topology)
     if devices < 1:
         raise TopologyError(f"a machine of {devices} devices was asked for; it has at least 1")
-    if devices == known.devices:
-        return known
-    product = CATALOG.get(known.chip.name)
+    if devices == machine.devices:
+        return machine
+    product = CATALOG.get(machine.chip.name)
     if (
         product is None
-        or product.chip != known.chip
-        or ":" not in known.name
-        or known != parse_topology(known.name)
+        or product.chip != machine.chip
+        or ":" not in machine.name
+        or machine != parse_topology(machine.name)
     ):
-        return _resized(known, devices)
+        return _resized(machine, devices)
     return parse_topology(
-        _slices(product, devices) if product.dims > 1 else _domains(known, product, devices)
+        _slices(product, devices) if product.dims > 1 else _domains(machine, product, devices)
     )
 
 
-def _domains(known: Topology, product: Product, devices: int) -> str:
+def _domains(machine: Topology, product: Product, devices: int) -> str:
     """GPUs: domains as large as the family's, or the fewest equal ones where they do not divide."""
-    size = known.tiers[-1].devices if len(known.tiers) > 1 else product.most
+    size = machine.tiers[-1].devices if len(machine.tiers) > 1 else product.most
     count = next(
         number for number in range(math.ceil(devices / size), devices + 1) if devices % number == 0
     )
@@ -75,8 +75,8 @@ def _domains(known: Topology, product: Product, devices: int) -> str:
 def _slices(product: Product, devices: int) -> str:
     """TPUs: one slice where there is one, else the fewest equal slices."""
     per_chip = product.chip.devices_per_chip
-    chips, rest = divmod(devices, per_chip)
-    if rest:
+    chips, remainder = divmod(devices, per_chip)
+    if remainder:
         raise TopologyError(
             f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are no whole"
             " number of chips"
@@ -94,27 +94,27 @@ def _shape(product: Product, chips: int) -> tuple[int, ...] | None:
     has so many chips.
     """
     longest = product.full_ring or LONGEST_SIDE
-    found = [sides for sides in _sides(chips, product.dims, longest) if chips <= product.most]
+    candidates = [sides for sides in _sides(chips, product.dims, longest) if chips <= product.most]
     if product.dims == 3 and chips >= CUBE:
-        found = [sides for sides in found if all(side % 4 == 0 for side in sides)]
-    return min(found, key=lambda sides: sides[::-1], default=None)
+        candidates = [sides for sides in candidates if all(side % 4 == 0 for side in sides)]
+    return min(candidates, key=lambda sides: sides[::-1], default=None)
 
 
-def _sides(number: int, dims: int, longest: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+def _sides(number: int, dims: int, longest: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
     """Every ascending product of `dims` factors of at most `longest`."""
     if dims == 1:
-        if least <= number <= longest:
+        if smallest <= number <= longest:
             yield (number,)
         return
-    for first in (side for side in range(least, longest + 1) if number % side == 0):
-        for rest in _sides(number // first, dims - 1, longest, first):
-            yield (first, *rest)
+    for first in (side for side in range(smallest, longest + 1) if number % side == 0):
+        for factors in _sides(number // first, dims - 1, longest, first):
+            yield (first, *factors)
 
 
-def _resized(known: Topology, devices: int) -> Topology:
+def _resized(machine: Topology, devices: int) -> Topology:
     """A machine of one's own, with more or fewer of its outermost parts."""
-    outer, inner = known.tiers[0], known.tiers[1:]
-    domain = known.devices // outer.devices
+    outer, inner = machine.tiers[0], machine.tiers[1:]
+    domain = machine.devices // outer.devices
     if len(outer.shape) > 1 or devices % domain:
         what = (
             f"{domain} devices each"
@@ -122,11 +122,11 @@ def _resized(known: Topology, devices: int) -> Topology:
             else "a torus, whose size does not change alone"
         )
         raise TopologyError(
-            f"{known.name} has no member of {devices} devices: its outermost parts are {what}\nTry:"
-            f" a multiple of {domain}"
+            f"{machine.name} has no member of {devices} devices: its outermost parts are"
+            f" {what}\nTry: a multiple of {domain}"
         )
     return replace(
-        known,
-        name=f"{known.name} ({devices} devices)",
+        machine,
+        name=f"{machine.name} ({devices} devices)",
         tiers=(replace(outer, shape=(devices // domain,)), *inner),
     )

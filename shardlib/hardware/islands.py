@@ -89,9 +89,9 @@ def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:
 
 def _spelled(machine: Topology, left: int) -> str:
     """The spelling of an island that has so many places of the outermost tier."""
-    joined, apart, inner = machine.name.partition("*")
+    joined, star, inner = machine.name.partition("*")
     if "@" in joined:
-        return inner if left == 1 else f"{left}@{joined.partition('@')[2]}{apart}{inner}"
+        return inner if left == 1 else f"{left}@{joined.partition('@')[2]}{star}{inner}"
     domain = machine.name.rpartition("*")[2]
     if len(machine.tiers) == 1 or "*" not in machine.name:
         return f"{domain.partition(':')[0]}:{left}"

@@ -95,11 +95,11 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
     ((), ('tensor', 'data'))
     """
     axes = tuple(mesh)
-    found: dict[tuple[str, ...], None] = {axes: None}
+    candidates: dict[tuple[str, ...], None] = {axes: None}
     for axis in axes:
         others = tuple(a for a in axes if a != axis)
-        found |= {(*others, axis): None, (axis, *others): None}
-    return ((), *(order for order in found if order != axes))
+        candidates |= {(*others, axis): None, (axis, *others): None}
+    return ((), *(order for order in candidates if order != axes))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -117,19 +117,19 @@ def placements(
         mesh: sizes of the mesh axes.
         topology: the machine.
     """
-    found: dict[object, tuple[tuple[str, ...], Placement]] = {}
+    distinct: dict[object, tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
-    apart = [tier.kind == "torus" for tier in topology.tiers]
+    is_torus = [tier.kind == "torus" for tier in topology.tiers]
     for order in orders(mesh)[:1] if flat else sorted(orders(mesh)):
         placement = place(mesh, topology, order)
         if placement is None:
             return ()
         lies = tuple(
-            (axis, *((s.tier, s.dim, s.ways, s.stride if apart[s.tier] else 1) for s in spans))
+            (axis, *((s.tier, s.dim, s.ways, s.stride if is_torus[s.tier] else 1) for s in spans))
             for axis, spans in placement.items()
         )
-        found.setdefault(lies, (order, placement))
-    return tuple(found.values())
+        distinct.setdefault(lies, (order, placement))
+    return tuple(distinct.values())
 
 
 def device_order(
@@ -204,8 +204,8 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
     return None
 
 
-def divisors(number: int, most: int | None = None) -> list[int]:
-    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
+def divisors(number: int, limit: int | None = None) -> list[int]:
+    """All divisors up to `limit`, ascending. Of what has no bound, such as a batch, only small ones
     are of use, and to look for all takes the root of the number.
 
     >>> divisors(12), divisors(10**12, most=10)
@@ -213,48 +213,48 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
     Args:
         number: at least 1.
-        most: None for the number itself.
+        limit: None for the number itself.
     """
-    most = number if most is None else most
-    small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small if number // n <= most)})
+    limit = number if limit is None else limit
+    small = [n for n in range(1, min(math.isqrt(number), limit) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small if number // n <= limit)})
 
 
-def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _factorings(number: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Every way to write `number` as a product with one factor at most as large as each entry of
-    `most`.
+    `limits`.
     """
-    if len(most) == 1:
-        if number <= most[0]:
+    if len(limits) == 1:
+        if number <= limits[0]:
             yield (number,)
         return
-    for first in (d for d in range(1, min(number, most[0]) + 1) if number % d == 0):
-        for rest in _factorings(number // first, most[1:]):
-            yield (first, *rest)
+    for first in (d for d in range(1, min(number, limits[0]) + 1) if number % d == 0):
+        for factors in _factorings(number // first, limits[1:]):
+            yield (first, *factors)
 
 
 @lru_cache(maxsize=1 << 14)
 def _take(
-    ways: int,
+    degree: int,
     topology: Topology,
     used: tuple[tuple[int, ...], ...],
     left: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[Span, ...], tuple[tuple[int, ...], ...]]:
-    """Takes `ways` positions from what is left of each tier, innermost tier first: the spans, and
+    """Takes `degree` positions from what is left of each tier, innermost tier first: the spans, and
     what is left then.
     """
     spans: list[Span] = []
     then = list(left)
     for i in reversed(range(len(left))):
-        share = math.gcd(ways, math.prod(left[i]))
+        share = math.gcd(degree, math.prod(left[i]))
         if share == 1:
             continue
-        stride = tuple(u // rest for u, rest in zip(used[i], left[i], strict=True))
+        stride = tuple(u // size for u, size in zip(used[i], left[i], strict=True))
         parts = _split(share, left[i], stride, topology.tiers[i])
         spans[:0] = [Span(i, dim, part, stride[dim]) for dim, part in enumerate(parts) if part > 1]
-        then[i] = tuple(rest // part for rest, part in zip(left[i], parts, strict=True))
-        ways //= share
-    assert ways == 1, "the used devices are a multiple of every axis, prime by prime"
+        then[i] = tuple(size // part for size, part in zip(left[i], parts, strict=True))
+        degree //= share
+    assert degree == 1, "the used devices are a multiple of every axis, prime by prime"
     return tuple(spans), tuple(then)
 
 
@@ -266,7 +266,7 @@ def _split(
     if len(left) == 1:
         return (share,)
     options = itertools.product(
-        *([d for d in range(1, rest + 1) if rest % d == 0 and share % d == 0] for rest in left)
+        *([d for d in range(1, size + 1) if size % d == 0 and share % d == 0] for size in left)
     )
     exact = [option for option in options if math.prod(option) == share]
     return min(exact, key=lambda option: _preference(option, left, stride, tier))
@@ -282,5 +282,5 @@ def _preference(
         for d, part in enumerate(parts)
         if part > 1
     )
-    leftover = tuple(rest // part for part, rest in zip(parts, left, strict=True))
+    leftover = tuple(size // part for part, size in zip(parts, left, strict=True))
     return in_part, -rate, tuple(-n for n in leftover)

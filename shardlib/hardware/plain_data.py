@@ -64,9 +64,9 @@ def _key_faults(
     data: JsonMapping, prefix: str, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> list[str]:
     missing = [f"{prefix + key!r} is missing" for key in required if key not in data]
-    known = (*required, *optional)
+    keys = (*required, *optional)
     return missing + [
-        f"{shown(prefix + key)} is unknown; keys are {', '.join(known)}"
+        f"{shown(prefix + key)} is unknown; keys are {', '.join(keys)}"
         for key in data
-        if key not in known
+        if key not in keys
     ]

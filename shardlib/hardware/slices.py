@@ -32,11 +32,11 @@ def slice_of(topology: Topology, devices: int) -> Topology | None:
         devices: that a mesh uses, the innermost ones.
     """
     used = used_shapes(devices, topology) if topology.chip.vendor == "google" else None
-    at = [i for i, tier in enumerate(topology.tiers) if tier.kind == "torus"]
-    if used is None or len(at) != 1 or devices == topology.devices:
+    torus_tiers = [i for i, tier in enumerate(topology.tiers) if tier.kind == "torus"]
+    if used is None or len(torus_tiers) != 1 or devices == topology.devices:
         return None
-    shape, chips = topology.tiers[at[0]].shape, math.prod(used[at[0]])
-    sizes = [[n for n in range(1, most + 1) if chips % n == 0] for most in shape]
+    shape, chips = topology.tiers[torus_tiers[0]].shape, math.prod(used[torus_tiers[0]])
+    sizes = [[n for n in range(1, side + 1) if chips % n == 0] for side in shape]
     blocks = [
         block
         for block in itertools.product(*sizes)
@@ -44,8 +44,8 @@ def slice_of(topology: Topology, devices: int) -> Topology | None:
     ]
     if not blocks:
         return None
-    block = "x".join(map(str, min(blocks, key=lambda one: (max(one), one))))
-    slices = math.prod(math.prod(one) for one in used[: at[0]])
+    block = "x".join(map(str, min(blocks, key=lambda shape: (max(shape), shape))))
+    slices = math.prod(math.prod(shape) for shape in used[: torus_tiers[0]])
     return parse_topology(f"{f'{slices}*' if slices > 1 else ''}{topology.chip.name}:{block}")
 
 
@@ -62,21 +62,21 @@ def device_counts(topology: Topology, batch: int = 1) -> tuple[int, ...]:
         topology: the machine.
         batch: rows of the batch.
     """
-    every = topology.devices
+    total = topology.devices
     torus = any(tier.kind == "torus" for tier in topology.tiers)
 
     def usable(devices: int) -> bool:
-        known = not torus or every % devices == 0 or slice_of(topology, devices) is not None
-        return known and used_shapes(devices, topology) is not None
+        has_slice = not torus or total % devices == 0 or slice_of(topology, devices) is not None
+        return has_slice and used_shapes(devices, topology) is not None
 
-    if every <= SMALL:
-        return tuple(n for n in range(every, 0, -1) if usable(n))
-    whole = {n for n in divisors(every) if usable(n)}
+    if total <= SMALL:
+        return tuple(n for n in range(total, 0, -1) if usable(n))
+    sizes = {n for n in divisors(total) if usable(n)}
     others = {
         odd << twos
-        for odd in divisors(batch, every)
+        for odd in divisors(batch, total)
         if odd % 2
-        for twos in range((every // odd).bit_length())
+        for twos in range((total // odd).bit_length())
     }
     along = next((n for n in sorted(others, reverse=True) if usable(n)), 1)
-    return tuple(sorted({*whole, along}, reverse=True))
+    return tuple(sorted({*sizes, along}, reverse=True))

@@ -138,7 +138,7 @@ class Tier:
             "latency_s": self.latency_s,
             "efficiency": self.efficiency,
             **(
-                {"exchanges": [dict(one.__dict__) for one in self.exchanges]}
+                {"exchanges": [dict(exchange.__dict__) for exchange in self.exchanges]}
                 if self.exchanges
                 else {}
             ),

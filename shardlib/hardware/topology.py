@@ -226,7 +226,7 @@ class Topology:
 def _frozen(value: Any) -> Any:
     """Lists as tuples, all the way down."""
     return (
-        tuple(_frozen(one) for one in cast("Iterable[Any]", value))
+        tuple(_frozen(item) for item in cast("Iterable[Any]", value))
         if isinstance(value, list | tuple)
         else value
     )
@@ -235,7 +235,9 @@ def _frozen(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Tuples as lists, all the way down."""
     return (
-        [_plain(one) for one in cast("Iterable[Any]", value)] if isinstance(value, tuple) else value
+        [_plain(item) for item in cast("Iterable[Any]", value)]
+        if isinstance(value, tuple)
+        else value
     )
 
 
@@ -288,17 +290,17 @@ def _from_file(path: Path) -> Topology:
     return _read({"name": str(path), **data}, str(path), f"topology file {str(path)!r}")
 
 
-def _read(data: JsonMapping, name: str, where: str) -> Topology:
+def _read(data: JsonMapping, name: str, source: str) -> Topology:
     """Builds a topology from plain data, reporting every missing and unknown key at once."""
     if failures := faults_of(data):
-        raise_all(TopologyError, f"{where} is not usable", bounded(failures))
+        raise_all(TopologyError, f"{source} is not usable", bounded(failures))
     chip = data["chip"]
-    given = {
+    values = {
         **{key: value for key, value in data.items() if key != "corrections"},
         "name": name,
         "chip": CATALOG[chip].chip if isinstance(chip, str) else chip,
     }
     return replace(
-        construct(Topology, given, where, TopologyError, most=LARGEST),
+        construct(Topology, values, source, TopologyError, most=LARGEST),
         corrections=data.get("corrections", {}),
     )

@@ -16,9 +16,9 @@ def free_port(address: str) -> int:
         LaunchError: the address is not this machine's.
     """
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(found[0], socket.SOCK_STREAM) as listener:
-            listener.bind(found[4])
+        info = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(info[0], socket.SOCK_STREAM) as listener:
+            listener.bind(info[4])
             return listener.getsockname()[1]
     except OSError as error:
         raise LaunchError(
@@ -38,10 +38,10 @@ def address_of(interface: str) -> str:
     import fcntl
     import struct
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(
-                asked.fileno(), 0x8915, struct.pack("256s", interface.encode())
+                probe.fileno(), 0x8915, struct.pack("256s", interface.encode())
             )  # SIOCGIFADDR, netdevice(7)
         except OSError as error:
             raise LaunchError(

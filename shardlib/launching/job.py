@@ -105,7 +105,7 @@ class Job:
         failures += [
             f"{what} is {shown(text)}, which no process can be given"
             for what, text in texts
-            if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text)
+            if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
         ]
         failures += [
             f"image is {shown(self.image)}, which is no image"
@@ -118,14 +118,14 @@ class Job:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         ]
         failures += [
-            f"{name} is {value}; it must be at least {least}"
-            for name, value, least in (
+            f"{name} is {value}; it must be at least {minimum}"
+            for name, value, minimum in (
                 ("host_processes", self.host_processes, 1),
                 ("restarts", self.restarts, 0),
                 ("seconds", self.seconds, 1),
                 ("host_devices", self.host_devices, 1),
             )
-            if value is not None and value < least
+            if value is not None and value < minimum
         ]
         if not failures:
             failures += self._uneven()

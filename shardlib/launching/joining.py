@@ -90,9 +90,9 @@ def join(environ: Mapping[str, str] | None = None) -> Joined | None:
             " place"
         )
     seconds = _meet(place)
-    found = _jax_compat.coordination()
-    assert found is not None
-    _, process, processes = found
+    coordination = _jax_compat.coordination()
+    assert coordination is not None
+    _, process, processes = coordination
     _joined = Joined(process=process, processes=processes, seconds=seconds, place=place)
     _beat(os.environ if environ is None else environ, process)
     sys.excepthook = _failed
@@ -105,13 +105,13 @@ def leave(code: int) -> None:
 
     Returns only where this process is alone.
     """
-    found = _jax_compat.coordination()
-    if found is None or found[2] == 1:
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        found[0].wait_at_barrier("shardlib/leave", int(LEAVE_SECONDS * 1000))
+        coordination[0].wait_at_barrier("shardlib/leave", int(LEAVE_SECONDS * 1000))
         jax.distributed.shutdown()
     os._exit(code)
 
@@ -165,11 +165,13 @@ def _beat(environ: Mapping[str, str], process: int) -> None:
         atexit.register(Watchdog(Path(folder) / f"rank-{process}.json", rank=process).close)
 
 
-def _failed(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
+def _failed(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> Any:
     """What follows an error that nobody caught: its words, and the end, with 2 for a mistake that
     another start would not mend.
     """
-    sys.__excepthook__(kind, error, where)
+    sys.__excepthook__(kind, error, traceback)
     leave(
         130
         if issubclass(kind, KeyboardInterrupt)

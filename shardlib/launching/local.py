@@ -170,7 +170,7 @@ class _Starts:
         """
         self.failed.append((place, self.newest()))
         last = self.failed[-ELASTIC_AFTER:]
-        healthy = [one for one in self.places if one != place]
+        healthy = [other_place for other_place in self.places if other_place != place]
         if len(last) < ELASTIC_AFTER or len(set(last)) > 1 or not healthy:
             return ended
         count = max(

@@ -90,16 +90,16 @@ class Processes:
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to all that have not ended."""
-        for one, process in enumerate(self._running):
-            if one not in self.codes:
+        for index, process in enumerate(self._running):
+            if index not in self.codes:
                 process.send_signal(number)
 
     def kill(self, number: int | None = None) -> None:
         """Ends one of them, or all, with everything that they have started, at once. Numbers of
         those that have ended may belong to others by now.
         """
-        for one, process in enumerate(self._running):
-            if one not in self.codes and (number is None or one == number):
+        for index, process in enumerate(self._running):
+            if index not in self.codes and (number is None or index == number):
                 end_group(process.pid)
 
     def close(self) -> None:

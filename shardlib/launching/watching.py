@@ -61,18 +61,20 @@ class Watch:
     def run(self) -> tuple[Ended, int | None]:
         """Waits for the end of all; how it was, and the number of the process that failed first, if
         one did."""
-        deadline, asked = float("inf"), ""
+        deadline, reason = float("inf"), ""
         while self.processes.alive:
             end = self.processes.next_end(LOOK_EVERY)
-            if self.stop and not asked:
-                asked = self.stop.reason
+            if self.stop and not reason:
+                reason = self.stop.reason
                 self.processes.send(
-                    signal.Signals[asked] if asked in signal.Signals.__members__ else signal.SIGTERM
+                    signal.Signals[reason]
+                    if reason in signal.Signals.__members__
+                    else signal.SIGTERM
                 )
                 deadline = min(deadline, time.monotonic() + self.budget.stop_seconds)
             number = (
                 None
-                if asked
+                if reason
                 else (
                     end.number
                     if end is not None and end.code not in (0, STOPPED)
@@ -89,7 +91,7 @@ class Watch:
                 )
             if time.monotonic() > deadline:
                 self.processes.kill()
-        return self._end(asked)
+        return self._end(reason)
 
     def _named(self, number: int, code: int) -> float:
         """Says which process has failed, at once, and gives the seconds that the others have: where
@@ -139,7 +141,7 @@ class Watch:
             else ""
         )
 
-    def _end(self, asked: str) -> tuple[Ended, int | None]:
+    def _end(self, reason: str) -> tuple[Ended, int | None]:
         codes = self.processes.codes
         if self.first is None:
             ended = set(codes.values())
@@ -150,8 +152,8 @@ class Watch:
                     0
                     if ended == {0}
                     else (
-                        128 + signal.Signals[asked].value
-                        if asked in signal.Signals.__members__
+                        128 + signal.Signals[reason].value
+                        if reason in signal.Signals.__members__
                         else 1
                     )
                 )

@@ -23,9 +23,9 @@ def add_low_rank(
         rngs: stream "params" draws.
     """
     for block in blocks(model):
-        for place, known in MATRICES.items():
+        for place, matrix_dims in MATRICES.items():
             module = getattr(block, place, None)
-            for name, dims in known.items():
+            for name, dims in matrix_dims.items():
                 if name in matrices and hasattr(module, name):
                     low = LowRank(getattr(module, name), dims, rank, rngs)
                     setattr(module, f"{name}_lora", low)

@@ -62,54 +62,54 @@ def read(path: str | Path) -> TransformerConfig:
     return parse(
         read_bytes(path, "model card", ModelError, limit=TOML_LIMITS.bytes),
         name=path.stem,
-        where=str(path),
+        source=str(path),
     )
 
 
-def parse(text: str | bytes, *, name: str, where: str = "the model card") -> TransformerConfig:
+def parse(text: str | bytes, *, name: str, source: str = "the model card") -> TransformerConfig:
     """Reads the text of a model card; see `read`.
 
     Args:
         text: TOML.
         name: of the model, where the card says none.
-        where: what to call the card in messages.
+        source: what to call the card in messages.
 
     Raises:
         ModelError: see `read`.
     """
-    data = {"name": name, **parse_toml(text, where, ModelError)}
+    data = {"name": name, **parse_toml(text, source, ModelError)}
     failures = _check(TransformerConfig, data, "")
     for table, kind in _TABLES.items():
         if isinstance(data.get(table), Mapping):
             failures += _check(kind, data[table], f"{table}.")
     if failures:
-        raise_all(ModelError, f"{where} is not usable", bounded(failures))
-    return construct(TransformerConfig, data, where, ModelError)
+        raise_all(ModelError, f"{source} is not usable", bounded(failures))
+    return construct(TransformerConfig, data, source, ModelError)
 
 
 def _check(kind: type, data: JsonMapping, prefix: str) -> list[str]:
-    known = {field.name: field for field in fields(kind)}
+    fields_by_name = {field.name: field for field in fields(kind)}
     failures = [
         f"{prefix}{name} is missing"
-        for name, field in known.items()
+        for name, field in fields_by_name.items()
         if name not in data and field.default is MISSING
     ]
     for key, value in data.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
+        if key not in fields_by_name:
+            near = difflib.get_close_matches(key, fields_by_name, 1)
             failures.append(
                 f"{fit(prefix + key, 80)} is no key"
                 + (
                     f"; did you mean {prefix}{near[0]}?"
                     if near
-                    else f"; keys are {', '.join(known)}"
+                    else f"; keys are {', '.join(fields_by_name)}"
                 )
             )
             continue
-        expected = _TYPES.get(str(known[key].type), (dict,))
+        expected = _TYPES.get(str(fields_by_name[key].type), (dict,))
         if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
             failures.append(
                 f"{prefix}{key} is {shown(value)}; expected"
-                f" {'a table' if expected == (dict,) else known[key].type}"
+                f" {'a table' if expected == (dict,) else fields_by_name[key].type}"
             )
     return failures

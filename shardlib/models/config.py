@@ -203,15 +203,15 @@ def _not_positive(config: TransformerConfig) -> list[str]:
             (f"latent.{name}", getattr(config.latent, name))
             for name in ("kv_lora", "rope_dim", "nope_dim", "v_dim")
         ]
-    found = [
+    failures = [
         f"{name} is {value!r}; it must be a positive integer"
         for name, value in named
         if isinstance(value, bool) or not isinstance(value, int) or value < 1
     ]
-    return found or [
-        f"{name} is {value:,}; no model has more than {most:,}"
+    return failures or [
+        f"{name} is {value:,}; no model has more than {limit:,}"
         for name, value in named
-        if value > (most := LAYERS if name == "layers" else SIZE)
+        if value > (limit := LAYERS if name == "layers" else SIZE)
     ]
 
 
@@ -227,9 +227,9 @@ def _unknown_words(config: TransformerConfig) -> list[str]:
     if config.experts:
         words.append(("experts.router", config.experts.router, ROUTERS))
     return [
-        f"{name} is {value!r}; known are {', '.join(known)}"
-        for name, value, known in words
-        if value not in known
+        f"{name} is {value!r}; known are {', '.join(options)}"
+        for name, value, options in words
+        if value not in options
     ]
 
 

@@ -34,19 +34,19 @@ def described(config: TransformerConfig | EncoderDecoderConfig) -> JsonObject:
     Raises:
         ModelError: no family of Hugging Face has such transformers.
     """
-    wanted = _compared(config)
-    for family, said in _candidates(config):
-        data = {"model_type": family, **said, "dtype": config.param_dtype}
+    reference = _compared(config)
+    for family, candidate in _candidates(config):
+        data = {"model_type": family, **candidate, "dtype": config.param_dtype}
         try:
-            found = huggingface.read(data, config.name)
+            parsed = huggingface.read(data, config.name)
         except ShardlibError:
             continue
-        if _compared(found) == wanted:
+        if _compared(parsed) == reference:
             return data
-    known = ", ".join([*_FAMILIES, "switch_transformers"])
+    families = ", ".join([*_FAMILIES, "switch_transformers"])
     raise ModelError(
         f"{config.name} is a transformer of no family of Hugging Face that is written here:"
-        f" {known}\nTry: shardlib.checkpointing.huggingface.save, with the config.json that the"
+        f" {families}\nTry: shardlib.checkpointing.huggingface.save, with the config.json that the"
         " model was made from"
     )
 
@@ -96,20 +96,24 @@ def _decoder(config: TransformerConfig) -> JsonObject:
     }
 
 
-def _scaling(one: RopeScaling) -> JsonObject:
+def _scaling(scaling: RopeScaling) -> JsonObject:
     low, high = (
         ("beta_slow", "beta_fast")
-        if one.kind == "yarn"
+        if scaling.kind == "yarn"
         else ("low_freq_factor", "high_freq_factor")
     )
-    ends = {low: one.low_frequency, high: one.high_frequency} if one.kind != "linear" else {}
-    same = {"mscale": one.scores_factor, "mscale_all_dim": one.scores_factor}
+    ends = (
+        {low: scaling.low_frequency, high: scaling.high_frequency}
+        if scaling.kind != "linear"
+        else {}
+    )
+    same = {"mscale": scaling.scores_factor, "mscale_all_dim": scaling.scores_factor}
     return {
-        "rope_type": one.kind,
-        "factor": one.factor,
-        "original_max_position_embeddings": one.original_seq,
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_seq,
         **ends,
-        **(same if one.scores_factor else {}),
+        **(same if scaling.scores_factor else {}),
     }
 
 
@@ -240,8 +244,8 @@ def _switch(config: EncoderDecoderConfig) -> JsonObject:
     word = "gelu" if config.gated and config.activation == "gelu_tanh" else config.activation
     word = {"gelu_tanh": "gelu_new"}.get(word, word)
     layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
-    every = {"encoder": config.encoder_every, "decoder": config.decoder_every}
-    said: JsonObject = {
+    intervals = {"encoder": config.encoder_every, "decoder": config.decoder_every}
+    content: JsonObject = {
         "vocab_size": config.vocab_size,
         "num_layers": config.encoder_layers,
         "num_decoder_layers": config.decoder_layers,
@@ -259,10 +263,10 @@ def _switch(config: EncoderDecoderConfig) -> JsonObject:
         "decoder_start_token_id": 0,
     }
     for which, count in layers.items():
-        said[f"num_sparse_{which}_layers"] = count // every[which] if every[which] else 0
+        content[f"num_sparse_{which}_layers"] = count // intervals[which] if intervals[which] else 0
     if experts is not None:
-        said |= {"num_experts": experts.count, "expert_capacity": experts.sequence_capacity}
-    return said
+        content |= {"num_experts": experts.count, "expert_capacity": experts.sequence_capacity}
+    return content
 
 
 _FAMILIES: Mapping[str, Callable[[TransformerConfig], JsonObject]] = {

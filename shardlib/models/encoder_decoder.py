@@ -56,8 +56,8 @@ class BiasedAttention(nnx.Module):
         [heads, seq, keys], minus infinity where a query sees no key.
         """
         query, key, value = (
-            jnp.einsum("bsd,dnh->bsnh", array, one[...].astype(x.dtype))
-            for array, one in ((x, self.query), (source, self.key), (source, self.value))
+            jnp.einsum("bsd,dnh->bsnh", array, weight[...].astype(x.dtype))
+            for array, weight in ((x, self.query), (source, self.key), (source, self.value))
         )
         scores = jnp.einsum("bsnh,btnh->bnst", query, key, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores if bias is None else scores + bias, axis=-1).astype(x.dtype)
@@ -121,8 +121,8 @@ class Blocks(nnx.Module):
         """As `Block`."""
         terms = Terms()
         for block in self.blocks:
-            x, found = block(x, bias, memory)
-            terms = terms | found
+            x, block_terms = block(x, bias, memory)
+            terms = terms | block_terms
         return x, terms
 
 
@@ -247,12 +247,13 @@ def build(config: EncoderDecoderConfig) -> tuple[Callable[[nnx.Rngs], EncoderDec
     def loss(
         model: EncoderDecoder, batch: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits, found = model.forward(batch["inputs"], batch["decoder_inputs"])
+        logits, terms_by_stack = model.forward(batch["inputs"], batch["decoder_inputs"])
         entropy, experts = cross_entropy(logits, batch["targets"]), config.experts
-        names = dict.fromkeys(name for terms in found.values() for name in terms)
+        names = dict.fromkeys(name for terms in terms_by_stack.values() for name in terms)
         sums = {
             name: sum(
-                (terms[name].sum() for terms in found.values() if name in terms), jnp.zeros(())
+                (terms[name].sum() for terms in terms_by_stack.values() if name in terms),
+                jnp.zeros(()),
             )
             for name in names
         }

@@ -90,11 +90,11 @@ class EncoderDecoderConfig:
                 " buckets"
             )
         for name in ("encoder", "decoder"):
-            layers, every = getattr(self, f"{name}_layers"), getattr(self, f"{name}_every")
-            if self.experts and not failures and (every < 0 or (every and layers % every)):
+            layers, interval = getattr(self, f"{name}_layers"), getattr(self, f"{name}_every")
+            if self.experts and not failures and (interval < 0 or (interval and layers % interval)):
                 failures.append(
-                    f"{name}_every {every} puts experts in one of so many layers, and the {layers}"
-                    f" layers of the {name} are no multiple of it"
+                    f"{name}_every {interval} puts experts in one of so many layers, and the"
+                    f" {layers} layers of the {name} are no multiple of it"
                 )
         if self.experts and (self.experts.first_dense or self.experts.every != 1):
             failures.append(
@@ -134,11 +134,11 @@ class EncoderDecoderConfig:
             compute_dtype=self.compute_dtype,
         )
 
-    def pattern(self, every: int) -> tuple[bool, ...]:
+    def pattern(self, interval: int) -> tuple[bool, ...]:
         """Which of the layers that are repeated have experts."""
-        if self.experts is None or every == 0:
+        if self.experts is None or interval == 0:
             return (False,)
-        return (True,) if every == 1 else tuple(layer == 1 for layer in range(every))
+        return (True,) if interval == 1 else tuple(layer == 1 for layer in range(interval))
 
     def check_seq(self, seq: int) -> None:
         """Raises a `ModelError` unless sequences of `seq` tokens fit."""
@@ -169,8 +169,8 @@ class EncoderDecoderConfig:
             + self._stack(self.decoder_layers, self.decoder_every, 2, active)
         )
 
-    def _stack(self, layers: int, every: int, attentions: int, active: bool) -> int:
-        pattern = self.pattern(every)
+    def _stack(self, layers: int, interval: int, attentions: int, active: bool) -> int:
+        pattern = self.pattern(interval)
         sparse = layers // len(pattern) * sum(pattern)
         dense = (3 if self.gated else 2) * self.embed * self.mlp
         routed = (

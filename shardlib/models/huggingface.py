@@ -50,16 +50,17 @@ def read(
         ModelError: no JSON object, an unknown family, missing keys, or settings that the reference
             model does not have.
     """
-    where, data = "the configuration", source
+    source_name, data = "the configuration", source
     if isinstance(source, str | Path):
-        where, data = str(source), _load(Path(source))
+        source_name, data = str(source), _load(Path(source))
         name = name or Path(source).resolve().parent.name
     assert isinstance(data, Mapping)
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(
-            f"{where} has model_type {shown(family)}; known are {', '.join(sorted(FAMILIES))}\nTry:"
-            " describe the model in a TOML card, or give your own code as package.module:function"
+            f"{source_name} has model_type {shown(family)}; known are"
+            f" {', '.join(sorted(FAMILIES))}\nTry: describe the model in a TOML card, or give your"
+            " own code as package.module:function"
         )
     keys = Keys(data)
     fields, failure = dict[str, Any](), None
@@ -68,28 +69,28 @@ def read(
     except (*WRONG, ModelError) as error:
         failure = error
     if keys.missing:
-        raise_all(ModelError, f"{where} ({family}) lacks keys", sorted(set(keys.missing)))
+        raise_all(ModelError, f"{source_name} ({family}) lacks keys", sorted(set(keys.missing)))
     if keys.wrong:
         raise_all(
             ModelError,
-            f"{where} ({family}) has values that no model has",
+            f"{source_name} ({family}) has values that no model has",
             bounded(list(dict.fromkeys(keys.wrong))),
         )
     if keys.refused:
         raise_all(
             ModelError,
-            f"{where} ({family}) asks for what the reference model does not have",
+            f"{source_name} ({family}) asks for what the reference model does not have",
             bounded(keys.refused),
         )
     if failure is not None:
         raise ModelError(
-            f"{where} ({family}) has a value that no model has"
+            f"{source_name} ({family}) has a value that no model has"
             f" ({fit(printable(str(failure)), 300)})"
         ) from failure
     return construct(
         EncoderDecoderConfig if family in ENCODER_DECODERS else TransformerConfig,
         {"name": name or family, **fields},
-        f"{where} ({family})",
+        f"{source_name} ({family})",
         ModelError,
         most=float(SIZE),
     )

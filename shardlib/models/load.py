@@ -103,11 +103,11 @@ def _user_model(spec: str) -> UserModel:
         raise ModelError(
             f"{spec} must be callable without arguments; it asks for {', '.join(required)}"
         )
-    found = function()
+    result = function()
     values = (
-        found
-        if isinstance(found, Mapping)
-        else {name: getattr(found, name) for name in _KEYS if hasattr(found, name)}
+        result
+        if isinstance(result, Mapping)
+        else {name: getattr(result, name) for name in _KEYS if hasattr(result, name)}
     )
     failures = [
         f"{name!r} is missing" for name in ("init", "loss", "batch") if values.get(name) is None
@@ -163,7 +163,9 @@ def _no_function(module: ModuleType, module_name: str, name: str) -> str:
         kind = type(getattr(module, name)).__name__
         return f"{name!r} of {module_name} is of the type {kind}, and no function"
     near = difflib.get_close_matches(
-        name, [one for one in dir(module) if callable(getattr(module, one, None))], 1
+        name,
+        [attribute for attribute in dir(module) if callable(getattr(module, attribute, None))],
+        1,
     )
     return f"{module_name} has no function {name!r}" + (
         f"; did you mean {near[0]!r}?" if near else ""

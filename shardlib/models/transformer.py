@@ -103,8 +103,8 @@ class Transformer(nnx.Module):
             x = x + learned.astype(x.dtype)
         terms, first = Terms(), 0
         for stack, count in self._stacks():
-            x, found = _run(stack, x, config, range(first, first + count), segments)
-            terms, first = terms | found, first + count
+            x, stack_terms = _run(stack, x, config, range(first, first + count), segments)
+            terms, first = terms | stack_terms, first + count
         return self.norm(x), terms
 
     def rebalance(self, loads: jax.Array) -> None:
@@ -141,12 +141,12 @@ def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) 
     """Makes `count` blocks as one, or as one group of those that repeat, whose parameters have a
     leading "layers" dim.
     """
-    every = config.experts.every if config.experts and sparse else 1
+    interval = config.experts.every if config.experts and sparse else 1
 
-    @nnx.split_rngs(splits=count // every)
+    @nnx.split_rngs(splits=count // interval)
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
     def make(rngs: nnx.Rngs) -> Block | Group:
-        return Block(config, sparse, rngs) if every == 1 else Group(config, every, rngs)
+        return Block(config, sparse, rngs) if interval == 1 else Group(config, interval, rngs)
 
     return make(rngs)
 
@@ -200,24 +200,26 @@ def _views(
     if len({config.is_global(layer) for layer in layers}) == 1:
         only = view(config.is_global(layers[0]))
         return lambda _: only
-    whole, local = view(True), view(False)
+    global_view, local = view(True), view(False)
 
     def chosen(flag: jax.Array | None) -> View:
         assert flag is not None
         return View(
             window=config.sliding_window,
             global_layer=flag,
-            rotary=_choose(flag, whole.rotary, local.rotary),
+            rotary=_choose(flag, global_view.rotary, local.rotary),
             segments=segments,
         )
 
     return chosen
 
 
-def _choose(flag: jax.Array | None, one: Rotary | None, other: Rotary | None) -> Rotary | None:
-    if flag is None or one is None or other is None:
-        return one
-    return Rotary(cos=jnp.where(flag, one.cos, other.cos), sin=jnp.where(flag, one.sin, other.sin))
+def _choose(flag: jax.Array | None, first: Rotary | None, second: Rotary | None) -> Rotary | None:
+    if flag is None or first is None or second is None:
+        return first
+    return Rotary(
+        cos=jnp.where(flag, first.cos, second.cos), sin=jnp.where(flag, first.sin, second.sin)
+    )
 
 
 def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer], Loss]:

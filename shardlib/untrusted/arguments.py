@@ -15,14 +15,18 @@ Kind = tuple[Callable[[Any], bool], str, str]
 
 
 def require_kinds(
-    asked: str, kinds: Mapping[str, Kind], given: Mapping[str, object], *, needed: Collection[str]
+    function: str,
+    kinds: Mapping[str, Kind],
+    values: Mapping[str, object],
+    *,
+    needed: Collection[str],
 ) -> None:
     """Refuses arguments of the wrong kind.
 
     Args:
-        asked: name of the function that they are given to.
+        function: name of the function that they are given to.
         kinds: of every argument what it must be.
-        given: arguments by name; None where one is left out.
+        values: arguments by name; None where one is left out.
         needed: names of those that cannot be left out.
 
     Raises:
@@ -30,14 +34,14 @@ def require_kinds(
     """
     wrong = [
         name
-        for name, value in given.items()
+        for name, value in values.items()
         if (value is not None or name in needed) and not kinds[name][0](value)
     ]
     if wrong:
         raise_all(
             ArgumentError,
-            f"shardlib.{asked} cannot use its arguments",
-            [f"{name} is {_shown(given[name])} and no {kinds[name][1]}" for name in wrong],
+            f"shardlib.{function} cannot use its arguments",
+            [f"{name} is {_shown(values[name])} and no {kinds[name][1]}" for name in wrong],
             hint="; ".join(kinds[name][2] for name in wrong),
         )
 

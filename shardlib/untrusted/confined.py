@@ -171,7 +171,7 @@ class Confined:
         }
         try:
             first.send("prepare", settings, self._body)
-            found = first.receive(limits.prepare_seconds * PATIENCE)
+            answer = first.receive(limits.prepare_seconds * PATIENCE)
         except RefusedError as error:
             self._end()
             if error.ended:
@@ -181,8 +181,8 @@ class Confined:
                     ended=True,
                 ) from error
             raise
-        assert found is not None
-        self._about = found
+        assert answer is not None
+        self._about = answer
         ours.settimeout(None)
         return first
 
@@ -235,9 +235,9 @@ class Fork:
             RefusedError: it refuses, or goes beyond its limits.
         """
         self.send(operation, header, body, background=background)
-        found = self.receive(self._limits.seconds * PATIENCE + 5.0)
-        assert found is not None
-        return found
+        answer = self.receive(self._limits.seconds * PATIENCE + 5.0)
+        assert answer is not None
+        return answer
 
     def send(
         self, operation: str, header: JsonMapping, body: bytes = b"", *, background: bool = False
@@ -262,7 +262,7 @@ class Fork:
             RefusedError: see `call`.
         """
         until = time.monotonic() + seconds
-        while (found := self._whole()) is None:
+        while (answer := self._whole()) is None:
             try:
                 self.stream.settimeout(max(until - time.monotonic(), 0.0))
                 data = self.stream.recv(1 << 20)
@@ -275,7 +275,7 @@ class Fork:
             if not data:
                 raise self._ended()
             self._bytes += data
-        header, body = found
+        header, body = answer
         if "refused" in header:
             raise RefusedError(fit(printable(str(header["refused"])), 500))
         return header, body
@@ -297,10 +297,10 @@ class Fork:
         rest = bytes(self._bytes[_LENGTHS.size + header : end])
         del self._bytes[:end]
         limits = Limits(bytes=self._limits.answer_bytes)
-        found = parse_json(text, "the answer of a confined process", RefusedError, limits=limits)
-        if not isinstance(found, dict):
+        parsed = parse_json(text, "the answer of a confined process", RefusedError, limits=limits)
+        if not isinstance(parsed, dict):
             raise self._ended()
-        return found, rest
+        return parsed, rest
 
     def _ended(self) -> RefusedError:
         with contextlib.suppress(OSError):

@@ -80,24 +80,24 @@ def _answer(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except BaseException as error:
-        said = str(error)[:2000].encode("utf-8", "replace").decode()
-        kind = "" if isinstance(error, ValueError) and said else f"{type(error).__name__}: "
-        return {"refused": f"{kind}{said}"}, b""
+        message = str(error)[:2000].encode("utf-8", "replace").decode()
+        kind = "" if isinstance(error, ValueError) and message else f"{type(error).__name__}: "
+        return {"refused": f"{kind}{message}"}, b""
 
 
 def _low_priority(call: Callable[[], Any]) -> Any:
     """A call in a thread that yields to every other one of the machine."""
-    found = list[Any]()
+    answers = list[Any]()
 
     def run() -> None:
         if sys.platform == "linux":  # of a thread there, of the process elsewhere
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        found.append(_answer(call))
+        answers.append(_answer(call))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0] if found else ({"refused": "its thread has ended"}, b"")
+    return answers[0] if answers else ({"refused": "its thread has ended"}, b"")
 
 
 def _serve(
@@ -112,10 +112,10 @@ def _serve(
         _limit_time(settings["seconds"], settings["wall_seconds"])
         operation = operations[header["operation"]]
         run = _low_priority if header["background"] else _answer
-        found = run(lambda call=operation, header=header, body=body: call(header, body))
+        answer = run(lambda call=operation, header=header, body=body: call(header, body))
         _limit_time(0, 0)
-        if found is not None:
-            _write(stream, *found)
+        if answer is not None:
+            _write(stream, *answer)
 
 
 def main() -> None:
@@ -126,14 +126,14 @@ def main() -> None:
     _limit_time(settings["prepare_seconds"], 10 * settings["prepare_seconds"])
     before = resource.getrlimit(resource.RLIMIT_AS)
     _lower(resource.RLIMIT_AS, settings["prepare_bytes"])
-    found = _answer(lambda: runpy.run_path(sys.argv[1])["prepare"](settings["given"], body))
+    prepared = _answer(lambda: runpy.run_path(sys.argv[1])["prepare"](settings["given"], body))
     _limit_time(0, 0)
-    if isinstance(found[0], dict) and "refused" in found[0]:
-        _write(control, *found)
+    if isinstance(prepared[0], dict) and "refused" in prepared[0]:
+        _write(control, *prepared)
         return
-    operations, about = found
+    operations, description = prepared
     resource.setrlimit(resource.RLIMIT_AS, before)
-    _write(control, *about)
+    _write(control, *description)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended are forgotten at once
     gc.collect()
     gc.freeze()

@@ -51,13 +51,13 @@ class _Refused(ValueError):
     """What a document holds and may not hold, as the end of a message."""
 
 
-def read_regular(path: str | Path, most: int = -1) -> bytes:
-    """The bytes of a regular file, as many as `most` says; of a pipe, a device or a socket, which
+def read_regular(path: str | Path, limit: int = -1) -> bytes:
+    """The bytes of a regular file, as many as `limit` says; of a pipe, a device or a socket, which
     may have no end or nothing at all, nothing is read.
 
     Args:
         path: of the file.
-        most: bytes; -1 for all.
+        limit: bytes; -1 for all.
 
     Raises:
         OSError: there is none, it is no regular file, or cannot be read.
@@ -67,7 +67,7 @@ def read_regular(path: str | Path, most: int = -1) -> bytes:
     ) as stream:  # a pipe must not stop us
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no file that can be read", str(path))
-        return stream.read(most)
+        return stream.read(limit)
 
 
 def read_bytes(
@@ -199,8 +199,8 @@ def _parsed(
     try:
         if len(text) > limits.bytes:
             raise _Refused(f"it has more than {limits.bytes:,} bytes")
-        found = parse(text.decode("utf-8") if isinstance(text, bytes) else text)
-        _check(found, limits)
+        value = parse(text.decode("utf-8") if isinstance(text, bytes) else text)
+        _check(value, limits)
     except UnicodeDecodeError as wrong:
         raise error(
             f"{failed}: its bytes are no UTF-8 ({wrong.reason} at byte {wrong.start}){after}"
@@ -209,40 +209,40 @@ def _parsed(
         raise error(f"{failed}: it is nested deeper than {limits.depth} levels{after}") from wrong
     except ValueError as wrong:
         raise error(f"{failed}: {fit(printable(str(wrong)), 300)}{after}") from wrong
-    return found
+    return value
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as wrong:
-        rest = text[wrong.pos : wrong.pos + 24]
+        remainder = text[wrong.pos : wrong.pos + 24]
         raise _Refused(
             f"{wrong.msg.removesuffix(' at')} at line {wrong.lineno}, column {wrong.colno}, where"
-            f" {f'{rest!r} stands' if rest else 'the text ends'}"
+            f" {f'{remainder!r} stands' if remainder else 'the text ends'}"
         ) from wrong
 
 
 def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise _Refused(f"the key {shown(twice)} is there twice")
-    return found
+    return table
 
 
 def _constant(word: str) -> Any:
     raise _Refused(f"{word} is no finite number")
 
 
-def _check(found: Any, limits: Limits) -> None:
+def _check(root: Any, limits: Limits) -> None:
     """Looks at every value, without recursion.
 
     Raises:
         ValueError: one is not plain, or beyond the limits.
     """
-    waiting: list[tuple[Any, int]] = [(found, 0)]
+    waiting: list[tuple[Any, int]] = [(root, 0)]
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, str):
@@ -254,9 +254,9 @@ def _check(found: Any, limits: Limits) -> None:
                 table = cast("dict[str, Any]", value)
                 for key in table:
                     _check_text(key)
-                waiting += [(one, depth + 1) for one in table.values()]
+                waiting += [(item, depth + 1) for item in table.values()]
             else:
-                waiting += [(one, depth + 1) for one in cast("list[Any]", value)]
+                waiting += [(item, depth + 1) for item in cast("list[Any]", value)]
         elif isinstance(value, int | float) and not -limits.magnitude <= value <= limits.magnitude:
             raise _Refused(
                 f"{shown(value)} is "

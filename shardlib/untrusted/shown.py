@@ -34,13 +34,15 @@ def printable(text: str, allowed: frozenset[str] = LAYOUT) -> str:
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one in allowed or one == "\u00a0" else _escaped(one)
-        for one in text
+        character
+        if character.isprintable() or character in allowed or character == "\u00a0"
+        else _escaped(character)
+        for character in text
     )
 
 
-def _escaped(one: str) -> str:
-    code = ord(one)
+def _escaped(character: str) -> str:
+    code = ord(character)
     return (
         f"\\x{code:02x}"
         if code < 0x100
@@ -50,41 +52,43 @@ def _escaped(one: str) -> str:
     )
 
 
-def shown(value: object, most: int = VALUE) -> str:
+def shown(value: object, limit: int = VALUE) -> str:
     """A value in a message: its `repr`, with the middle left out where it is long.
 
     Args:
         value: anything.
-        most: characters.
+        limit: characters.
     """
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, str) and len(value) > 4 * most:  # rather than escape a gigabyte
-        value = value[: 2 * most] + value[-2 * most :]
+    if isinstance(value, str) and len(value) > 4 * limit:  # rather than escape a gigabyte
+        value = value[: 2 * limit] + value[-2 * limit :]
     elif isinstance(value, (list, tuple, dict, set)):
         count = len(cast("Sized", value))
-        if count > most:
+        if count > limit:
             return f"{type(cast('object', value)).__name__} of {count} entries"
     try:
         text = repr(value)
     except RecursionError:
         return f"a {type(value).__name__} of many levels"
-    return fit(printable(text), most)
+    return fit(printable(text), limit)
 
 
-def fit(text: str, most: int) -> str:
+def fit(text: str, limit: int) -> str:
     """A text of at most so many characters; the middle is left out.
 
     >>> fit("abcdefghijkl", 9)
     'abc...jkl'
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    after = (most - 3) // 2
-    return f"{text[: most - 3 - after]}...{text[len(text) - after :]}"
+    after = (limit - 3) // 2
+    return f"{text[: limit - 3 - after]}...{text[len(text) - after :]}"
 
 
 def bounded(failures: Sequence[str]) -> list[str]:
     """Failures as one message lists them: not too many, and none too long."""
-    some = [fit(one, FAILURE) for one in failures[:FAILURES]]
-    return some if len(failures) <= FAILURES else [*some, f"and {len(failures) - FAILURES} more"]
+    listed = [fit(failure, FAILURE) for failure in failures[:FAILURES]]
+    return (
+        listed if len(failures) <= FAILURES else [*listed, f"and {len(failures) - FAILURES} more"]
+    )

@@ -70,85 +70,85 @@ class _Reader:
     failures: list[str] = field(default_factory=list[str])
     raised: ShardlibError | None = None
 
-    def fail(self, where: str, value: object, wanted: str) -> None:
-        self.failures.append(f"{printable(fit(where, 120))} is {shown(value)}; it is {wanted}")
+    def fail(self, path: str, value: object, expected: str) -> None:
+        self.failures.append(f"{printable(fit(path, 120))} is {shown(value)}; it is {expected}")
 
-    def read(self, kind: Any, value: Any, where: str) -> Any:
+    def read(self, kind: Any, value: Any, path: str) -> Any:
         """The value of a kind; where it fails, the failure is noted and something else comes
         back.
         """
         if kind is Any:
             return value
         if kind in self.forms:
-            return self._built(self.forms[kind], value, where)
+            return self._built(self.forms[kind], value, path)
         origin = typing.get_origin(kind)
         if origin in (types.UnionType, typing.Union):
-            return self._either(typing.get_args(kind), value, where)
+            return self._either(typing.get_args(kind), value, path)
         if origin is tuple:
-            return self._tuple(typing.get_args(kind), value, where)
+            return self._tuple(typing.get_args(kind), value, path)
         if isinstance(origin, type) and issubclass(origin, Mapping):
-            return dict(self._pairs(typing.get_args(kind), value, where))
+            return dict(self._pairs(typing.get_args(kind), value, path))
         if isinstance(origin, type) and issubclass(origin, Sequence):
-            return self._tuple((typing.get_args(kind)[0], ...), value, where)
+            return self._tuple((typing.get_args(kind)[0], ...), value, path)
         if dataclasses.is_dataclass(kind):
-            return self._dataclass(cast("type[Any]", kind), value, where)
-        return self._scalar(kind, value, where)
+            return self._dataclass(cast("type[Any]", kind), value, path)
+        return self._scalar(kind, value, path)
 
-    def _built(self, form: Form, value: Any, where: str) -> Any:
+    def _built(self, form: Form, value: Any, path: str) -> Any:
         before = len(self.failures)
-        plain = self.read(form.plain, value, where)
-        return None if len(self.failures) > before else self._made(lambda: form.build(plain), where)
+        plain = self.read(form.plain, value, path)
+        return None if len(self.failures) > before else self._made(lambda: form.build(plain), path)
 
-    def _made(self, make: Callable[[], Any], where: str) -> Any:
+    def _made(self, make: Callable[[], Any], path: str) -> Any:
         try:
             return make()
         except (ShardlibError, *WRONG) as error:
             self.raised = error if isinstance(error, ShardlibError) else self.raised
             self.failures.append(
-                f"{printable(fit(where, 120))} is not usable:"
+                f"{printable(fit(path, 120))} is not usable:"
                 f" {fit(printable(str(error)), 240) or type(error).__name__}"
             )
             return None
 
-    def _scalar(self, kind: Any, value: Any, where: str) -> Any:
+    def _scalar(self, kind: Any, value: Any, path: str) -> Any:
         if kind is bool and not isinstance(value, bool):
-            self.fail(where, value, "true or false")
+            self.fail(path, value, "true or false")
         elif kind is str and not isinstance(value, str):
-            self.fail(where, value, "a text")
+            self.fail(path, value, "a text")
         elif kind is type(None) and value is not None:
-            self.fail(where, value, "null")
+            self.fail(path, value, "null")
         elif kind in (int, float):
-            self._number(kind, value, where)
+            self._number(kind, value, path)
         elif kind not in (bool, str, int, float, type(None)):
-            raise AssertionError(f"{kind} of {where} has no plain form")
+            raise AssertionError(f"{kind} of {path} has no plain form")
         return value
 
-    def _number(self, kind: Any, value: Any, where: str) -> None:
+    def _number(self, kind: Any, value: Any, path: str) -> None:
         word = "an integer" if kind is int else "a number"
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or (kind is int and value != value // 1)
         ):
-            self.fail(where, value, word)
+            self.fail(path, value, word)
         elif not -self.most <= value <= self.most or (kind is int and abs(value) >= INTEGER):
-            self.fail(where, value, f"{word} of a size that there is")
+            self.fail(path, value, f"{word} of a size that there is")
         elif self.least is not None and value < self.least:
-            self.fail(where, value, f"{word} of at least {self.least:g}")
+            self.fail(path, value, f"{word} of at least {self.least:g}")
 
-    def _either(self, kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    def _either(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         if value is None and type(None) in kinds:
             return None
         before = list(self.failures)
-        for one in (rest := [kind for kind in kinds if kind is not type(None)]):
-            found, fresh = self.read(one, value, where), len(self.failures) > len(before)
+        for option in (options := [kind for kind in kinds if kind is not type(None)]):
+            result, fresh = self.read(option, value, path), len(self.failures) > len(before)
             if not fresh:
-                return found
-            if one is not rest[-1]:
+                return result
+            if option is not options[-1]:
                 self.failures = list(before)
         return None
 
-    def _tuple(self, kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    def _tuple(self, kinds: tuple[Any, ...], value: Any, path: str) -> Any:
         many = len(kinds) == 2 and kinds[1] is Ellipsis
         if many and isinstance(value, Mapping):
             inner = typing.get_args(kinds[0])
@@ -158,55 +158,59 @@ class _Reader:
                 and inner[0] is str
                 and inner[1] is not Ellipsis
             ):
-                return tuple(self._pairs(inner, value, where))
+                return tuple(self._pairs(inner, value, path))
         if not isinstance(value, list | tuple):
-            self.fail(where, value, "a list")
+            self.fail(path, value, "a list")
             return ()
         items = cast("Sequence[Any]", value)
         if not many and len(items) != len(kinds):
-            self.fail(where, value, f"a list of {len(kinds)}")
+            self.fail(path, value, f"a list of {len(kinds)}")
             return ()
         return tuple(
-            self.read(kinds[0] if many else kinds[i], one, f"{where}[{i}]")
-            for i, one in enumerate(items)
+            self.read(kinds[0] if many else kinds[i], item, f"{path}[{i}]")
+            for i, item in enumerate(items)
         )
 
-    def _pairs(self, kinds: tuple[Any, ...], value: Any, where: str) -> Iterator[tuple[Any, ...]]:
+    def _pairs(self, kinds: tuple[Any, ...], value: Any, path: str) -> Iterator[tuple[Any, ...]]:
         if not isinstance(value, Mapping):
-            self.fail(where, value, "an object")
+            self.fail(path, value, "an object")
             return
-        for key, one in cast("Mapping[Any, Any]", value).items():
-            place = f"{where}.{fit(str(key), 60)}"
-            self.read(kinds[0], key, f"a key of {where}")
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            place = f"{path}.{fit(str(key), 60)}"
+            self.read(kinds[0], key, f"a key of {path}")
             if len(kinds) == 2:
-                yield key, self.read(kinds[1], one, place)
+                yield key, self.read(kinds[1], item, place)
             else:
-                rest = self._tuple(kinds[1:], one, place)
-                yield key, *rest
+                values = self._tuple(kinds[1:], item, place)
+                yield key, *values
 
-    def _dataclass(self, kind: type[Any], value: Any, where: str) -> Any:
+    def _dataclass(self, kind: type[Any], value: Any, path: str) -> Any:
         hints, before = _hints(kind), len(self.failures)
-        given = [one for one in dataclasses.fields(kind) if one.init]
-        if isinstance(value, list) and len(cast("list[Any]", value)) == len(given):
+        init_fields = [entry for entry in dataclasses.fields(kind) if entry.init]
+        if isinstance(value, list) and len(cast("list[Any]", value)) == len(init_fields):
             value = {
-                one.name: item for one, item in zip(given, cast("list[Any]", value), strict=True)
+                entry.name: item
+                for entry, item in zip(init_fields, cast("list[Any]", value), strict=True)
             }
         if isinstance(value, kind):
-            value = {one.name: getattr(value, one.name) for one in given}
+            value = {entry.name: getattr(value, entry.name) for entry in init_fields}
         if not isinstance(value, Mapping):
-            self.fail(where, value, "an object")
+            self.fail(path, value, "an object")
             return None
         table, read = cast("Mapping[str, Any]", value), dict[str, Any]()
-        for one in given:
-            place = f"{where}.{one.name}" if where else one.name
-            if one.name in table:
-                read[one.name] = self.read(hints[one.name], table[one.name], place)
-            elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+        for entry in init_fields:
+            place = f"{path}.{entry.name}" if path else entry.name
+            if entry.name in table:
+                read[entry.name] = self.read(hints[entry.name], table[entry.name], place)
+            elif (
+                entry.default is dataclasses.MISSING
+                and entry.default_factory is dataclasses.MISSING
+            ):
                 self.failures.append(f"{place} is missing")
         return (
             None
             if len(self.failures) > before
-            else self._made(lambda: kind(**read), where or kind.__name__)
+            else self._made(lambda: kind(**read), path or kind.__name__)
         )
 
 
@@ -246,7 +250,7 @@ def construct(
         ShardlibError: of the kind `error`; it lists what is wrong.
     """
     reader = _Reader(forms=forms or {}, least=least, most=most)
-    found = reader.read(kind, data, "")
+    result = reader.read(kind, data, "")
     if (
         len(reader.failures) == 1
         and isinstance(reader.raised, error)
@@ -255,7 +259,7 @@ def construct(
         raise reader.raised  # it says itself what it is about
     if reader.failures:
         raise_all(error, f"{what} is not usable", bounded(reader.failures), hint=hint)
-    return found
+    return result
 
 
 @contextlib.contextmanager

@@ -83,13 +83,13 @@ def compile_job(folder: Path) -> JsonObject:
 def _versions() -> dict[str, str]:
     from importlib import metadata
 
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 if __name__ == "__main__":

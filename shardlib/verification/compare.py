@@ -67,23 +67,23 @@ def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]
         plan: with the corrections of its estimate.
         versions: package -> version, of the compiler that ran.
     """
-    for one in plan.estimate.corrections:
-        if one.quantity == "margin":  # the largest of all compilers
+    for correction in plan.estimate.corrections:
+        if correction.quantity == "margin":  # the largest of all compilers
             continue
         differing = [
             f"{name} {version} ({versions[name]} here)"
-            for name, version in one.versions
+            for name, version in correction.versions
             if versions.get(name, version) != version
         ]
         if differing:
             yield Finding(
                 code="other-compiler",
                 severity="info",
-                where=one.quantity,
+                where=correction.quantity,
                 hint="benchmarks/learn_corrections.py learns them for this one",
                 message=(
-                    f"the correction of {one.quantity} by {one.factor:.3g} was learned with another"
-                    f" compiler: {', '.join(differing)}."
+                    f"the correction of {correction.quantity} by {correction.factor:.3g} was"
+                    f" learned with another compiler: {', '.join(differing)}."
                 ),
             )
 
@@ -128,17 +128,18 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
 @diagnostic
 def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
     """Is the predicted step shorter than what the compiler thinks of its kernels alone?"""
-    parts, found = plan.estimate.seconds, compiled.compute_seconds
+    parts, compiled_seconds = plan.estimate.seconds, compiled.compute_seconds
     predicted = parts.compute + parts.optimizer
-    if found > predicted * (1 + OPTIMISTIC):
+    if compiled_seconds > predicted * (1 + OPTIMISTIC):
         yield Finding(
             code="optimistic",
             severity="warning",
             where="compute",
             message=(
-                f"the compiler's own kernels take {seconds_text(found)} a step, without those that"
-                f" it does not estimate (attention); {seconds_text(predicted)} were predicted, so a"
-                f" step takes at least {percent_text((found - predicted) / predicted)} more."
+                f"the compiler's own kernels take {seconds_text(compiled_seconds)} a step, without"
+                f" those that it does not estimate (attention); {seconds_text(predicted)} were"
+                f" predicted, so a step takes at least"
+                f" {percent_text((compiled_seconds - predicted) / predicted)} more."
             ),
             hint="believe the compiler: MFU and step time of this plan are too good",
         )
@@ -154,7 +155,7 @@ def rematerialised(log: str) -> Iterable[Finding]:
     ]
     if lines:
         names = sorted(
-            {found[1] for line in lines if (found := re.search(r'op_name="([^"]*)"', line))}
+            {match[1] for line in lines if (match := re.search(r'op_name="([^"]*)"', line))}
         )
         yield Finding(
             code="full-rematerialisation",
@@ -204,13 +205,13 @@ def replicated(plan: Plan, topology: Topology) -> Iterable[Finding]:
         topology: the machine; large is a hundredth of a device's usable memory.
     """
     large = 0.01 * topology.chip.usable_bytes
-    found = [
+    sizes = [
         (p.path, math.prod(p.shape) * _itemsize(p.dtype))
         for p in plan.parameters
         if plan.mesh.devices > 1 and p.rest.ways(plan.mesh) == 1
     ]
     for path, size in sorted(
-        ((path, size) for path, size in found if size > large), key=lambda pair: -pair[1]
+        ((path, size) for path, size in sizes if size > large), key=lambda pair: -pair[1]
     )[:5]:
         yield Finding(
             code="large-replicated",
@@ -238,8 +239,8 @@ def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> 
         donated: arrays whose memory was offered for reuse.
         aliased: arrays whose memory is reused.
     """
-    kept = plan.estimate.device_bytes
-    state = kept.parameters + kept.frozen + kept.optimizer
+    stored = plan.estimate.device_bytes
+    state = stored.parameters + stored.frozen + stored.optimizer
     reused = compiled.device_bytes["aliased"]
     if aliased < donated and reused < 0.99 * state:
         yield Finding(
@@ -256,13 +257,13 @@ def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> 
 def unread(compiled: CompiledStep) -> Iterable[Finding]:
     """Parts of the program that the reader does not know."""
     if compiled.unread:
-        rest = f" and {len(compiled.unread) - 3} more" if len(compiled.unread) > 3 else ""
+        remainder = f" and {len(compiled.unread) - 3} more" if len(compiled.unread) > 3 else ""
         yield Finding(
             code="unread-hlo",
             severity="warning",
             hint="bytes and counts leave these out",
             message=(
                 f"{len(compiled.unread)} parts of the compiled program could not be read:"
-                f" {'; '.join(compiled.unread[:3])}{rest}."
+                f" {'; '.join(compiled.unread[:3])}{remainder}."
             ),
         )

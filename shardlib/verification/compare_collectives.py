@@ -49,21 +49,21 @@ def traffic(
         size, due = real.get(key, 0), promised.get(key, 0)
         if max(size, due) <= noise or (kind in REDUCTIONS and axes in excused):
             continue
-        mine = [item for item in found if (item.kind, item.axes) == key]
-        if due and _narrower(size, due, mine):
+        matching = [item for item in found if (item.kind, item.axes) == key]
+        if due and _narrower(size, due, matching):
             yield Finding(
                 code="narrow-reduction",
                 severity="warning",
                 where=key_text(key),
                 message=(
                     f"{key_text(key)} is done in"
-                    f" {', '.join(sorted({d for item in mine for d in item.dtypes}))}:"
+                    f" {', '.join(sorted({d for item in matching for d in item.dtypes}))}:"
                     f" {bytes_text(size)} a step, {bytes_text(due)} were planned."
                 ),
                 hint="keep the accumulation in float32 if the sum must not lose digits",
             )
         elif size > due * (1 + SLACK) + noise:
-            yield _unplanned(key, size, due, mine, slow)
+            yield _unplanned(key, size, due, matching, slow)
         elif size < due * (1 - SLACK) - noise:
             yield Finding(
                 code="missing-collective",
@@ -77,10 +77,10 @@ def traffic(
 
 
 def _unplanned(
-    key: Key, size: int, due: int, mine: Sequence[Found], slow: frozenset[str]
+    key: Key, size: int, due: int, matching: Sequence[Found], slow: frozenset[str]
 ) -> Finding:
     causes: dict[str, int] = {}
-    for item in mine:
+    for item in matching:
         causes[item.op_name or item.name] = (
             causes.get(item.op_name or item.name, 0) + item.bytes * item.count
         )
@@ -123,10 +123,10 @@ def _whole_reductions(
     """
     findings: list[Finding] = []
     for (kind, axes), due in promised.items():
-        ways = plan.mesh.ways(axes)
+        degree = plan.mesh.ways(axes)
         extra = real.get(("all-reduce", axes), 0) - promised.get(("all-reduce", axes), 0)
         lacking = due - real.get((kind, axes), 0)
-        if kind == "reduce-scatter" and lacking * ways > noise and extra > 0.5 * lacking * ways:
+        if kind == "reduce-scatter" and lacking * degree > noise and extra > 0.5 * lacking * degree:
             findings.append(
                 Finding(
                     code="whole-reduction",
@@ -149,25 +149,25 @@ def _whole_reductions(
     return findings
 
 
-def _split(where: str) -> Key:
-    kind, _, axes = where.partition(" over ")
+def _split(text: str) -> Key:
+    kind, _, axes = text.partition(" over ")
     return kind, tuple(axes.split("·"))
 
 
-def _narrower(size: int, due: int, mine: Sequence[Found]) -> bool:
+def _narrower(size: int, due: int, matching: Sequence[Found]) -> bool:
     """Whether a reduction moves a half or a quarter of what was planned, in a type of 16 bits or
     fewer.
     """
     ratio = size / due
-    small = bool(mine) and all(
+    small = bool(matching) and all(
         BITS[dtype] <= 16
-        for item in mine
+        for item in matching
         for dtype in item.dtypes
         if item.bytes * item.count > NOISE * size
     )
     return (
         small
-        and mine[0].kind in REDUCTIONS
+        and matching[0].kind in REDUCTIONS
         and any(abs(ratio - part) < 0.03 for part in (0.5, 0.25))
     )
 
@@ -189,20 +189,24 @@ def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
         plan: with the dtype that gradients are reduced in.
         compiled: with its reductions.
     """
-    wanted = dict(plan.dtypes).get("reduction_dtype")
-    if wanted is None:
+    planned = dict(plan.dtypes).get("reduction_dtype")
+    if planned is None:
         return
-    mine = [one for one in compiled.reductions if one[1] and "tensor" not in one[1]]
-    total = sum(size for *_, size in mine)
-    for kind, axes, dtype, size in mine:
-        if dtype != HLO_NAMES[wanted] and size > NOISE * total:
+    reductions = [
+        reduction
+        for reduction in compiled.reductions
+        if reduction[1] and "tensor" not in reduction[1]
+    ]
+    total = sum(size for *_, size in reductions)
+    for kind, axes, dtype, size in reductions:
+        if dtype != HLO_NAMES[planned] and size > NOISE * total:
             yield Finding(
                 code="reduction-dtype",
                 severity="warning",
                 where=key_text((kind, axes)),
                 message=(
                     f"{key_text((kind, axes))} moves {bytes_text(size)} a step in {dtype}, and the"
-                    f" plan reduces gradients in {wanted}."
+                    f" plan reduces gradients in {planned}."
                 ),
                 hint=(
                     "XLA's CPU compiler reduces 16-bit numbers in float32"

@@ -62,7 +62,7 @@ def out_of_memory_text(message: str) -> str:
     """What a compiler says about memory that does not suffice, in one line: the sums, then the
     largest buffers where it names them.
     """
-    sums = next((found for form in _NEEDED if (found := form.search(message))), None)
+    sums = next((match for form in _NEEDED if (match := form.search(message))), None)
     what = f" for {sums['what']}" if sums and sums.re.groups == 3 else ""
     headline = (
         f"the program needs {sums['need']}iB a device{what} and there are {sums['have']}iB"

@@ -135,24 +135,24 @@ def exported(
     paths, tree = jax.tree_util.tree_flatten_with_path(arguments)
     leaves = [leaf for _, leaf in paths]
 
-    def flat(*given: Any) -> tuple[tuple[Any, ...], Any]:
-        after, metrics = function(*tree.unflatten(given))
+    def flat(*leaves: Any) -> tuple[tuple[Any, ...], Any]:
+        after, metrics = function(*tree.unflatten(leaves))
         return tuple(jax.tree.leaves(after)), metrics
 
     flat.__name__ = flat.__qualname__ = function.__name__
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     jitted = jax.jit(
         flat,
         in_shardings=tuple(leaf.sharding for leaf in leaves),
-        out_shardings=(tuple(leaf.sharding for leaf in results), whole),
+        out_shardings=(tuple(leaf.sharding for leaf in results), replicated),
         donate_argnums=tuple(range(len(results))),
     )
     try:
         with _jax_compat.in_mesh(mesh):
-            found = export.export(jitted, platforms=[platform], disabled_checks=_unstable_calls())(
-                *leaves
-            )
-        data = bytes(found.serialize())
+            program = export.export(
+                jitted, platforms=[platform], disabled_checks=_unstable_calls()
+            )(*leaves)
+        data = bytes(program.serialize())
     except Exception as error:
         raise VerificationError(
             f"{what} does not lower for {platform}: {type(error).__name__}: {str(error)[:800]}"

@@ -75,30 +75,36 @@ def verify_islands(
     joined = used_by(topology, exchange.islands, program.plan.mesh.devices)
     of_one = isinstance(exchange, DiLoCo) and exchange.delay > 0
     mesh, machine = (program.plan.mesh, island) if of_one else (plan.mesh, joined)
-    where = target(machine, mesh)
-    found, met, seconds = list[Found](), list[CompiledStep](), 0.0
+    compile_target = target(machine, mesh)
+    collectives, met, seconds = list[Found](), list[CompiledStep](), 0.0
     for meeting in abstract_meetings(exchange, program):
-        exported = export_meeting(meeting, where.platform)
-        made = compile_apart(exported, where, limits, options)
-        if isinstance(made, Failure) or step.compiled is None:
-            findings = (failed(made, plan),) if isinstance(made, Failure) else ()
+        exported = export_meeting(meeting, compile_target.platform)
+        outcome = compile_apart(exported, compile_target, limits, options)
+        if isinstance(outcome, Failure) or step.compiled is None:
+            findings = (failed(outcome, plan),) if isinstance(outcome, Failure) else ()
             return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
-        traffic = read_traffic(parse(made.text), mesh, exported.arguments, where.positions)
-        met.append(_compiled(made, traffic, where, mesh, machine))
-        found += traffic.found
-        seconds += made.seconds
+        traffic = read_traffic(
+            parse(outcome.text), mesh, exported.arguments, compile_target.positions
+        )
+        met.append(_compiled(outcome, traffic, compile_target, mesh, machine))
+        collectives += traffic.found
+        seconds += outcome.seconds
     assert step.compiled is not None
-    kept, memory = plan.estimate.device_bytes.exchange, step.compiled.device_bytes
-    together = {**memory, "exchange": kept, "peak": memory["peak"] + kept}
+    exchange_bytes, memory = plan.estimate.device_bytes.exchange, step.compiled.device_bytes
+    together = {**memory, "exchange": exchange_bytes, "peak": memory["peak"] + exchange_bytes}
     compiled = replace(step.compiled, device_bytes=together, meeting=_together(met))
-    others = [one for one in step.findings if one.code not in ("memory-differs", "out-of-memory")]
+    others = [
+        finding
+        for finding in step.findings
+        if finding.code not in ("memory-differs", "out-of-memory")
+    ]
     return replace(
         step,
         plan=plan,
         compiled=compiled,
         compile_seconds=step.compile_seconds + seconds,
         findings=(
-            *crossings(plan, exchange, found),
+            *crossings(plan, exchange, collectives),
             *compare.memory(plan, topology, compiled),
             *others,
         ),
@@ -124,15 +130,17 @@ def abstract_meetings(
 
 
 def _compiled(
-    made: Compiled, traffic: Traffic, where: Target, mesh: MeshShape, machine: Topology
+    compiled: Compiled, traffic: Traffic, compile_target: Target, mesh: MeshShape, machine: Topology
 ) -> CompiledStep:
     """What the compiler made of a meeting."""
     return CompiledStep(
-        device_bytes=made.memory,
+        device_bytes=compiled.memory,
         collectives=timed(traffic, mesh, machine),
         wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
-        device_kind=made.device_kind,
+        compute_seconds=traffic.cycles / compile_target.cycles_per_s
+        if compile_target.cycles_per_s
+        else 0.0,
+        device_kind=compiled.device_kind,
         unread=traffic.problems,
         reductions=traffic.reductions,
     )
@@ -140,14 +148,14 @@ def _compiled(
 
 def _together(met: Sequence[CompiledStep]) -> CompiledStep:
     """Several meetings as one: what all of them move, and the memory of the largest."""
-    first = max(met, key=lambda one: one.device_bytes.get("peak", 0))
+    first = max(met, key=lambda step: step.device_bytes.get("peak", 0))
     return replace(
         first,
-        collectives=tuple(one for step in met for one in step.collectives),
-        wire_bytes=sum(one.wire_bytes for one in met),
-        compute_seconds=sum(one.compute_seconds for one in met),
-        unread=tuple(one for step in met for one in step.unread),
-        reductions=tuple(one for step in met for one in step.reductions),
+        collectives=tuple(collective for step in met for collective in step.collectives),
+        wire_bytes=sum(step.wire_bytes for step in met),
+        compute_seconds=sum(step.compute_seconds for step in met),
+        unread=tuple(problem for step in met for problem in step.unread),
+        reductions=tuple(reduction for step in met for reduction in step.reductions),
     )
 
 
@@ -160,13 +168,17 @@ def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator
         exchange: how they meet.
         found: collectives of all compiled meetings.
     """
-    crossing = [one for one in found if ISLAND.name in one.axes or not one.axes]
+    crossing = [
+        collective for collective in found if ISLAND.name in collective.axes or not collective.axes
+    ]
     by_copies = isinstance(exchange, DiLoCo) and exchange.delay > 0
     planned = () if by_copies else plan.estimate.collectives
     due = sum(c.total_bytes for c in planned if ISLAND.name in c.axes)
-    moved = sum(one.bytes * one.count for one in crossing)
-    if moved > due * (1 + SLACK) + PADDING * sum(one.trained for one in plan.parameters):
-        worst = max(crossing, key=lambda one: one.bytes * one.count)
+    moved = sum(collective.bytes * collective.count for collective in crossing)
+    if moved > due * (1 + SLACK) + PADDING * sum(
+        parameter.trained for parameter in plan.parameters
+    ):
+        worst = max(crossing, key=lambda collective: collective.bytes * collective.count)
         yield Finding(
             code="hidden-exchange",
             severity="error",
@@ -177,15 +189,15 @@ def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator
             ),
             hint="tell us: the meeting is the same program for every model",
         )
-    wanted = WIRES[exchange.wire] if isinstance(exchange, DiLoCo) else None
-    dtypes = {dtype for one in crossing for dtype in one.dtypes}
-    if wanted is not None and dtypes - wanted:
+    allowed = WIRES[exchange.wire] if isinstance(exchange, DiLoCo) else None
+    dtypes = {dtype for collective in crossing for dtype in collective.dtypes}
+    if allowed is not None and dtypes - allowed:
         yield Finding(
             code="wide-exchange",
             severity="error",
             where="outer gradient",
             message=(
                 f"outer gradients cross as {', '.join(sorted(dtypes))}, and not as"
-                f" {', '.join(sorted(wanted))}."
+                f" {', '.join(sorted(allowed))}."
             ),
         )

@@ -191,8 +191,8 @@ def resident_bytes(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"VmRSS:\s+(\d+) kB", status)
+    return int(match[1]) * 1024 if match else 0
 
 
 def _ending(code: int) -> str:

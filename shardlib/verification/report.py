@@ -61,26 +61,30 @@ class Verification:
         return verification_text(self)
 
     def __repr__(self) -> str:
-        found = [one for one in self.findings if one.severity != "info"]
+        findings = [finding for finding in self.findings if finding.severity != "info"]
         return short(
             "Verification",
             f"{self.plan.model} on {self.plan.topology}: {self.plan.mesh}",
             "verified" if self.ok else "refuted",
-            f"{len(found)} findings" if found else "",
+            f"{len(findings)} findings" if findings else "",
         )
 
     def _repr_html_(self) -> str:
         text = verification_text(self)
-        title, _, rest = text.partition("\n")
-        return card(title, [str(one) for one in self.findings if one.severity != "info"], text=rest)
+        title, _, body = text.partition("\n")
+        return card(
+            title,
+            [str(finding) for finding in self.findings if finding.severity != "info"],
+            text=body,
+        )
 
 
-def verification_to_data(found: Verification) -> JsonObject:
+def verification_to_data(verification: Verification) -> JsonObject:
     """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where
     the compiler failed.
 
     Args:
-        found: the verification.
+        verification: the verification.
 
     Returns:
         "format", "ok", "plan", "predicted", "compiled", "compile_seconds", "versions" and
@@ -88,13 +92,13 @@ def verification_to_data(found: Verification) -> JsonObject:
     """
     return {
         "format": FORMAT,
-        "ok": found.ok,
-        "plan": plan_to_data(found.plan),
-        "predicted": found.plan.estimate.to_json(),
-        "compiled": found.compiled.to_json() if found.compiled else None,
-        "compile_seconds": found.compile_seconds,
-        "versions": dict(found.versions),
-        "findings": [finding.to_json() for finding in found.findings],
+        "ok": verification.ok,
+        "plan": plan_to_data(verification.plan),
+        "predicted": verification.plan.estimate.to_json(),
+        "compiled": verification.compiled.to_json() if verification.compiled else None,
+        "compile_seconds": verification.compile_seconds,
+        "versions": dict(verification.versions),
+        "findings": [finding.to_json() for finding in verification.findings],
     }
 
 
@@ -121,30 +125,30 @@ class _Compiled:
     collectives: tuple[Collective, ...]
 
 
-def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
+def read_baseline(text: str | bytes, source: str) -> tuple[Collective, ...]:
     """The compiled collectives of an earlier verification.
 
     Raises:
         VerificationError: the text is no report of a verification that compiled.
     """
     again = "make it with `shardlib verify ... --json > report.json`"
-    data = parse_json(text, where, VerificationError)
+    data = parse_json(text, source, VerificationError)
     if not isinstance(data, Mapping) or not isinstance(
         cast("Mapping[str, Any]", data).get("compiled"), Mapping
     ):
         raise VerificationError(
-            f"{where} holds no report of a verification that compiled\nTry: {again}"
+            f"{source} holds no report of a verification that compiled\nTry: {again}"
         )
     table = cast("Mapping[str, Any]", data)
     if table.get("format") != FORMAT:
         raise VerificationError(
-            f"{where} is a report of format {shown(table.get('format'))}, this version reads"
+            f"{source} is a report of format {shown(table.get('format'))}, this version reads"
             f" {FORMAT}\nTry: make it again"
         )
     return construct(
         _Compiled,
         table["compiled"],
-        f"the report {where}",
+        f"the report {source}",
         VerificationError,
         least=0.0,
         hint=again,
@@ -178,22 +182,27 @@ def key_text(key: Key) -> str:
     return f"{key[0]} over {'·'.join(key[1]) or 'unknown axes'}"
 
 
-def verification_text(found: Verification) -> str:
+def verification_text(verification: Verification) -> str:
     """The verification as text for people: predicted beside compiled, then findings."""
-    plan = found.plan
+    plan = verification.plan
     lines = [
-        f"{plan.model} on {plan.topology}, {plan.mesh}: {'verified' if found.ok else 'REFUTED'}",
+        f"{plan.model} on {plan.topology}, {plan.mesh}:"
+        f" {'verified' if verification.ok else 'REFUTED'}",
         "",
     ]
-    if found.compiled:
-        lines += _memory_lines(found) + _time_lines(found) + _collective_lines(found)
-    elif found.findings:
+    if verification.compiled:
+        lines += (
+            _memory_lines(verification)
+            + _time_lines(verification)
+            + _collective_lines(verification)
+        )
+    elif verification.findings:
         lines += ["the compiler made no program of it", ""]
-    lines += [str(finding) for finding in found.findings] or ["nothing to report"]
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    lines += [str(finding) for finding in verification.findings] or ["nothing to report"]
+    versions = ", ".join(f"{name} {version}" for name, version in verification.versions.items())
     lines += [
         "",
-        f"compiled in {seconds_text(found.compile_seconds)}"
+        f"compiled in {seconds_text(verification.compile_seconds)}"
         + (f" with {versions}" if versions else ""),
     ]
     return "\n".join(lines) + "\n"
@@ -210,13 +219,13 @@ def _difference(predicted: float, compiled: float) -> str:
     return f"{sign}{percent_text(abs(predicted - compiled) / compiled)}"
 
 
-def _memory_lines(found: Verification) -> list[str]:
-    assert found.compiled
-    parts, real = found.plan.estimate.device_bytes, found.compiled.device_bytes
-    kept = parts.parameters + parts.frozen + parts.optimizer + parts.batch
+def _memory_lines(verification: Verification) -> list[str]:
+    assert verification.compiled
+    parts, real = verification.plan.estimate.device_bytes, verification.compiled.device_bytes
+    stored = parts.parameters + parts.frozen + parts.optimizer + parts.batch
     rows = (
-        ("state and batch (arguments)", kept, real["arguments"]),
-        ("everything else", parts.peak - kept, max(0, real["peak"] - real["arguments"])),
+        ("state and batch (arguments)", stored, real["arguments"]),
+        ("everything else", parts.peak - stored, max(0, real["peak"] - real["arguments"])),
         ("peak", parts.peak, real["peak"]),
     )
     return [
@@ -226,40 +235,41 @@ def _memory_lines(found: Verification) -> list[str]:
     ]
 
 
-def _time_lines(found: Verification) -> list[str]:
-    assert found.compiled
-    if not found.compiled.compute_seconds:
+def _time_lines(verification: Verification) -> list[str]:
+    assert verification.compiled
+    if not verification.compiled.compute_seconds:
         return []
-    seconds = found.plan.estimate.seconds
+    seconds = verification.plan.estimate.seconds
     predicted = seconds.compute + seconds.optimizer
     return [
         _row("time of kernels", "predicted", "compiled", "error"),
         _row(
             "compute and optimizer",
             seconds_text(predicted),
-            seconds_text(found.compiled.compute_seconds),
-            _difference(predicted, found.compiled.compute_seconds),
+            seconds_text(verification.compiled.compute_seconds),
+            _difference(predicted, verification.compiled.compute_seconds),
         ),
         "",
     ]
 
 
-def _collective_lines(found: Verification) -> list[str]:
-    assert found.compiled
-    listed = found.plan.estimate.collectives
+def _collective_lines(verification: Verification) -> list[str]:
+    assert verification.compiled
+    listed = verification.plan.estimate.collectives
     steps = tuple(c for c in listed if not c.every)
-    lines = _compared("result bytes of a step", steps, found.compiled.collectives)
-    if found.compiled.meeting is None:
+    lines = _compared("result bytes of a step", steps, verification.compiled.collectives)
+    if verification.compiled.meeting is None:
         return lines
     met = tuple(c for c in listed if c.every)
-    copied = _copied(found.plan.exchange, met)
-    compiled = found.compiled.meeting.collectives
+    copied = _copied(verification.plan.exchange, met)
+    compiled = verification.compiled.meeting.collectives
     return [
         *lines,
         *_compared("result bytes of a meeting", tuple(c for c in met if c not in copied), compiled),
         *(
-            f"beside steps, by copies between islands: {bytes_text(one.total_bytes)} a device"
-            for one in copied
+            f"beside steps, by copies between islands: {bytes_text(collective.total_bytes)} a"
+            " device"
+            for collective in copied
         ),
     ]
 

@@ -147,13 +147,13 @@ def _gpu(topology: Topology, numbers: np.ndarray) -> Target:
     chip = topology.chip
     spec = resources.files("shardlib.verification") / "gpu_specs" / f"{chip.name}.txtpb"
     if not spec.is_file():
-        known = sorted(
+        described = sorted(
             file.name.removesuffix(".txtpb")
             for file in (resources.files("shardlib.verification") / "gpu_specs").iterdir()
         )
         raise TopologyError(
             f"there is no device description of the GPU {chip.name!r} of {topology.name}; described"
-            f" are {', '.join(known)}"
+            f" are {', '.join(described)}"
         )
     inner = topology.tiers[-1].devices
     return Target(
@@ -248,7 +248,7 @@ def environment(platform: str, devices: int) -> dict[str, str]:
     return {**common, "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
-def compile_devices(wanted: Target) -> list[jax.Device]:
+def compile_devices(target: Target) -> list[jax.Device]:
     """The devices of a target in mesh order; loads the compiler.
 
     Raises:
@@ -257,34 +257,34 @@ def compile_devices(wanted: Target) -> list[jax.Device]:
     import jax
     from jax.experimental import topologies
 
-    if wanted.platform == "cpu":
-        found, key = list(jax.devices("cpu")), _number
-    elif wanted.platform == "cuda":
+    if target.platform == "cpu":
+        devices, key = list(jax.devices("cpu")), _number
+    elif target.platform == "cuda":
         jax.devices("cpu")  # lets JAX discover its plugins before the topology is asked for
-        found, key = (
+        devices, key = (
             topologies.get_topology_desc(
-                "", platform="cuda", target_config=wanted.spec, topology=wanted.name
+                "", platform="cuda", target_config=target.spec, topology=target.name
             ).devices,
             _number,
         )
     else:
-        options: dict[str, Any] = {"num_slices": wanted.slices} if wanted.slices > 1 else {}
-        if wanted.name.split(":")[0] in MEGACORE:
-            options["chip_config_name"] = MEGACORE[wanted.name.split(":")[0]]
-        found, key = (
+        options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+        if target.name.split(":")[0] in MEGACORE:
+            options["chip_config_name"] = MEGACORE[target.name.split(":")[0]]
+        devices, key = (
             topologies.get_topology_desc(
-                platform="tpu", topology_name=wanted.name, **options
+                platform="tpu", topology_name=target.name, **options
             ).devices,
             _tpu_key,
         )
-    by_key = {key(i, device): device for i, device in enumerate(found)}
-    missing = [place for place in wanted.order if place not in by_key]
-    if missing or (len(found) != wanted.devices and wanted.platform != "cpu"):
+    by_key = {key(i, device): device for i, device in enumerate(devices)}
+    missing = [place for place in target.order if place not in by_key]
+    if missing or (len(devices) != target.devices and target.platform != "cpu"):
         raise TopologyError(
-            f"the {wanted.platform} compiler makes {len(found)} devices of {wanted.name!r}, the"
-            f" catalogue {wanted.devices}"
+            f"the {target.platform} compiler makes {len(devices)} devices of {target.name!r}, the"
+            f" catalogue {target.devices}"
         )
-    return [by_key[place] for place in wanted.order]
+    return [by_key[place] for place in target.order]
 
 
 def _number(i: int, device: jax.Device) -> tuple[int, ...]:

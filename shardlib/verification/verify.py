@@ -52,42 +52,54 @@ def verify_program(
         TopologyError: no compiler knows the topology.
         VerificationError: the step does not lower for the platform.
     """
-    where = target(topology, program.plan.mesh, program.plan.axis_order)
-    require_compiler(where.platform)
-    step = export_step(program, where.platform)
-    return judge(program.plan, topology, where, step, compile_apart(step, where, limits, options))
+    compile_target = target(topology, program.plan.mesh, program.plan.axis_order)
+    require_compiler(compile_target.platform)
+    step = export_step(program, compile_target.platform)
+    return judge(
+        program.plan,
+        topology,
+        compile_target,
+        step,
+        compile_apart(step, compile_target, limits, options),
+    )
 
 
 def judge(
-    plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure
+    plan: Plan,
+    topology: Topology,
+    compile_target: Target,
+    step: ExportedStep,
+    outcome: Compiled | Failure,
 ) -> Verification:
     """Compares what a compiler made with what a plan promised.
 
     Args:
         plan: what was promised.
         topology: the machine.
-        where: the same in the words of its compiler.
+        compile_target: the same in the words of its compiler.
         step: what was compiled.
-        made: what came of it.
+        outcome: what came of it.
     """
-    if isinstance(made, Failure):
+    if isinstance(outcome, Failure):
         return Verification(
             plan=plan,
             compiled=None,
-            compile_seconds=made.seconds,
+            compile_seconds=outcome.seconds,
             versions={},
-            findings=(failed(made, plan),),
+            findings=(failed(outcome, plan),),
         )
-    compiled, traffic = read_compiled(plan.mesh, plan.axis_order, topology, where, step, made)
+    compiled, traffic = read_compiled(
+        plan.mesh, plan.axis_order, topology, compile_target, step, outcome
+    )
     findings = compare(
-        plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased
+        plan, topology, compiled, traffic.found, outcome.log, step.donated, traffic.aliased
     )
     return Verification(
         plan=plan,
         compiled=compiled,
-        compile_seconds=made.seconds,
-        versions=made.versions,
-        findings=(*findings, *other_compiler(plan, made.versions)),
+        compile_seconds=outcome.seconds,
+        versions=outcome.versions,
+        findings=(*findings, *other_compiler(plan, outcome.versions)),
     )
 
 
@@ -95,9 +107,9 @@ def read_compiled(
     mesh: MeshShape,
     axes: tuple[str, ...],
     topology: Topology,
-    where: Target,
+    compile_target: Target,
     step: ExportedStep,
-    made: Compiled,
+    program: Compiled,
 ) -> tuple[CompiledStep, Traffic]:
     """What a compiled program is, and the collectives that it runs.
 
@@ -106,16 +118,18 @@ def read_compiled(
         axes: of the mesh, from the outermost links to the innermost; empty for the usual order.
         topology, where, step, made: see `judge`.
     """
-    module = parse(made.text)
-    traffic = read_traffic(module, mesh, step.arguments, where.positions)
+    module = parse(program.text)
+    traffic = read_traffic(module, mesh, step.arguments, compile_target.positions)
     compiled = CompiledStep(
-        device_bytes=made.memory,
+        device_bytes=program.memory,
         collectives=timed(traffic, mesh, topology, axes),
         wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
-        device_kind=made.device_kind,
+        compute_seconds=traffic.cycles / compile_target.cycles_per_s
+        if compile_target.cycles_per_s
+        else 0.0,
+        device_kind=program.device_kind,
         unread=traffic.problems,
         reductions=traffic.reductions,
-        scheduled=scheduled(module, mesh) if len(where.positions) == 1 else (),
+        scheduled=scheduled(module, mesh) if len(compile_target.positions) == 1 else (),
     )
     return compiled, traffic

@@ -125,7 +125,7 @@ def test_a_tick_ends_with_its_last_hop_and_works_until_that_begins() -> None:
         ("last.1", 9, 11),
         ("out", 12, 13),
     )
-    line = timelines.timeline(TABLE, parse(HLO), [one, two], told="it")
+    line = timelines.timeline(TABLE, parse(HLO), [one, two], title="it")
     assert [(s.stage, s.kind, s.label, s.start, s.seconds) for s in line.slices] == [
         (0, FORWARD, "0", 0, 2),
         (0, IDLE, "", 3, 4),
@@ -146,7 +146,7 @@ def test_a_tick_ends_with_its_last_hop_and_works_until_that_begins() -> None:
 def test_a_profile_that_lacks_ticks_is_refused() -> None:
     events = happened(("mul.1", 1, 3), ("hop.2", 6, 7), ("hop.3", 8, 9))
     timelines.timeline(
-        TABLE, parse(HLO), [events] * 2, told=""
+        TABLE, parse(HLO), [events] * 2, title=""
     )  # the last tick of each direction may hand nothing on
     with pytest.raises(
         VerificationError,
@@ -155,4 +155,4 @@ def test_a_profile_that_lacks_ticks_is_refused() -> None:
             " for 2 ticks"
         ),
     ):
-        timelines.timeline(TABLE, parse(HLO), [events[:1] + events[2:]] * 2, told="")
+        timelines.timeline(TABLE, parse(HLO), [events[:1] + events[2:]] * 2, title="")

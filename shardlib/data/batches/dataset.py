@@ -88,12 +88,12 @@ class TokenDataset:
                 f"there are no examples before the first one, and position {position} was asked"
                 " for\nTry: a position of at least 0"
             )
-        found = {name: np.zeros((len(rows), self.seq), FIELDS[name]) for name in self.fields}
+        arrays = {name: np.zeros((len(rows), self.seq), FIELDS[name]) for name in self.fields}
         for row, number in enumerate(
             self.examples.numbers(position + np.asarray(rows, np.int64)).tolist()
         ):
-            self.examples.fill(number, {name: array[row] for name, array in found.items()})
-        return found
+            self.examples.fill(number, {name: array[row] for name, array in arrays.items()})
+        return arrays
 
     def grain(self) -> grain.MapDataset[dict[str, np.ndarray]]:
         """One epoch after the other as a Grain pipeline, for those who go on with one: element p is

@@ -67,8 +67,8 @@ def by_epoch(positions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, 
     """
     epochs, indices = np.divmod(positions, count)
     for epoch in np.unique(epochs).tolist():
-        mine = epochs == epoch
-        indices[mine] = shuffled_indices(indices[mine], count, seed, epoch)
+        in_epoch = epochs == epoch
+        indices[in_epoch] = shuffled_indices(indices[in_epoch], count, seed, epoch)
     return epochs, indices
 
 
@@ -138,18 +138,18 @@ class Windows:
         gives.
         """
         tokens, lengths, done = np.empty(count, np.int32), list[int](), 0
-        epoch, at = divmod(start, self.documents.tokens)
+        epoch, offset = divmod(start, self.documents.tokens)
         while done < count:
             now = self._epoch(epoch)
-            index = int(np.searchsorted(now.ends, at, side="right"))
+            index = int(np.searchsorted(now.ends, offset, side="right"))
             while done < count and index < len(now.order):
                 document, end = int(now.order[index]), int(now.ends[index])
                 length = int(self.documents.lengths[document])
-                begin, taken = length - (end - at), min(end - at, count - done)
+                begin, taken = length - (end - offset), min(end - offset, count - done)
                 tokens[done : done + taken] = self.documents.read(document, begin, begin + taken)
                 lengths.append(taken)
-                done, at, index = done + taken, end, index + 1
-            epoch, at = epoch + 1, 0
+                done, offset, index = done + taken, end, index + 1
+            epoch, offset = epoch + 1, 0
         return tokens, lengths
 
     def _epoch(self, epoch: int) -> _Epoch:

@@ -41,16 +41,16 @@ def kept(path: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping
     with (
         contextlib.suppress(*DAMAGED),
         open(path, "rb") as stream,
-        np.load(stream, allow_pickle=False) as found,
+        np.load(stream, allow_pickle=False) as archive,
     ):
-        return {name: found[name] for name in found.files}
-    made, temporary = compute(), path.with_name(f".{path.stem}.{os.getpid()}.part.npz")
+        return {name: archive[name] for name in archive.files}
+    arrays, temporary = compute(), path.with_name(f".{path.stem}.{os.getpid()}.part.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as stream:
-            np.savez(stream, **cast(Any, made))
+            np.savez(stream, **cast(Any, arrays))
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    return made
+    return arrays

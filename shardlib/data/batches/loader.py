@@ -235,7 +235,7 @@ class _Schedule:
         if len({leaf.shape[:1] for leaf in batch.values()}) > 1:
             failures.append("arrays differ in their first dim")
         if failures:
-            known = ", ".join(
+            expected = ", ".join(
                 f"{name} ({FIELDS[name]})" if name in FIELDS else name
                 for name in self._dataset.fields
             )
@@ -243,7 +243,7 @@ class _Schedule:
                 BatchError,
                 "the data do not give the batch that the program was compiled for",
                 failures,
-                hint=f"arrays [batch, {self._dataset.seq}] of {known}",
+                hint=f"arrays [batch, {self._dataset.seq}] of {expected}",
             )
         return batch
 

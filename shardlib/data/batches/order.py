@@ -37,12 +37,12 @@ def shuffled_indices(indices: np.ndarray, count: int, seed: int, epoch: int) -> 
     if count <= WRITTEN:
         return _written(count, seed, epoch)[indices]
     half = np.uint64((count - 1).bit_length() + 1 >> 1)
-    found = np.asarray(indices).astype(np.uint64)
-    walking = np.ones(found.shape, bool)
+    permuted = np.asarray(indices).astype(np.uint64)
+    walking = np.ones(permuted.shape, bool)
     while walking.any():
-        found[walking] = _permuted(found[walking], half, _keys(seed, epoch))
-        walking = found >= count
-    return found.astype(np.int64)
+        permuted[walking] = _permuted(permuted[walking], half, _keys(seed, epoch))
+        walking = permuted >= count
+    return permuted.astype(np.int64)
 
 
 def _permuted(words: np.ndarray, half: np.uint64, keys: tuple[int, ...]) -> np.ndarray:

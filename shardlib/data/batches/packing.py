@@ -29,32 +29,32 @@ _ORDER = -1
 KEPT = 50_000
 
 
-def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The row of every piece, int64 [pieces]; pieces come in the order of the array.
 
     A tree over rows, each node with the most room below it, finds the first row in logarithmic
     time.
 
     Args:
-        lengths: of pieces, from 1 to `room`, int64 [pieces].
-        room: of a row.
+        lengths: of pieces, from 1 to `capacity`, int64 [pieces].
+        capacity: of a row.
     """
     leaves = 1 << max(len(lengths) - 1, 1).bit_length()
-    most, rows = [room] * (2 * leaves), np.empty(len(lengths), np.int64)
+    free, rows = [capacity] * (2 * leaves), np.empty(len(lengths), np.int64)
     for number, length in enumerate(lengths.tolist()):
         node = 1
         while node < leaves:
             node *= 2
-            node += most[node] < length
+            node += free[node] < length
         rows[number] = node - leaves
-        most[node] -= length
+        free[node] -= length
         while node > 1:
             node //= 2
-            most[node] = max(most[2 * node], most[2 * node + 1])
+            free[node] = max(free[2 * node], free[2 * node + 1])
     return rows
 
 
-def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The row of every piece, int64 [pieces]; the longest come first, of equal ones those that are
     first in the array.
 
@@ -63,7 +63,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """
     rows, count = np.empty(len(lengths), np.int64), 0
     by_room, there = (
-        [list[int]() for _ in range(room + 1)],
+        [list[int]() for _ in range(capacity + 1)],
         0,
     )  # bit r of `there`: some row has room for r
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -75,7 +75,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
             if not by_room[left]:
                 there &= ~(1 << left)
         else:
-            left, row, count = room, count, count + 1
+            left, row, count = capacity, count, count + 1
         rows[number] = row
         if left > length:
             by_room[left - length].append(row)
@@ -130,21 +130,21 @@ class Bins:
 
     def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """See `Examples`."""
-        at = 0
+        offset = 0
         pieces = range(int(self._pieces["begins"][number]), int(self._pieces["begins"][number + 1]))
         for segment, piece in enumerate(pieces, 1):
             start, length = int(self._pieces["starts"][piece]), int(self._pieces["lengths"][piece])
             tokens = self.documents.read(
                 int(self._pieces["documents"][piece]), start, start + length + 1
             )
-            where = slice(at, at + length)
-            row["inputs"][where], row["targets"][where] = tokens[:-1], tokens[1:]
-            row["segments"][where], row["positions"][where], row["weights"][where] = (
+            span = slice(offset, offset + length)
+            row["inputs"][span], row["targets"][span] = tokens[:-1], tokens[1:]
+            row["segments"][span], row["positions"][span], row["weights"][span] = (
                 segment,
                 np.arange(length),
                 1,
             )
-            at += length
+            offset += length
 
     @cached_property
     def _pieces(self) -> Mapping[str, np.ndarray]:

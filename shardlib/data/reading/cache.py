@@ -91,21 +91,21 @@ class CachedFiles:
 
     def open(self, name: str) -> BinaryIO:
         """See `Files`; the copy stays as long as the file is open."""
-        held = self._held(name)
-        if held is None:
+        copy = self._held(name)
+        if copy is None:
             return self._source.open(name)
-        return cast(BinaryIO, io.BufferedReader(OpenCopy(held)))
+        return cast(BinaryIO, io.BufferedReader(OpenCopy(copy)))
 
     def path(self, name: str) -> Path:
         """See `Files`; the copy stays as long as this object does."""
         if name not in self._kept:
-            held = self._held(name)
-            if held is None:
+            copy = self._held(name)
+            if copy is None:
                 return self._source_path(name)
-            if self._kept.setdefault(name, held) is held:
-                weakref.finalize(self, held.lock.release)
+            if self._kept.setdefault(name, copy) is copy:
+                weakref.finalize(self, copy.lock.release)
             else:
-                held.lock.release()
+                copy.lock.release()
         return self._kept[name].path
 
     def _source_path(self, name: str) -> Path:
@@ -169,17 +169,17 @@ class CachedFiles:
         by this object.
         """
         try:
-            said, status = (
+            recorded, status = (
                 read_json(entry.sidecar, "description of a copy", DataError, limits=SIDECAR),
                 entry.data.stat(),
             )
         except (FileNotFoundError, DataError):
             return False
-        if not isinstance(said, dict):
+        if not isinstance(recorded, dict):
             return False
-        said = cast("dict[str, Any]", said)
+        recorded = cast("dict[str, Any]", recorded)
         version = (entry.key, status.st_ino, status.st_mtime_ns)
-        if [said.get("size"), said.get("modified")] != [info.size, info.modified]:
+        if [recorded.get("size"), recorded.get("modified")] != [info.size, info.modified]:
             self._say(
                 "source-changed",
                 info.name,
@@ -190,7 +190,7 @@ class CachedFiles:
             return False
         if status.st_size == info.size and version in self._verified:
             return True
-        if status.st_size != info.size or digest_of(entry.data) != said.get("sha256"):
+        if status.st_size != info.size or digest_of(entry.data) != recorded.get("sha256"):
             self._say(
                 "copy-damaged",
                 info.name,
@@ -246,8 +246,8 @@ class CachedFiles:
             raise changed(self._source, info, size)
         return digest.hexdigest()
 
-    def _say(self, code: str, where: str, message: str, hint: str) -> None:
+    def _say(self, code: str, location: str, message: str, hint: str) -> None:
         self._found.setdefault(
-            (code, where),
-            Finding(code=code, severity="warning", message=message, where=where, hint=hint),
+            (code, location),
+            Finding(code=code, severity="warning", message=message, where=location, hint=hint),
         )

@@ -147,9 +147,9 @@ def digest_of(path: Path) -> str:
 class OpenCopy(io.FileIO):
     """A copy as a file, whose lock is released when it is closed."""
 
-    def __init__(self, held: Held) -> None:
-        self._lock: Any = held.lock
-        super().__init__(held.path, "rb")
+    def __init__(self, copy: Held) -> None:
+        self._lock: Any = copy.lock
+        super().__init__(copy.path, "rb")
 
     def close(self) -> None:
         try:

@@ -93,12 +93,12 @@ class PathFiles:
             )
         if root.is_file():
             return (_info(root, root.name),)
-        found = (
+        infos = (
             _below(root, self.pattern)
             if isinstance(root, Path)
             else _at_address(root, self.pattern, "")
         )
-        return tuple(sorted(found, key=lambda info: info.name))
+        return tuple(sorted(infos, key=lambda info: info.name))
 
     def open(self, name: str) -> BinaryIO:
         """See `Files`."""
@@ -142,13 +142,13 @@ def _at_address(folder: Any, pattern: str, below: str) -> Iterator[FileInfo]:
     for path in folder.iterdir():
         if not _taken(path.name):
             continue
-        if (found := path.stat()).is_directory:
+        if (status := path.stat()).is_directory:
             yield from _at_address(path, pattern, f"{below}{path.name}/")
         elif fnmatch.fnmatch(path.name, pattern):
             yield FileInfo(
                 name=f"{below}{path.name}",
-                size=found.length,
-                modified=int(found.mtime or 0) * 10**9,
+                size=status.length,
+                modified=int(status.mtime or 0) * 10**9,
             )
 
 
@@ -164,12 +164,12 @@ def _taken(name: str) -> bool:
 
 def _info(path: Any, name: str) -> FileInfo:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise DataError(f"{path} cannot be looked at: {error}") from error
     if isinstance(path, Path):
-        return FileInfo(name=name, size=found.st_size, modified=found.st_mtime_ns)
-    return FileInfo(name=name, size=found.length, modified=int(found.mtime or 0) * 10**9)
+        return FileInfo(name=name, size=status.st_size, modified=status.st_mtime_ns)
+    return FileInfo(name=name, size=status.length, modified=int(status.mtime or 0) * 10**9)
 
 
 def read_whole(files: Files, info: FileInfo) -> bytes:
@@ -200,8 +200,8 @@ def changed(files: Files, info: FileInfo, size: int) -> DataError:
         info: as it was listed.
         size: bytes that it has now.
     """
-    how = "shrank" if size < info.size else "grew"
+    verb = "shrank" if size < info.size else "grew"
     return DataError(
-        f"{info.name} of {files.root} {how} from {info.size:,} to {size:,} bytes while it was in"
+        f"{info.name} of {files.root} {verb} from {info.size:,} to {size:,} bytes while it was in"
         " use\nTry: put the file back as it was, or start again with the new one"
     )

@@ -113,7 +113,9 @@ class JsonLines:
     def __getitem__(self, index: int) -> Sequence[Document]:
         info, begin = self._parts[index]
         return [
-            self._document(info, at, line) for at, line in self._lines(info, begin) if line.strip()
+            self._document(info, offset, line)
+            for offset, line in self._lines(info, begin)
+            if line.strip()
         ]
 
     def _lines(self, info: FileInfo, begin: int) -> Iterator[tuple[int, bytes]]:
@@ -121,46 +123,46 @@ class JsonLines:
             size = stream.seek(0, 2)
             if size != info.size:
                 raise changed(self.files, info, size)
-            at = stream.seek(max(begin - 1, 0))
+            offset = stream.seek(max(begin - 1, 0))
             if begin:
-                at += len(stream.readline())
-            while at < min(begin + CHUNK, info.size):
+                offset += len(stream.readline())
+            while offset < min(begin + CHUNK, info.size):
                 line = stream.readline()
                 if not line:
-                    raise changed(self.files, info, at)
-                yield at, line
-                at += len(line)
+                    raise changed(self.files, info, offset)
+                yield offset, line
+                offset += len(line)
 
-    def _document(self, info: FileInfo, at: int, line: bytes) -> Document:
-        name = f"{info.name}, byte {at:,}"
+    def _document(self, info: FileInfo, offset: int, line: bytes) -> Document:
+        name = f"{info.name}, byte {offset:,}"
         try:
-            found = parse_json(line, "the line", DataError)
+            value = parse_json(line, "the line", DataError)
         except DataError as error:
             raise DataError(
-                f"{self._place(info, at)}{str(error).removeprefix('the line')}"
+                f"{self._place(info, offset)}{str(error).removeprefix('the line')}"
             ) from error
         return Document(
-            name=name, text=_field(found, self.field, lambda: self._place(info, at)), key=line
+            name=name, text=_field(value, self.field, lambda: self._place(info, offset)), key=line
         )
 
-    def _place(self, info: FileInfo, at: int) -> str:
+    def _place(self, info: FileInfo, offset: int) -> str:
         with self.files.open(info.name) as stream:
-            number = stream.read(at).count(b"\n") + 1
+            number = stream.read(offset).count(b"\n") + 1
         return f"line {number:,} of {info.name} in {self.files.root}"
 
 
-def _field(found: Any, field: str, place: Any) -> str:
-    if not isinstance(found, dict) or field not in found:
+def _field(value: Any, field: str, place: Any) -> str:
+    if not isinstance(value, dict) or field not in value:
         has = (
-            f"the fields {', '.join(map(shown, sorted(found)[:20]))}"
-            if isinstance(found, dict)
+            f"the fields {', '.join(map(shown, sorted(value)[:20]))}"
+            if isinstance(value, dict)
             else "no fields"
         )
         raise DataError(
             f"{place()} has no field {field!r}; it has {has}\nTry: field=... with the name of the"
             " one that holds the text"
         )
-    text = found[field]
+    text = value[field]
     if not isinstance(text, str):
         raise DataError(
             f"the field {field!r} of {place()} is {type(text).__name__}, not text\nTry: field=..."
@@ -204,13 +206,13 @@ class Records:
     def __getitem__(self, index: int) -> Sequence[Document]:
         numbers = range(index * RECORDS, min((index + 1) * RECORDS, len(self._reader)))
         try:
-            found = self._reader.__getitems__(list(numbers))
+            records = self._reader.__getitems__(list(numbers))
         except (RuntimeError, ValueError, IndexError, OSError) as error:
             raise DataError(
                 f"records {numbers.start} to {numbers.stop - 1} of {self.files.root} cannot be"
                 f" read: {error}\nTry: check that the files are whole"
             ) from error
-        return [self._document(number, data) for number, data in zip(numbers, found, strict=True)]
+        return [self._document(number, data) for number, data in zip(numbers, records, strict=True)]
 
     def _document(self, number: int, data: bytes) -> Document:
         name = f"record {number:,} of {self.files.root}"

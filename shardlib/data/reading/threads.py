@@ -56,11 +56,11 @@ class Ahead(Generic[T]):
         Raises:
             Exception: what the function raised for this item.
         """
-        found = next(self._results)
-        if isinstance(found, _Failed):
+        result = next(self._results)
+        if isinstance(result, _Failed):
             self.close()
-            raise found.error
-        return found
+            raise result.error
+        return result
 
     def close(self) -> None:
         """Begins nothing more; a second time does nothing."""

@@ -59,35 +59,35 @@ def read_arrays(
     Raises:
         DataError: a file that is shorter than it says, or holds no integers; no tokens at all.
     """
-    found = [_found(files, info, dtype, end, vocabulary) for info in listed]
-    lengths = np.concatenate([one.lengths for one in found]) if found else np.zeros(0, np.int64)
+    loaded = [_found(files, info, dtype, end, vocabulary) for info in listed]
+    lengths = np.concatenate([file.lengths for file in loaded]) if loaded else np.zeros(0, np.int64)
     if not lengths.sum():
         raise DataError(
             f"{name} holds no tokens ({len(listed)} files looked at)\nTry: .npy files of integers,"
             " or bare tokens with dtype=..."
         )
-    begins = np.cumsum([0, *(one.file.count for one in found)])
+    begins = np.cumsum([0, *(entry.file.count for entry in loaded)])
     starts = np.concatenate(
         [
-            begin + np.cumsum(one.lengths) - one.lengths
-            for begin, one in zip(begins, found, strict=False)
+            begin + np.cumsum(entry.lengths) - entry.lengths
+            for begin, entry in zip(begins, loaded, strict=False)
         ]
     )
     places = (
-        [(one.info.name, number) for one in found for number in range(len(one.lengths))]
+        [(entry.info.name, number) for entry in loaded for number in range(len(entry.lengths))]
         if len(lengths) < 10**6
         else None
     )
-    held = _held(found)
+    held_out = _held(loaded)
     numbers = np.arange(len(lengths))
-    if len(lengths) < HOLD_OUT or not held.any():
-        starts, lengths, held = cut_ends(starts, lengths)
+    if len(lengths) < HOLD_OUT or not held_out.any():
+        starts, lengths, held_out = cut_ends(starts, lengths)
         numbers = np.repeat(numbers, 2)
-    digest = hashlib.sha256("".join(_digest(one) for one in found).encode()).hexdigest()
+    digest = hashlib.sha256("".join(_digest(entry) for entry in loaded).encode()).hexdigest()
 
     def split(which: bool) -> Documents:
-        mine = (held == which) & (lengths > 0)
-        number = numbers[mine]
+        selected = (held_out == which) & (lengths > 0)
+        number = numbers[selected]
 
         def place(document: int) -> str:
             return (
@@ -98,9 +98,9 @@ def read_arrays(
 
         return Documents(
             name=name,
-            files=tuple(one.file for one in found),
-            starts=starts[mine],
-            lengths=lengths[mine],
+            files=tuple(entry.file for entry in loaded),
+            starts=starts[selected],
+            lengths=lengths[selected],
             digest=f"{digest}, {which}",
             place=place,
             vocabulary=vocabulary,
@@ -109,9 +109,11 @@ def read_arrays(
     return split(False), split(True)
 
 
-def _held(found: Sequence[_Found]) -> np.ndarray:
+def _held(loaded: Sequence[_Found]) -> np.ndarray:
     keys = (
-        f"{one.info.name} {number}".encode() for one in found for number in range(len(one.lengths))
+        f"{entry.info.name} {number}".encode()
+        for entry in loaded
+        for number in range(len(entry.lengths))
     )
     return np.array(
         [int(hashlib.sha256(key).hexdigest(), 16) % HOLD_OUT == 0 for key in keys], bool
@@ -156,7 +158,7 @@ def _found(
 def _header(path: object) -> tuple[tuple[int, ...], np.dtype, int]:
     """Shape, dtype and first byte of the numbers of a ".npy" file."""
     try:
-        found = np.load(str(path), mmap_mode="r", allow_pickle=False)
+        numbers = np.load(str(path), mmap_mode="r", allow_pickle=False)
     except (
         *WRONG,
         EOFError,
@@ -170,11 +172,11 @@ def _header(path: object) -> tuple[tuple[int, ...], np.dtype, int]:
             f"{path} is no whole .npy file: {fit(printable(str(error)), 300)}\nTry: check that it"
             " is complete"
         ) from error
-    if not isinstance(found, np.memmap) or not (found.flags.c_contiguous or found.ndim == 1):
+    if not isinstance(numbers, np.memmap) or not (numbers.flags.c_contiguous or numbers.ndim == 1):
         raise DataError(
             f"{path} is no array in rows\nTry: np.save of a C-contiguous array of integers"
         )
-    return tuple(int(size) for size in found.shape), found.dtype, int(found.offset)
+    return tuple(int(size) for size in numbers.shape), numbers.dtype, int(numbers.offset)
 
 
 def _cut(file: TokenFile, rows: np.ndarray, end: int) -> np.ndarray:
@@ -190,15 +192,15 @@ def _ends(file: TokenFile, end: int) -> Iterator[int]:
         ).tolist()
 
 
-def _digest(found: _Found) -> str:
+def _digest(entry: _Found) -> str:
     """Of size, dtype, documents and stretches all over the file; a file of a terabyte is not read
     as a whole for it.
     """
-    file = found.file
+    file = entry.file
     size = max(_SAMPLE_BYTES // file.dtype.itemsize, 1)
-    whole = file.count <= _SAMPLES * size
-    starts = [0] if whole else np.linspace(0, file.count - size, _SAMPLES).astype(np.int64).tolist()
-    digest = hashlib.sha256(f"{file.count} {file.dtype.str}".encode() + found.lengths.tobytes())
+    small = file.count <= _SAMPLES * size
+    starts = [0] if small else np.linspace(0, file.count - size, _SAMPLES).astype(np.int64).tolist()
+    digest = hashlib.sha256(f"{file.count} {file.dtype.str}".encode() + entry.lengths.tobytes())
     for start in starts:
-        digest.update(file.read(start, file.count if whole else start + size).tobytes())
+        digest.update(file.read(start, file.count if small else start + size).tobytes())
     return digest.hexdigest()

@@ -122,14 +122,14 @@ def _document(tokenizer: Tokenizer, dtype: np.dtype, document: Document, number:
     )
 
 
-def build(source: Source, tokenizer: Tokenizer, folder: Path, about: JsonMapping) -> None:
+def build(source: Source, tokenizer: Tokenizer, folder: Path, description: JsonMapping) -> None:
     """Tokenises a source into a folder, which is not there before.
 
     Args:
         source: the documents.
         tokenizer: see `Tokenizer`.
         folder: "tokens.bin", "documents.bin" and "manifest.json" will be in it.
-        about: what else the manifest says.
+        description: what else the manifest says.
 
     Raises:
         DataError: the source has no documents, changed meanwhile, or has one that cannot be
@@ -147,7 +147,9 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: JsonMapping
                 f"the files of {source.files.root} changed while they were read\nTry: again, when"
                 " nobody writes them"
             )
-        _store(temporary / "manifest.json", json.dumps({**about, **manifest}, indent=1).encode())
+        _store(
+            temporary / "manifest.json", json.dumps({**description, **manifest}, indent=1).encode()
+        )
         _rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -210,14 +212,14 @@ def _append(stream: BinaryIO, document: Encoded, part: int, columns: _Columns, d
 
 def _rows(columns: _Columns) -> np.ndarray:
     """Rows of documents; where there are few, or none is held out, every one gives its end."""
-    length, held = np.array(columns.length, np.int64), np.array(columns.held, bool)
+    length, held_out = np.array(columns.length, np.int64), np.array(columns.held, bool)
     part, number, start = (
         np.array(columns.part, np.int64),
         np.array(columns.number, np.int64),
         np.cumsum(length) - length,
     )
-    if len(length) < HOLD_OUT or not held.any():
-        start, length, held = cut_ends(start, length)
+    if len(length) < HOLD_OUT or not held_out.any():
+        start, length, held_out = cut_ends(start, length)
         part, number = np.repeat(part, 2), np.repeat(number, 2)
     rows = np.zeros(len(start), ROW)
     for name, column in (
@@ -225,7 +227,7 @@ def _rows(columns: _Columns) -> np.ndarray:
         ("length", length),
         ("part", part),
         ("number", number),
-        ("held", held),
+        ("held", held_out),
     ):
         rows[name] = column
     return rows

@@ -50,9 +50,9 @@ class TokenFile:
         """
         width = self.dtype.itemsize
         data = bytearray((stop - start) * width)
-        view, at = memoryview(data), self.begin + start * width
+        view, offset = memoryview(data), self.begin + start * width
         while view:
-            done = os.preadv(self._descriptor, [view], at)
+            done = os.preadv(self._descriptor, [view], offset)
             if not done:
                 size = os.fstat(self._descriptor).st_size
                 raise DataError(
@@ -60,21 +60,21 @@ class TokenFile:
                     " were there before\nTry: put the file back as it was; training can go on at"
                     " the step where it stopped"
                 )
-            view, at = view[done:], at + done
+            view, offset = view[done:], offset + done
         return np.frombuffer(data, self.dtype)
 
     @cached_property
     def _descriptor(self) -> int:
         try:
-            found = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
             raise MissingFileError(
                 f"{self.path} is gone; it was there when the data was opened"
             ) from error
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error}") from error
-        weakref.finalize(self, os.close, found)
-        return found
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,13 +119,13 @@ class Documents:
         Raises:
             DataError: a file shrank, or holds a token that the vocabulary does not have.
         """
-        at = int(self.starts[document])
-        number = bisect.bisect_right(self._begins, at) - 1
-        found = self.files[number].read(
-            at - self._begins[number] + start, at - self._begins[number] + stop
+        position = int(self.starts[document])
+        number = bisect.bisect_right(self._begins, position) - 1
+        tokens = self.files[number].read(
+            position - self._begins[number] + start, position - self._begins[number] + stop
         )
-        check_tokens(found, self.vocabulary, lambda: self.place(document), start)
-        return found
+        check_tokens(tokens, self.vocabulary, lambda: self.place(document), start)
+        return tokens
 
 
 def check_tokens(
@@ -147,14 +147,14 @@ def check_tokens(
     ):
         return
     wrong = tokens < 0 if vocabulary is None else (tokens < 0) | (tokens >= vocabulary)
-    at = int(np.argmax(wrong))
+    index = int(np.argmax(wrong))
     allowed = (
         "tokens are not negative"
         if vocabulary is None
         else f"the vocabulary has tokens 0 to {vocabulary - 1:,}"
     )
     raise DataError(
-        f"token {int(tokens[at]):,} at position {start + at:,} of {document()} is unknown:"
+        f"token {int(tokens[index]):,} at position {start + index:,} of {document()} is unknown:"
         f" {allowed}\nTry: the tokenizer of the model, or a model with a larger vocabulary"
     )
 

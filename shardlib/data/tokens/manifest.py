@@ -44,9 +44,11 @@ def checked(folder: Path) -> JsonObject | str:
     """The manifest of a store, or what is wrong with it."""
     try:
         manifest = read_json(folder / "manifest.json", "manifest", DataError, limits=MANIFEST)
-        said = construct(_Manifest, manifest, "manifest.json", DataError, least=0.0)
-        if not TOKEN.fullmatch(said.dtype):
-            return f"manifest.json says that tokens are {shown(said.dtype)}, which are no integers"
+        recorded = construct(_Manifest, manifest, "manifest.json", DataError, least=0.0)
+        if not TOKEN.fullmatch(recorded.dtype):
+            return (
+                f"manifest.json says that tokens are {shown(recorded.dtype)}, which are no integers"
+            )
         tokens, rows = folder / "tokens.bin", folder / "documents.bin"
         for path, size in (
             (tokens, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),

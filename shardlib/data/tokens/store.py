@@ -60,15 +60,15 @@ def open_store(
     """
     origin, key = _keys(source, tokenizer)
     folder, findings = cache / f"tokens-{origin}-{key}", list[Finding]()
-    found = checked(folder)
-    if isinstance(found, str):
+    state = checked(folder)
+    if isinstance(state, str):
         needed = sum(info.size for info in source.listed)
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with locked(cache / f"tokens-{origin}.lock"):
-                found = checked(folder)
-                if isinstance(found, str):
-                    findings += _why(cache, origin, folder, found, name)
+                state = checked(folder)
+                if isinstance(state, str):
+                    findings += _why(cache, origin, folder, state, name)
                     if folder.exists():
                         shutil.rmtree(folder)
                     build(
@@ -86,15 +86,15 @@ def open_store(
             raise
         except OSError as error:
             raise unwritable(cache, error, f"the tokens of {name}", needed) from error
-        found = checked(folder)
-        if isinstance(found, str):
+        state = checked(folder)
+        if isinstance(state, str):
             raise DataError(
                 f"the tokens of {name} in {folder} are damaged as soon as they are written:"
-                f" {found}\nTry: cache=... on another disk"
+                f" {state}\nTry: cache=... on another disk"
             )
-    if found["largest"] >= (limit := tokenizer.vocab_size if vocabulary is None else vocabulary):
-        _raise_unknown(folder, found, source, limit)
-    return _opened(folder, found, source, tokenizer, name, tuple(findings))
+    if state["largest"] >= (limit := tokenizer.vocab_size if vocabulary is None else vocabulary):
+        _raise_unknown(folder, state, source, limit)
+    return _opened(folder, state, source, tokenizer, name, tuple(findings))
 
 
 def _keys(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -107,7 +107,7 @@ def _keys(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
     )  # type: ignore[return-value]
 
 
-def _why(cache: Path, origin: str, folder: Path, found: str, name: str) -> list[Finding]:
+def _why(cache: Path, origin: str, folder: Path, damage: str, name: str) -> list[Finding]:
     """Why a store is made where there is one already."""
     if folder.exists():
         return [
@@ -115,7 +115,7 @@ def _why(cache: Path, origin: str, folder: Path, found: str, name: str) -> list[
                 code="store-damaged",
                 severity="warning",
                 where=str(folder),
-                message=f"the tokens of {name} are damaged and made anew: {found}",
+                message=f"the tokens of {name} are damaged and made anew: {damage}",
                 hint="look after the disk; the text itself was not touched",
             )
         ]
@@ -149,17 +149,17 @@ def _opened(
 ) -> Store:
     file, rows = _file(folder, manifest), rows_of(folder)
 
-    def split(held: bool) -> Documents:
-        mine = rows[(rows["held"] == held) & (rows["length"] > 0)]
+    def split(held_out: bool) -> Documents:
+        selected = rows[(rows["held"] == held_out) & (rows["length"] > 0)]
         return Documents(
             name=name,
             files=(file,),
-            starts=mine["start"].copy(),
-            lengths=mine["length"].copy(),
-            place=_placed(source, mine),
+            starts=selected["start"].copy(),
+            lengths=selected["length"].copy(),
+            place=_placed(source, selected),
             vocabulary=tokenizer.vocab_size,
             digest=hashlib.sha256(
-                f"{manifest['tokens_sha256']} {manifest['documents_sha256']} {held}".encode()
+                f"{manifest['tokens_sha256']} {manifest['documents_sha256']} {held_out}".encode()
             ).hexdigest(),
         )
 
@@ -173,13 +173,13 @@ def _opened(
 def _raise_unknown(folder: Path, manifest: JsonMapping, source: Source, vocabulary: int) -> None:
     """Finds the first token that is not below the vocabulary, and says where it is."""
     rows, file = rows_of(folder), _file(folder, manifest)
-    whole = np.flatnonzero(
+    boundaries = np.flatnonzero(
         np.r_[
             True,
             (rows["part"][1:] != rows["part"][:-1]) | (rows["number"][1:] != rows["number"][:-1]),
         ]
     )
-    for first, after in zip(whole, np.r_[whole[1:], len(rows)], strict=True):
+    for first, after in zip(boundaries, np.r_[boundaries[1:], len(rows)], strict=True):
         start, place = int(rows["start"][first]), _placed(source, rows)
         stop = int(rows["start"][after - 1] + rows["length"][after - 1])
         check_tokens(
@@ -210,9 +210,9 @@ def _placed(source: Source, rows: np.ndarray) -> Callable[[int], str]:
 def _noticed(
     manifest: JsonMapping, source: Source, tokenizer: Tokenizer, name: str
 ) -> list[Finding]:
-    found = list[Finding]()
+    findings = list[Finding]()
     if source.reading == "text" and manifest["empty_parts"]:
-        found.append(
+        findings.append(
             Finding(
                 code="files-left-out",
                 severity="info",
@@ -225,7 +225,7 @@ def _noticed(
         )
     if manifest["unknown"]:
         share = manifest["unknown"] / max(manifest["tokens"], 1)
-        found.append(
+        findings.append(
             Finding(
                 code="unknown-tokens",
                 severity="warning",
@@ -237,4 +237,4 @@ def _noticed(
                 ),
             )
         )
-    return found
+    return findings

@@ -95,12 +95,12 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
         else []
     )
     check_job(job, "Ray", failures)
-    where = (f"--address={settings.address}",) if settings.address else ()
+    address = (f"--address={settings.address}",) if settings.address else ()
     command = (
         "ray",
         "job",
         "submit",
-        *where,
+        *address,
         "--submission-id",
         job.name,
         "--no-wait",
@@ -118,7 +118,7 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
         commands=(command,),
         notes=(f"the driver is told: {ray_hosts(job, settings).to_json()}",),
         later=tuple(
-            (what, ("ray", "job", verb, *where, *extra, job.name))
+            (what, ("ray", "job", verb, *address, *extra, job.name))
             for what, verb, extra in (
                 ("look", "status", ()),
                 ("log", "logs", ("--follow",)),

@@ -48,9 +48,9 @@ class Host:
     def address(self) -> str:
         """HOST:PORT for the coordinator, free at this moment."""
         node = importlib.import_module("ray").util.get_node_ip_address()
-        with socket.socket() as one:
-            one.bind((node, 0))
-            return f"{node}:{one.getsockname()[1]}"
+        with socket.socket() as probe:
+            probe.bind((node, 0))
+            return f"{node}:{probe.getsockname()[1]}"
 
     def run(self, text: str, number: int, coordinator: str, start: str, secret: str = "") -> int:
         """Starts the processes of a host, and gives the first exit code that is not 0; a failure
@@ -195,18 +195,18 @@ def _watch(ray: Any, hosts: Sequence[Any], runs: Sequence[Any], job: RayHosts, s
     """Waits for all hosts; the first failure ends the others, and so does the end of their time,
     after they could save.
     """
-    waiting, code, told, began = list(runs), 0, 0.0, time.monotonic()
-    while waiting and (not told or time.monotonic() - told < SAVE_SECONDS):
+    waiting, code, signalled, began = list(runs), 0, 0.0, time.monotonic()
+    while waiting and (not signalled or time.monotonic() - signalled < SAVE_SECONDS):
         done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_EVERY)
-        for one in done:
-            code = code or _code(ray, one)
+        for run in done:
+            code = code or _code(ray, run)
         if code not in (0, STOPPED):
             _tell(ray, hosts, signal.SIGKILL)
             return code
-        if not told and (
+        if not signalled and (
             stop.asked or (job.seconds is not None and time.monotonic() - began > job.seconds)
         ):
-            told = time.monotonic()
+            signalled = time.monotonic()
             _tell(ray, hosts, signal.SIGTERM)
     if waiting:
         _tell(ray, hosts, signal.SIGKILL)
@@ -223,9 +223,9 @@ def _code(ray: Any, run: Any) -> int:
 
 def _tell(ray: Any, hosts: Sequence[Any], number: int) -> None:
     """Sends a signal to the processes of all hosts that still answer."""
-    for told in [host.end.remote(number) for host in hosts]:
+    for reply in [host.end.remote(number) for host in hosts]:
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(told, timeout=10)
+            ray.get(reply, timeout=10)
 
 
 def _newest(run: str | None) -> int:

@@ -170,8 +170,8 @@ def _failures(job: Job) -> list[str]:
                 f" {', '.join(GPUS)}"
             ]
         )
-    found = check_tpu(job)
-    found += (
+    failures = check_tpu(job)
+    failures += (
         [
             f"{job.topology} has several slices, which SkyPilot does not join; --tpu-vm and"
             " --kubernetes do"
@@ -179,12 +179,12 @@ def _failures(job: Job) -> list[str]:
         if job.slices > 1
         else []
     )
-    found += (
+    failures += (
         [f"SkyPilot has no accelerator type for {job.machine.chip.name}"]
-        if not found and not kind_of(job).accelerator
+        if not failures and not kind_of(job).accelerator
         else []
     )
-    return found
+    return failures
 
 
 def task(job: Job, settings: SkyPilotSettings) -> JsonObject:
@@ -206,7 +206,7 @@ def task(job: Job, settings: SkyPilotSettings) -> JsonObject:
         ),
         **_accelerators(job),
     }
-    found = {
+    fields = {
         "name": job.name,
         "workdir": settings.workdir,
         "num_nodes": 1 if is_tpu(job) else job.hosts,
@@ -219,7 +219,7 @@ def task(job: Job, settings: SkyPilotSettings) -> JsonObject:
         "setup": "\n".join([*settings.setup, ""]) if settings.setup else None,
         "run": _run(job, settings),
     }
-    return {name: value for name, value in found.items() if value not in (None, {})}
+    return {name: value for name, value in fields.items() if value not in (None, {})}
 
 
 def _accelerators(job: Job) -> JsonObject:

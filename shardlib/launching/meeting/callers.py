@@ -65,18 +65,18 @@ class Book:
     answer: Answer = field(default_factory=Answer)
     talks: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
 
-    def enter(self, one: Caller) -> None:
+    def enter(self, caller: Caller) -> None:
         """Writes somebody down; what is wrong with him ends the call for all."""
-        number = one.process
-        if one.processes != self.processes or not 0 <= number < self.processes:
+        number = caller.process
+        if caller.processes != self.processes or not 0 <= number < self.processes:
             self.wrong.append(
-                f"{one} says that it is process {number} of {one.processes}, process 0 waits for"
-                f" {self.processes}"
+                f"{caller} says that it is process {number} of {caller.processes}, process 0 waits"
+                f" for {self.processes}"
             )
-        elif number in self.said and str(self.said[number]) != str(one):
-            self.wrong.append(f"process {number} is there twice: {self.said[number]} and {one}")
+        elif number in self.said and str(self.said[number]) != str(caller):
+            self.wrong.append(f"process {number} is there twice: {self.said[number]} and {caller}")
         else:
-            self.said[number] = one
+            self.said[number] = caller
         self.changed.set()
 
     @property

@@ -22,20 +22,20 @@ def address_here(place: Place) -> str:
     """
     host, _ = split_address(place.coordinator)
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise LaunchError(
             f"the host of the coordinator {place.coordinator} is not known here:"
             f" {error.strerror or error}\nTry: the numeric address of the host of process 0"
         ) from error
-    if place.hosts_differ and ipaddress.ip_address(str(found).partition("%")[0]).is_loopback:
+    if place.hosts_differ and ipaddress.ip_address(str(resolved).partition("%")[0]).is_loopback:
         raise LaunchError(
-            f"the coordinator is to listen at {place.coordinator}, which is {found}: only processes"
-            f" of its own host reach it, and {place.processes - place.host_processes} of"
+            f"the coordinator is to listen at {place.coordinator}, which is {resolved}: only"
+            f" processes of its own host reach it, and {place.processes - place.host_processes} of"
             f" {place.processes} are on others\nTry: SHARDLIB_COORDINATOR=HOST:PORT with an address"
             " of the network that the hosts share"
         )
-    return str(found)
+    return str(resolved)
 
 
 def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:

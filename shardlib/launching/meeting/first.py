@@ -65,7 +65,7 @@ async def listen(
 
 async def _complete(book: Book, place: Place, say: Callable[[str], None]) -> Answer:
     """Waits until the book is complete, something is wrong with it, or the time is over."""
-    begin, told = time.monotonic(), SAY_AFTER
+    begin, next_message = time.monotonic(), SAY_AFTER
     while book.absent and not book.wrong:
         waited = time.monotonic() - begin
         if waited >= place.seconds:
@@ -79,18 +79,21 @@ async def _complete(book: Book, place: Place, say: Callable[[str], None]) -> Ans
                 ),
                 again=True,
             )
-        if waited >= told:
+        if waited >= next_message:
             say(
                 f"waiting for {processes_text(book.absent)} of {place.processes} ({waited:.0f} of"
                 f" {place.seconds} s)"
             )
-            told *= 2
+            next_message *= 2
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(book.changed.wait(), min(place.seconds - waited, told - waited))
+            await asyncio.wait_for(
+                book.changed.wait(), min(place.seconds - waited, next_message - waited)
+            )
         book.changed.clear()
     return Answer(
         failures=tuple(
-            book.wrong or differences({number: one.about for number, one in book.said.items()})
+            book.wrong
+            or differences({number: caller.about for number, caller in book.said.items()})
         )
     )
 
@@ -101,10 +104,10 @@ async def _served(book: Book, reader: asyncio.StreamReader, writer: asyncio.Stre
     assert talk is not None
     book.let_in(writer)
     try:
-        one, asked = await _introduced(book, reader, writer)
-        if one is not None:
+        caller, challenge = await _introduced(book, reader, writer)
+        if caller is not None:
             book.talks.add(talk)
-            await _answered(book, one, asked, reader, writer)
+            await _answered(book, caller, challenge, reader, writer)
     except asyncio.IncompleteReadError as error:
         if error.partial:
             book.count_stranger()
@@ -131,39 +134,46 @@ async def _introduced(
         StrangerError, LaunchError, TimeoutError, IncompleteReadError, LimitOverrunError: it is
             nobody of the job.
     """
-    own = number()
-    writer.write(greeting(own))
-    said = opened(
-        book.secret, own, "member", await asyncio.wait_for(reader.readuntil(), SPEAK_SECONDS)
+    own_challenge = number()
+    writer.write(greeting(own_challenge))
+    introduction = opened(
+        book.secret,
+        own_challenge,
+        "member",
+        await asyncio.wait_for(reader.readuntil(), SPEAK_SECONDS),
     )
     book.silent.pop(writer, None)
-    one, asked = (
-        construct(Caller, said.get("me"), "the caller", LaunchError, least=0),
-        str(said.get("asked", "")),
+    caller, challenge = (
+        construct(Caller, introduction.get("me"), "the caller", LaunchError, least=0),
+        str(introduction.get("asked", "")),
     )
-    if one.start != book.start:
-        writer.write(sealed(book.secret, asked, "first", {"other": True}))
+    if caller.start != book.start:
+        writer.write(sealed(book.secret, challenge, "first", {"other": True}))
         await asyncio.wait_for(writer.drain(), SPEAK_SECONDS)
-        return None, asked
-    return one, asked
+        return None, challenge
+    return caller, challenge
 
 
 async def _answered(
-    book: Book, one: Caller, asked: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    book: Book,
+    caller: Caller,
+    challenge: str,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
 ) -> None:
     """Writes one of the others down, and tells him the answer once there is one."""
-    book.enter(one)
+    book.enter(caller)
     gone = asyncio.ensure_future(reader.read(1))
     answered = asyncio.ensure_future(book.answered.wait())
     await asyncio.wait((gone, answered), return_when=asyncio.FIRST_COMPLETED)
-    if not answered.done() and book.said.get(one.process) is one:
-        del book.said[one.process]  # it ended while it waited; who comes in its place is welcome
+    if not answered.done() and book.said.get(caller.process) is caller:
+        del book.said[caller.process]  # it ended while it waited; who comes in its place is welcome
     answered.cancel()
     with contextlib.suppress(OSError, TimeoutError):
         writer.write(
             sealed(
                 book.secret,
-                asked,
+                challenge,
                 "first",
                 {"failures": list(book.answer.failures), "again": book.answer.again},
             )

@@ -60,11 +60,16 @@ async def _asked(secret: str, host: str, port: int, me: Caller, end: float) -> d
         asyncio.open_connection(host, port, limit=LINE_BYTES * 16), SPEAK_SECONDS
     )
     try:
-        asked, own = greeted(await asyncio.wait_for(reader.readuntil(), SPEAK_SECONDS)), number()
-        writer.write(sealed(secret, asked, "member", {"me": asdict(me), "asked": own}))
+        challenge, own_challenge = (
+            greeted(await asyncio.wait_for(reader.readuntil(), SPEAK_SECONDS)),
+            number(),
+        )
+        writer.write(
+            sealed(secret, challenge, "member", {"me": asdict(me), "asked": own_challenge})
+        )
         return opened(
             secret,
-            own,
+            own_challenge,
             "first",
             await asyncio.wait_for(reader.readuntil(), max(end - time.monotonic(), 0.1)),
         )

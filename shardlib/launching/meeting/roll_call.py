@@ -76,7 +76,7 @@ def call(
             raise_all(
                 LaunchError,
                 f"the {place.processes} processes cannot work together",
-                bounded([printable(one) for one in answer.failures]),
+                bounded([printable(failure) for failure in answer.failures]),
                 hint=hint,
             )
         except LaunchError as error:

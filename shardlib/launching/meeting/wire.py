@@ -42,9 +42,9 @@ def number() -> str:
     return secrets.token_hex(16)
 
 
-def greeting(own: str) -> bytes:
+def greeting(challenge: str) -> bytes:
     """The first line of process 0."""
-    return f"shardlib roll call 2 {own}\n".encode()
+    return f"shardlib roll call 2 {challenge}\n".encode()
 
 
 def greeted(line: bytes) -> str:
@@ -59,25 +59,25 @@ def greeted(line: bytes) -> str:
     return match[1].decode()
 
 
-def sealed(secret: str, asked: str, who: str, said: JsonMapping) -> bytes:
+def sealed(secret: str, challenge: str, who: str, content: JsonMapping) -> bytes:
     """A line.
 
     Args:
         secret: of the job; empty for none.
-        asked: the number that the other end has said.
+        challenge: the number that the other end has said.
         who: "member" or "first", so that no line can be sent back.
-        said: plain data.
+        content: plain data.
     """
-    text = json.dumps(dict(said), sort_keys=True)
-    return json.dumps({"said": text, "seal": _seal(secret, asked, who, text)}).encode() + b"\n"
+    text = json.dumps(dict(content), sort_keys=True)
+    return json.dumps({"said": text, "seal": _seal(secret, challenge, who, text)}).encode() + b"\n"
 
 
-def opened(secret: str, asked: str, who: str, line: bytes) -> JsonObject:
+def opened(secret: str, challenge: str, who: str, line: bytes) -> JsonObject:
     """What a line says.
 
     Args:
         secret: the word of the job.
-        asked: the number that this end has said.
+        challenge: the number that this end has said.
         who: "member" or "first", who must have sealed it.
         line: as it came.
 
@@ -85,14 +85,16 @@ def opened(secret: str, asked: str, who: str, line: bytes) -> JsonObject:
         StrangerError: it is no line, or of somebody who does not know the secret.
     """
     try:
-        whole = _object(
+        sealed_line = _object(
             parse_json(line, "the line", LaunchError, limits=Limits(bytes=32 * LINE_BYTES, depth=4))
         )
-        said, seal = whole.get("said"), whole.get("seal")
+        content, seal = sealed_line.get("said"), sealed_line.get("seal")
         if (
-            not isinstance(said, str)
+            not isinstance(content, str)
             or not isinstance(seal, str)
-            or not hmac.compare_digest(seal.encode(), _seal(secret, asked, who, said).encode())
+            or not hmac.compare_digest(
+                seal.encode(), _seal(secret, challenge, who, content).encode()
+            )
         ):
             raise StrangerError(
                 "it does not know the secret of the job"
@@ -100,17 +102,21 @@ def opened(secret: str, asked: str, who: str, line: bytes) -> JsonObject:
                 else "its line is none of a roll call"
             )
         return _object(
-            parse_json(said, "the line", LaunchError, limits=Limits(bytes=16 * LINE_BYTES, depth=8))
+            parse_json(
+                content, "the line", LaunchError, limits=Limits(bytes=16 * LINE_BYTES, depth=8)
+            )
         )
     except LaunchError as error:
         raise StrangerError(str(error)) from error
 
 
-def _object(found: Any) -> JsonObject:
-    if not isinstance(found, dict):
+def _object(value: Any) -> JsonObject:
+    if not isinstance(value, dict):
         raise StrangerError("its line is no object")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", value)
 
 
-def _seal(secret: str, asked: str, who: str, text: str) -> str:
-    return hmac.new(secret.encode(), f"{asked} {who} {text}".encode(), hashlib.sha256).hexdigest()
+def _seal(secret: str, challenge: str, who: str, text: str) -> str:
+    return hmac.new(
+        secret.encode(), f"{challenge} {who} {text}".encode(), hashlib.sha256
+    ).hexdigest()

@@ -55,6 +55,6 @@ class Group(nnx.Module):
         """As `Block`, with what each of the layers sees."""
         terms = Terms()
         for block, view in zip(self.blocks, views, strict=True):
-            x, found = block(x, view)
-            terms = terms | found
+            x, block_terms = block(x, view)
+            terms = terms | block_terms
         return x, terms

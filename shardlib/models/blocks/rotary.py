@@ -64,12 +64,12 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> n
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
-    kept = (
+    unscaled_share = (
         _kept_llama3(plain, scaling)
         if scaling.kind == "llama3"
         else _kept_yarn(dim, theta, scaling)
     )
-    return plain * kept + plain / scaling.factor * (1 - kept)
+    return plain * unscaled_share + plain / scaling.factor * (1 - unscaled_share)
 
 
 def scores_scale(scaling: RopeScaling | None) -> float:

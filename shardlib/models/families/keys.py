@@ -20,20 +20,20 @@ class Keys:
         self.wrong: list[str] = []
         self.refused: list[str] = []
 
-    def need(self, key: str, least: int = 1) -> int:
-        """The size that a key has, at least `least`; what is missing or no size is remembered, and
-        1 stands in for it.
+    def need(self, key: str, minimum: int = 1) -> int:
+        """The size that a key has, at least `minimum`; what is missing or no size is remembered,
+        and 1 stands in for it.
 
         Args:
             key: of the configuration.
-            least: smallest size.
+            minimum: smallest size.
         """
         value = self.data.get(key)
         if value is None:
             self.missing.append(key)
-        elif isinstance(value, bool) or not isinstance(value, int) or not least <= value < SIZE:
+        elif isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < SIZE:
             self.wrong.append(
-                f"{key} is {shown(value)}; it is an integer from {least} on, below {SIZE:.0e}"
+                f"{key} is {shown(value)}; it is an integer from {minimum} on, below {SIZE:.0e}"
             )
         else:
             return value
@@ -50,8 +50,8 @@ class Keys:
         value = self.data.get(key)
         if value is None:
             return default
-        if wanted := _unlike(value, default):
-            self.wrong.append(f"{key} is {shown(value)}; it is {wanted}")
+        if expected := _unlike(value, default):
+            self.wrong.append(f"{key} is {shown(value)}; it is {expected}")
             return default
         return value
 
@@ -59,9 +59,9 @@ class Keys:
         """The keys of an object in it; of none where it is absent or null. What is wrong with them
         is remembered here.
         """
-        found = Keys(self.get(key, {}))
-        found.missing, found.wrong, found.refused = self.missing, self.wrong, self.refused
-        return found
+        nested = Keys(self.get(key, {}))
+        nested.missing, nested.wrong, nested.refused = self.missing, self.wrong, self.refused
+        return nested
 
     def refuse(self, wrong: object, message: str) -> None:
         """Remembers a setting that the reference model does not have.

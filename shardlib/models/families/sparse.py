@@ -24,12 +24,12 @@ def mixtral(keys: Keys) -> JsonObject:
 
 
 def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
-    every, dense = keys.get("decoder_sparse_step", 1), sorted(keys.get("mlp_only_layers", []))
-    first = len(dense) if dense == list(range(len(dense))) and len(dense) % every == 0 else 0
+    interval, dense = keys.get("decoder_sparse_step", 1), sorted(keys.get("mlp_only_layers", []))
+    first = len(dense) if dense == list(range(len(dense))) and len(dense) % interval == 0 else 0
     keys.refuse(
         first != len(dense),
         f"mlp_only_layers {shown(dense)}; they can be the first layers, a multiple of"
-        f" decoder_sparse_step {every}",
+        f" decoder_sparse_step {interval}",
     )
     width = keys.need("moe_intermediate_size")
     keys.refuse(
@@ -40,7 +40,7 @@ def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
         per_token=keys.need("num_experts_per_tok"),
         mlp=width,
         first_dense=first,
-        every=every,
+        every=interval,
         shared=shared // width,
         shared_gate=bool(shared),
         normalise=keys.get("norm_topk_prob", normalise),
@@ -52,7 +52,7 @@ def qwen2_moe(keys: Keys) -> JsonObject:
     return {
         **qwen2(keys),
         "experts": _qwen_experts(
-            keys, keys.need("shared_expert_intermediate_size", least=0), False
+            keys, keys.need("shared_expert_intermediate_size", minimum=0), False
         ),
     }
 

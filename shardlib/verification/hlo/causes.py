@@ -60,9 +60,9 @@ class Causes:
         ]
         if moved and all(moved):
             return ", ".join(sorted(set(moved)))
-        found = re.fullmatch(r"args\[(\d+)\]", instruction.op_name)
-        if found and int(found[1]) < len(self.arguments):
-            return self.arguments[int(found[1])]
+        match = re.fullmatch(r"args\[(\d+)\]", instruction.op_name)
+        if match and int(match[1]) < len(self.arguments):
+            return self.arguments[int(match[1])]
         return short_name(instruction.op_name)
 
     def argument(self, instruction: Instruction, body: Computation) -> str:
@@ -76,8 +76,8 @@ class Causes:
         for _ in range(32):
             if instruction.opcode == "parameter":
                 number = int(instruction.literal) if instruction.literal.isdigit() else -1
-                known = body.name == self.module.entry and 0 <= number < len(self.arguments)
-                return self.arguments[number] if known else ""
+                is_argument = body.name == self.module.entry and 0 <= number < len(self.arguments)
+                return self.arguments[number] if is_argument else ""
             if instruction.opcode == "get-tuple-element":
                 source, index = (
                     body.by_name.get(instruction.operands[0]),

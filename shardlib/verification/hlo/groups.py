@@ -73,10 +73,10 @@ def _explicit(text: str) -> Groups:
 
 
 def _iota(text: str) -> Groups:
-    found = _IOTA.match(text.replace(" ", ""))
-    if not found:
+    match = _IOTA.match(text.replace(" ", ""))
+    if not match:
         raise HloError(f"unknown form of replica groups {text[:80]!r}")
-    dims, shape, order = _numbers(found[1]), _numbers(found[2]), _numbers(found[3] or "")
+    dims, shape, order = _numbers(match[1]), _numbers(match[2]), _numbers(match[3] or "")
     if (
         len(dims) != 2
         or math.prod(dims) != math.prod(shape)
@@ -91,17 +91,17 @@ def _mesh(text: str) -> Groups:
     """Groups along axes of a mesh; an axis may be a part of one, `'x':(2)4` is the part of size 4
     with 2 outside of it.
     """
-    found = _MESH.match(text)
-    if not found:
+    match = _MESH.match(text)
+    if not match:
         raise HloError(f"unknown form of replica groups {text[:80]!r}")
     sizes = {
         name.strip().strip("'"): int(size)
-        for name, _, size in (part.rpartition("=") for part in found[1].split(",") if part)
+        for name, _, size in (part.rpartition("=") for part in match[1].split(",") if part)
     }
-    ids = _device_ids(found[2], math.prod(sizes.values()))
+    ids = _device_ids(match[2], math.prod(sizes.values()))
     cuts: dict[str, list[tuple[int, int]]] = {}
     named: list[tuple[str, int]] = []
-    for word in (part.strip() for part in found[3].split(",") if part.strip()):
+    for word in (part.strip() for part in match[3].split(",") if part.strip()):
         axis = _AXIS.match(word)
         if not axis or axis[1] not in sizes:
             raise HloError(f"replica groups {text[:80]!r} name the unknown axis {word}")

@@ -61,17 +61,17 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The text of an attribute; empty where there is none."""
-        found = re.search(rf"(?:^|[,\s]){re.escape(name)}=", _blank_strings(self.rest))
-        return _value(self.rest, found.end()) if found else ""
+        match = re.search(rf"(?:^|[,\s]){re.escape(name)}=", _blank_strings(self.rest))
+        return _value(self.rest, match.end()) if match else ""
 
     @property
     def called(self) -> Mapping[str, str]:
         """Attribute -> computation that it names."""
         blank = _blank_strings(self.rest)
         return {
-            word: found[1]
+            word: match[1]
             for word in _CALLS
-            if (found := re.search(rf"\b{word}=%?([\w.\-]+)", blank))
+            if (match := re.search(rf"\b{word}=%?([\w.\-]+)", blank))
         }
 
     @property
@@ -88,8 +88,8 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The operation of the user's program that it comes from."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
-        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return match[1].replace("\\'", "'").replace('\\"', '"') if match else ""
 
 
 @dataclass(frozen=True)
@@ -133,23 +133,23 @@ class Module:
     def partitions(self) -> int:
         """Devices that run the program."""
         counts = [
-            int(found[1])
+            int(match[1])
             for word in ("num_partitions", "replica_count")
-            if (found := re.search(rf"\b{word}=(\d+)", self.header))
+            if (match := re.search(rf"\b{word}=(\d+)", self.header))
         ]
         return math.prod(counts)
 
     @property
     def aliased(self) -> int:
         """How many results of the program take the place of an argument."""
-        found = self.header.find("input_output_alias=")
+        start = self.header.find("input_output_alias=")
         return (
             len(
                 re.findall(
-                    r"\{[\d, ]*\}: \(", _value(self.header, found + len("input_output_alias="))
+                    r"\{[\d, ]*\}: \(", _value(self.header, start + len("input_output_alias="))
                 )
             )
-            if found >= 0
+            if start >= 0
             else 0
         )
 
@@ -163,12 +163,12 @@ def parse(text: str) -> Module:
     for line in _logical_lines(text, problems):
         if line.startswith("HloModule"):
             header = line
-        elif found := _HEADER.match(line):
+        elif match := _HEADER.match(line):
             if name:
                 problems.append(f"the computation {name} does not end")
                 computations[name] = Computation(name, tuple(instructions))
-            name, instructions = found[2], []
-            entry = name if found[1] else entry
+            name, instructions = match[2], []
+            entry = name if match[1] else entry
         elif name and line.startswith("}"):
             computations[name] = Computation(name, tuple(instructions))
             name = ""
@@ -199,9 +199,9 @@ def _logical_lines(text: str, problems: list[str]) -> Iterator[str]:
                 break
             if len(joined) > 20_000:
                 break
-        whole = "\n".join(joined)
-        if _balanced(whole):
-            yield whole
+        logical = "\n".join(joined)
+        if _balanced(logical):
+            yield logical
         else:  # cut off or damaged: the line alone is lost, those after it may still be read
             problems.append(f"an instruction does not end: {line.strip()[:120]}")
             yield from (more for more in joined[1:] if _balanced(more))
@@ -221,7 +221,7 @@ def _balanced(text: str) -> bool:
 def _blank_strings(text: str) -> str:
     """The same text with the inside of its strings blanked, so that positions stay."""
     return (
-        _STRING.sub(lambda found: '"' + " " * (len(found[0]) - 2) + '"', text)
+        _STRING.sub(lambda match: '"' + " " * (len(match[0]) - 2) + '"', text)
         if '"' in text
         else text
     )
@@ -247,8 +247,8 @@ def _value(text: str, start: int) -> str:
     while position < len(text):
         letter = text[position]
         if letter == '"':
-            found = _STRING.match(text, position)
-            position = found.end() if found else len(text)
+            match = _STRING.match(text, position)
+            position = match.end() if match else len(text)
             continue
         depth += (letter in "([{") - (letter in ")]}")
         if depth < 0 or (depth == 0 and letter == ","):
@@ -258,10 +258,10 @@ def _value(text: str, start: int) -> str:
 
 
 def _instruction(line: str) -> Instruction:
-    found = _START.match(line)
-    if not found:
+    match = _START.match(line)
+    if not match:
         raise HloError("this is no instruction")
-    start = found.end()
+    start = match.end()
     end = _close(line, start) if line.startswith("(", start) else line.find(" ", start)
     shape = line[start:end] if end > 0 else ""
     opcode = _OPCODE.match(line, end) if end > 0 else None
@@ -273,13 +273,13 @@ def _instruction(line: str) -> Instruction:
         tuple(_OPERAND.findall(literal)) if "%" in literal else _bare_operands(literal, opcode[1])
     )
     return Instruction(
-        name=found[2],
+        name=match[2],
         shape=shape,
         opcode=opcode[1],
         operands=operands,
         literal=literal,
         rest=line[closed:].lstrip(", "),
-        root=bool(found[1]),
+        root=bool(match[1]),
     )
 
 

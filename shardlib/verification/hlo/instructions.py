@@ -82,7 +82,7 @@ class Instructions:
                     f"the groups of {instruction.name} are no product of mesh axes:"
                     f" {instruction.attribute('replica_groups')[:80]}"
                 )
-            found = Found(
+            collective = Found(
                 kind=kind,
                 bytes=array_bytes(shape),
                 dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})),
@@ -95,7 +95,7 @@ class Instructions:
         except HloError as error:
             self.problems.append(f"{instruction.name}: {error}")
             return Executions()
-        return Executions((found,))
+        return Executions((collective,))
 
     def across_slices(self, instruction: Instruction) -> Executions:
         """A collective between the devices that have the same number in every slice."""
@@ -109,7 +109,7 @@ class Instructions:
                     f" {instruction.attribute('frontend_attributes')[:120]}"
                 )
             shape = elements(instruction.shape)[0]
-            found = Found(
+            collective = Found(
                 kind=kind,
                 bytes=array_bytes(shape),
                 dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})),
@@ -122,4 +122,4 @@ class Instructions:
         except HloError as error:
             self.problems.append(f"{instruction.name}: {error}")
             return Executions()
-        return Executions((found,))
+        return Executions((collective,))

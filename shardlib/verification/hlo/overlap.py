@@ -60,7 +60,9 @@ def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
     """
     reader = _Reader(module=parse(text) if isinstance(text, str) else text, mesh=mesh)
     return tuple(
-        one for body in reader.module.computations.values() for one in reader.collectives(body)
+        collective
+        for body in reader.module.computations.values()
+        for collective in reader.collectives(body)
     )
 
 
@@ -72,7 +74,7 @@ class _Reader:
 
     def collectives(self, body: Computation) -> Iterator[Scheduled]:
         """The collectives that stand in one computation."""
-        for at, instruction in enumerate(body.instructions):
+        for start, instruction in enumerate(body.instructions):
             inner = self._collective(instruction)
             if inner is None:
                 continue
@@ -82,13 +84,13 @@ class _Reader:
                 done = next(
                     (
                         i
-                        for i in range(at + 1, len(body.instructions))
+                        for i in range(start + 1, len(body.instructions))
                         if instruction.name in body.instructions[i].operands
                         and body.instructions[i].opcode.endswith("-done")
                     ),
-                    at,
+                    start,
                 )
-                between = list(body.instructions[at + 1 : done])
+                between = list(body.instructions[start + 1 : done])
             kind = inner.opcode.removesuffix("-start")
             yield Scheduled(
                 kind=kind,
@@ -158,5 +160,5 @@ def _bytes(instruction: Instruction) -> int:
 
 
 def _cycles(instruction: Instruction) -> int:
-    found = re.search(r'"estimated_cycles":\s*"?(\d+)', instruction.rest)
-    return int(found[1]) if found and int(found[1]) < 2**63 - 1 else 0
+    match = re.search(r'"estimated_cycles":\s*"?(\d+)', instruction.rest)
+    return int(match[1]) if match and int(match[1]) < 2**63 - 1 else 0

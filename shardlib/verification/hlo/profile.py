@@ -34,8 +34,8 @@ def stage_devices(mesh: Mesh) -> list[int]:
     order = [mesh.axis_names.index(part) for part in parts] + [
         k for k, name in enumerate(mesh.axis_names) if name not in parts
     ]
-    ways = int(np.prod([mesh.shape[part] for part in parts]))
-    first = np.transpose(mesh.devices, order).reshape(ways, -1)[:, 0]
+    stages = int(np.prod([mesh.shape[part] for part in parts]))
+    first = np.transpose(mesh.devices, order).reshape(stages, -1)[:, 0]
     if any(device.process_index != jax.process_index() for device in first):
         raise VerificationError(
             "the stages are on devices of several processes, and a profile shows those of one\nTry:"
@@ -53,13 +53,13 @@ def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
         profile: what the profiler wrote (XSpace).
         module: name of the compiled program.
     """
-    found: dict[int, list[Event]] = defaultdict(list)
+    events_by_device: dict[int, list[Event]] = defaultdict(list)
     for plane, line, event, begin, duration, stats in _jax_compat.profile_events(profile):
-        own = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)
-        name = str(stats.get("hlo_op") or (event if own and line == "XLA Ops" else ""))
-        device = int(own[1]) if own else stats.get("device_ordinal")
+        match = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)
+        name = str(stats.get("hlo_op") or (event if match and line == "XLA Ops" else ""))
+        device = int(match[1]) if match else stats.get("device_ordinal")
         if name and device is not None and str(stats.get("hlo_module", module)) == module:
-            found[int(device)].append(
+            events_by_device[int(device)].append(
                 Event(
                     name=re.split(r"[ =]", name.lstrip("%"))[0],
                     start=begin * 1e-9,
@@ -68,5 +68,5 @@ def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
             )
     return {
         device: sorted(events, key=lambda event: (event.start, event.end))
-        for device, events in found.items()
+        for device, events in events_by_device.items()
     }

@@ -76,14 +76,14 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     Raises:
         HloError: a dtype or a dim that this reader does not know.
     """
-    found: list[tuple[str, tuple[int, ...]]] = []
+    typed_dims: list[tuple[str, tuple[int, ...]]] = []
     for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", shape)):
         if dtype not in BITS:
             raise HloError(f"unknown element type {dtype!r}")
         if "<" in dims:
             raise HloError(f"a dim of {dtype}[{dims}] is not static")
-        found.append((dtype, tuple(int(size) for size in dims.split(",") if size.strip())))
-    return found
+        typed_dims.append((dtype, tuple(int(size) for size in dims.split(",") if size.strip())))
+    return typed_dims
 
 
 def array_bytes(shape: str) -> int:

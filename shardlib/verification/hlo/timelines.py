@@ -86,7 +86,7 @@ def measure_timeline(
             table,
             module,
             [events.get(device, []) for device in devices],
-            told=title(program.plan, lockstep=True),
+            title=title(program.plan, lockstep=True),
             groups=groups,
         ),
         state,
@@ -94,7 +94,7 @@ def measure_timeline(
 
 
 def timeline(
-    table: Timetable, module: Module, events: list[list[Event]], *, told: str, groups: int = 1
+    table: Timetable, module: Module, events: list[list[Event]], *, title: str, groups: int = 1
 ) -> Timeline:
     """The timeline of a step.
 
@@ -102,7 +102,7 @@ def timeline(
         table: its schedule, or that of each group of microbatches.
         module: the compiled program.
         events: of one device of every stage.
-        told: what runs where.
+        title: what runs where.
         groups: of microbatches, one after the other.
 
     Raises:
@@ -110,12 +110,16 @@ def timeline(
     """
     hops = {kind: _hops(module, scope) for kind, scope in HOPS.items()}
     ticks = [
-        list(_ticks(table, groups, module, hops, mine, stage)) for stage, mine in enumerate(events)
+        list(_ticks(table, groups, module, hops, stage_events, stage))
+        for stage, stage_events in enumerate(events)
     ]
-    start, stop = min(mine[0][0] for mine in ticks), max(mine[-1][2] for mine in ticks)
+    start, stop = (
+        min(stage_ticks[0][0] for stage_ticks in ticks),
+        max(stage_ticks[-1][2] for stage_ticks in ticks),
+    )
     first, last = (
-        min(mine[0].start for mine in events),
-        max(event.end for mine in events for event in mine),
+        min(stage_events[0].start for stage_events in events),
+        max(event.end for stage_events in events for event in stage_events),
     )
     kinds = [kinds for begin, end, kinds in table.phases for _ in range(begin, end)]
 
@@ -126,12 +130,12 @@ def timeline(
 
     slices = tuple(
         slice_of(number, stage, begin, end)
-        for stage, mine in enumerate(ticks)
-        for number, (begin, end, _) in enumerate(mine)
+        for stage, stage_ticks in enumerate(ticks)
+        for number, (begin, end, _) in enumerate(stage_ticks)
     )
     return Timeline(
         name="measured",
-        title=told,
+        title=title,
         stages=table.stages,
         slices=slices,
         seconds=stop - start,
@@ -144,10 +148,10 @@ def _hops(module: Module, scope: str) -> dict[str, Computation]:
     in.
     """
     return {
-        one.name: computation
+        instruction.name: computation
         for computation in module.computations.values()
-        for one in computation.instructions
-        if one.opcode in _ARRIVED and scope in one.op_name
+        for instruction in computation.instructions
+        if instruction.opcode in _ARRIVED and scope in instruction.op_name
     }
 
 
@@ -175,24 +179,24 @@ def _ticks(
     # that out.
     missing = {kind: counts[kind] * each[kind] - len(queues[kind]) for kind in hops}
     if any(not each[kind] or missing[kind] not in (0, each[kind] * groups) for kind in hops):
-        told = ", ".join(
+        counted = ", ".join(
             f"{len(queues[kind])} messages {kind} for {counts[kind]} ticks" for kind in hops
         )
-        raise VerificationError(f"the profile of stage {stage} does not show its ticks: {told}")
-    at, left = (
+        raise VerificationError(f"the profile of stage {stage} does not show its ticks: {counted}")
+    time, left = (
         _start(module, hops, events),
         {kind: table.forward_ticks * each[kind] - missing[kind] // groups for kind in hops},
     )
     for _ in range(groups):
-        mine = {kind: [queues[kind].pop(0) for _ in range(left[kind])] for kind in hops}
+        arrivals = {kind: [queues[kind].pop(0) for _ in range(left[kind])] for kind in hops}
         for begin, end, kinds in table.phases:
             for _ in range(begin, end):
                 arrived = [
-                    mine[kind].pop(0)
+                    arrivals[kind].pop(0)
                     for kind in kinds
-                    if kind in mine
+                    if kind in arrivals
                     for _ in range(each[kind])
-                    if mine[kind]
+                    if arrivals[kind]
                 ]
                 if not arrived:
                     following = min(
@@ -200,12 +204,14 @@ def _ticks(
                     )
                     arrived = [
                         Event(
-                            name="", start=(last := _last(module, events, at, following)), end=last
+                            name="",
+                            start=(last := _last(module, events, time, following)),
+                            end=last,
                         )
                     ]
                 stop = max(event.end for event in arrived)
-                yield at, max(at, max(event.start for event in arrived)), max(at, stop)
-                at = max(at, stop)
+                yield time, max(time, max(event.start for event in arrived)), max(time, stop)
+                time = max(time, stop)
 
 
 def _start(
@@ -219,7 +225,11 @@ def _start(
     inside = (
         around.by_name
         if around.name != module.entry
-        else {one.name for one in around.instructions if "shard_map" in one.op_name}
+        else {
+            instruction.name
+            for instruction in around.instructions
+            if "shard_map" in instruction.op_name
+        }
     )
     return next(event.start for event in events if event.name in inside)
 
@@ -229,10 +239,10 @@ def _last(module: Module, events: list[Event], after: float, before: float) -> f
     stage, before the next group of microbatches hands on something.
     """
     inside = {
-        one.name
+        instruction.name
         for computation in module.computations.values()
-        for one in computation.instructions
-        if "shard_map" in one.op_name
+        for instruction in computation.instructions
+        if "shard_map" in instruction.op_name
     }
     return max(
         (event.end for event in events if event.name in inside and event.end <= before),
@@ -242,15 +252,15 @@ def _last(module: Module, events: list[Event], after: float, before: float) -> f
 
 def _slice(done: list[tuple[str, str]], stage: int, start: float, seconds: float) -> Slice:
     """A tick of a stage, for the (kind, label) of what it was asked for."""
-    asked = {kind for kind, _ in done}
+    kinds = {kind for kind, _ in done}
     kind = (
         IDLE
         if not done
         else (
             BOTH
-            if FORWARD in asked and len(asked) > 1
+            if FORWARD in kinds and len(kinds) > 1
             else done[0][0]
-            if len(asked) == 1
+            if len(kinds) == 1
             else BACKWARD
         )
     )

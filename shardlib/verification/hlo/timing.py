@@ -33,5 +33,6 @@ def timed(
             item.kind, item.axes, item.members, float(item.bytes), mesh, topology, order
         )
     return tuple(
-        replace(found, seconds=seconds[replace(found, count=0)]) for found in traffic.collectives
+        replace(collective, seconds=seconds[replace(collective, count=0)])
+        for collective in traffic.collectives
     )

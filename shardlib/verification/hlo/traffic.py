@@ -118,13 +118,13 @@ class _Reader(Instructions):
         return self.known[name]
 
     def total(self, body: Computation) -> Executions:
-        found: list[Found] = []
+        collectives: list[Found] = []
         cycles = 0
         for instruction in body.instructions:
             cost = self.instruction(instruction, body)
-            found += cost.found
+            collectives += cost.found
             cycles += cost.cycles
-        return Executions(tuple(found), cycles)
+        return Executions(tuple(collectives), cycles)
 
     def instruction(self, instruction: Instruction, body: Computation) -> Executions:
         opcode = instruction.opcode
@@ -141,23 +141,23 @@ class _Reader(Instructions):
             return self.loop(instruction, body)
         if opcode == "conditional":
             return self.conditional(instruction, body)
-        own = Executions((), _cycles(instruction))
+        executions = Executions((), _cycles(instruction))
         if opcode == "fusion":
-            return own + self.fusion(instruction, body)
+            return executions + self.fusion(instruction, body)
         if opcode in APPLIED or opcode.endswith(("-done", "-update")):
-            return own
+            return executions
         inside = [
             self.computation(called)
             for word, called in instruction.called.items()
             if word in ("calls", "to_apply")
         ]
-        return sum(inside, own)
+        return sum(inside, executions)
 
     def conditional(self, instruction: Instruction, body: Computation) -> Executions:
         if instruction.name in self.counted:
             return Executions()
-        known = self.scope is not None and self.scope.computation is body
-        counts = taken(instruction, [self.scope] if known and self.scope else (), self.module)
+        in_scope = self.scope is not None and self.scope.computation is body
+        counts = taken(instruction, [self.scope] if in_scope and self.scope else (), self.module)
         if counts is not None:
             return self.branches(instruction, counts)
         return max(
@@ -180,20 +180,24 @@ class _Reader(Instructions):
     def turns(self, loop: Instruction, around: Computation, trips: int) -> Executions:
         """The body of a loop, as often as it runs."""
         name, outside = loop.called.get("body", ""), self.scope
-        body, some = self.module.computations.get(name), Executions()
+        body, conditional_cost = self.module.computations.get(name), Executions()
         if name in self.known or body is None or outside is None:
             return self.computation(name) * trips if name else Executions()
         if outside.computation is around:
-            asking = [one for one in body.instructions if one.opcode == "conditional"]
+            asking = [
+                instruction
+                for instruction in body.instructions
+                if instruction.opcode == "conditional"
+            ]
             scopes = turns(loop, body, outside, trips, self.module) if asking else ()
-            for one in asking:
-                if (counts := taken(one, scopes, self.module)) is not None:
-                    self.counted[one.name] = counts
-                    some += self.branches(one, counts)
+            for conditional in asking:
+                if (counts := taken(conditional, scopes, self.module)) is not None:
+                    self.counted[conditional.name] = counts
+                    conditional_cost += self.branches(conditional, counts)
             self.scope = AnyTurn(self.module, body, loop, outside)
-        found = self.computation(name) * trips + some
+        cost = self.computation(name) * trips + conditional_cost
         self.scope = outside
-        return found
+        return cost
 
     def loop(self, instruction: Instruction, body: Computation) -> Executions:
         self.causes.carry(instruction, body)
@@ -230,5 +234,5 @@ NO_ESTIMATE = 2**63 - 1
 
 
 def _cycles(instruction: Instruction) -> int:
-    found = re.search(r'"estimated_cycles":\s*"?(\d+)', instruction.rest)
-    return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else 0
+    match = re.search(r'"estimated_cycles":\s*"?(\d+)', instruction.rest)
+    return int(match[1]) if match and int(match[1]) < NO_ESTIMATE else 0

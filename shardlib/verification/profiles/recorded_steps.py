@@ -38,13 +38,13 @@ def newest_profile(run: Path) -> Path:
     """
     if run.is_file():
         return run
-    found = sorted(run.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    paths = sorted(run.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not paths:
         raise MissingFileError(
             f"{run} has no profile (*.xplane.pb)\nTry: --profile 100:3 at training; or `touch"
             f" {run / 'profiles' / 'profile'}` while the run goes on"
         )
-    return found[-1]
+    return paths[-1]
 
 
 def recorded_steps(profile: Path, digest: str) -> tuple[MeasuredStep, ...]:
@@ -58,9 +58,9 @@ def recorded_steps(profile: Path, digest: str) -> tuple[MeasuredStep, ...]:
         VerificationError: the file is no profile, or shows no step of the plan.
     """
     executed, others = _executions(profile, digest)
-    most = max((len(step) for step in executed), default=0)
-    found = [step for step in executed if len(step) > _WHOLE * most]
-    if not found:
+    longest = max((len(step) for step in executed), default=0)
+    complete = [step for step in executed if len(step) > _WHOLE * longest]
+    if not complete:
         seen = ", ".join(sorted(others)) or "none"
         raise VerificationError(
             f"{profile} shows no step of plan {digest}; plans whose steps it shows: {seen}\nTry:"
@@ -70,11 +70,12 @@ def recorded_steps(profile: Path, digest: str) -> tuple[MeasuredStep, ...]:
     return tuple(
         MeasuredStep(
             name=f"step {first + number}",
-            start=min(one.start for one in step),
-            seconds=max(one.start + one.seconds for one in step) - min(one.start for one in step),
+            start=min(operation.start for operation in step),
+            seconds=max(operation.start + operation.seconds for operation in step)
+            - min(operation.start for operation in step),
             operations=tuple(step),
         )
-        for number, step in enumerate(found)
+        for number, step in enumerate(complete)
     )
 
 
@@ -94,13 +95,18 @@ def _executions(profile: Path, digest: str) -> tuple[list[list[Operation]], set[
         if line == "XLA Modules"
     ]
     for plane, line, event, begin, duration, stats in events:
-        own = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)
-        name = str(stats.get("hlo_op") or (event if own and line == "XLA Ops" else ""))
-        device = int(own[1]) if own else stats.get("device_ordinal")
+        match = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)
+        name = str(stats.get("hlo_op") or (event if match and line == "XLA Ops" else ""))
+        device = int(match[1]) if match else stats.get("device_ordinal")
         if not name or device is None:
             continue
         module = stats.get("hlo_module") or next(
-            (one for at, first, last, one in modules if at == plane and first <= begin < last), ""
+            (
+                module_name
+                for module_plane, first, last, module_name in modules
+                if module_plane == plane and first <= begin < last
+            ),
+            "",
         )
         plan = _STEP.match(str(module))
         if plan is None:
@@ -115,8 +121,8 @@ def _executions(profile: Path, digest: str) -> tuple[list[list[Operation]], set[
                     seconds=duration * 1e-9,
                 )
             )
-    steps = [step for key, some in runs.items() for step in ([some] if key else _parted(some))]
-    return sorted(steps, key=lambda step: min(one.start for one in step)), seen
+    steps = [step for key, run in runs.items() for step in ([run] if key else _parted(run))]
+    return sorted(steps, key=lambda step: min(operation.start for operation in step)), seen
 
 
 def _parted(operations: Sequence[Operation]) -> list[list[Operation]]:
@@ -124,14 +130,16 @@ def _parted(operations: Sequence[Operation]) -> list[list[Operation]]:
     the first of the instructions that run the least often.
     """
     steps: dict[int, list[Operation]] = defaultdict(list)
-    for device in {one.device for one in operations}:
-        mine = sorted((o for o in operations if o.device == device), key=lambda one: one.start)
+    for device in {operation.device for operation in operations}:
+        on_device = sorted(
+            (o for o in operations if o.device == device), key=lambda operation: operation.start
+        )
         starts: dict[str, list[float]] = defaultdict(list)
-        for one in mine:
-            starts[one.name].append(one.start)
-        least = min(len(some) for some in starts.values())
-        rare = [some for some in starts.values() if len(some) == least]
+        for operation in on_device:
+            starts[operation.name].append(operation.start)
+        fewest = min(len(times) for times in starts.values())
+        rare = [times for times in starts.values() if len(times) == fewest]
         begins = [min(each) for each in zip(*rare, strict=True)]
-        for one in mine:
-            steps[max(0, bisect_right(begins, one.start) - 1)].append(one)
+        for operation in on_device:
+            steps[max(0, bisect_right(begins, operation.start) - 1)].append(operation)
     return [steps[number] for number in sorted(steps)]

@@ -41,10 +41,10 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
         record: all trials.
         chosen: number of the trial that was chosen.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     first, best = record.trials[0], record.trials[chosen]
     if chosen and first.survived:
-        found.append(
+        findings.append(
             Finding(
                 code="reranked",
                 severity="info",
@@ -59,7 +59,7 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
     cut = [trial.verdict for trial in record.trials if not trial.survived]
     if cut:
         reasons = ", ".join(f"{cut.count(reason)} {reason}" for reason in dict.fromkeys(cut))
-        found.append(
+        findings.append(
             Finding(
                 code="refuted-plans",
                 severity="info",
@@ -76,7 +76,7 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
             if record.bounded
             else "there are no more candidates"
         )
-        found.append(
+        findings.append(
             Finding(
                 code="refine-bound",
                 severity="warning",
@@ -89,4 +89,4 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
                 ),
             )
         )
-    return found
+    return findings

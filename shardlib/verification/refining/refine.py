@@ -45,12 +45,12 @@ from shardlib.verification.report import Verification
 Verify = Callable[[Plan], Verification]
 
 
-def refine(ranking: Iterable[Ranked], wanted: int, topology: Topology, verify: Verify) -> Plan:
+def refine(ranking: Iterable[Ranked], count: int, topology: Topology, verify: Verify) -> Plan:
     """The best of the first plans of a ranking that the compiler confirms.
 
     Args:
         ranking: plans by predicted time, `shardlib.planning.search.search.ranked`.
-        wanted: how many plans must survive before they are ranked again, at least 1.
+        count: how many plans must survive before they are ranked again, at least 1.
         topology: the machine.
         verify: has a plan compiled for it.
 
@@ -63,7 +63,7 @@ def refine(ranking: Iterable[Ranked], wanted: int, topology: Topology, verify: V
         VerificationError: no plan survived, for this or other reasons.
         MissingPackageError: the compiler is not installed.
     """
-    bench = _Bench(wanted=wanted, topology=topology, verify=verify)
+    bench = _Bench(count=count, topology=topology, verify=verify)
     for entry in one_of_each_policy(ranking):
         if bench.full:
             break
@@ -84,8 +84,8 @@ class _Survivor:
 class _Bench:
     """Plans that were compiled so far."""
 
-    def __init__(self, *, wanted: int, topology: Topology, verify: Verify) -> None:
-        self.wanted, self.topology, self._verify = wanted, topology, verify
+    def __init__(self, *, count: int, topology: Topology, verify: Verify) -> None:
+        self.wanted, self.topology, self._verify = count, topology, verify
         self.trials: list[Trial] = []
         self.survivors: list[_Survivor] = []
         self.passed_over = 0
@@ -116,19 +116,21 @@ class _Bench:
             verdict=SLOWER,
         )
         try:
-            found = self._verify(plan)
+            verification = self._verify(plan)
         except (MissingPackageError, TopologyError):
             raise
         except ShardlibError as error:
             self.trials.append(replace(trial, verdict="not-lowered", message=str(error)))
             return
-        trial = replace(trial, compile_seconds=found.compile_seconds)
-        if found.compiled is None:
+        trial = replace(trial, compile_seconds=verification.compile_seconds)
+        if verification.compiled is None:
             trial = replace(
-                trial, verdict=found.findings[0].code, message=found.findings[0].message
+                trial,
+                verdict=verification.findings[0].code,
+                message=verification.findings[0].message,
             )
         else:
-            trial = self._measured(trial, plan, found, found.compiled)
+            trial = self._measured(trial, plan, verification, verification.compiled)
         if trial.verdict == "out-of-memory":
             self._too_much[policy] = min(
                 entry.peak_bytes, self._too_much.get(policy, entry.peak_bytes)
@@ -148,14 +150,14 @@ class _Bench:
         )
 
     def _measured(
-        self, trial: Trial, plan: Plan, found: Verification, compiled: CompiledStep
+        self, trial: Trial, plan: Plan, verification: Verification, compiled: CompiledStep
     ) -> Trial:
         """The trial of a plan that compiles; one that fits becomes a survivor.
 
         A stand-in for a kernel, which the compiler was given where there is no GPU, needs more
         memory than the kernel: that much by the cost model does not count.
         """
-        stand_in = found.plan.estimate.device_bytes.peak - plan.estimate.device_bytes.peak
+        stand_in = verification.plan.estimate.device_bytes.peak - plan.estimate.device_bytes.peak
         peak, usable = (
             compiled.device_bytes["peak"] - stand_in,
             self.topology.chip.usable_bytes,
@@ -181,7 +183,7 @@ class _Bench:
             _Survivor(
                 number=len(self.trials),
                 plan=plan,
-                found=found,
+                found=verification,
                 refined=Refined(
                     wanted=self.wanted,
                     seconds=seconds,
@@ -189,7 +191,7 @@ class _Bench:
                     collectives=compiled.collectives,
                     kernels="compiler" if compiled.compute_seconds else "model",
                     trials=(),
-                    versions=tuple(found.versions.items()),
+                    versions=tuple(verification.versions.items()),
                 ),
             )
         )

@@ -55,7 +55,7 @@ def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submissi
     settings = settings or KubernetesSettings()
     check_job(job, "Kubernetes", _failures(job, settings), hint="see docs/launching.md")
     text = yaml_text(jobset(job, settings))
-    where = ("--namespace", settings.namespace) if settings.namespace else ()
+    namespace = ("--namespace", settings.namespace) if settings.namespace else ()
     first = (
         f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/job-index=0,"
         "batch.kubernetes.io/job-completion-index=0"
@@ -69,15 +69,15 @@ def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submissi
                 "look",
                 (
                     "kubectl",
-                    *where,
+                    *namespace,
                     "get",
                     "jobset,pods",
                     "--selector",
                     f"jobset.sigs.k8s.io/jobset-name={job.name}",
                 ),
             ),
-            ("log", ("kubectl", *where, "logs", "--follow", "--selector", first)),
-            ("stop", ("kubectl", *where, "delete", "jobset", job.name)),
+            ("log", ("kubectl", *namespace, "logs", "--follow", "--selector", first)),
+            ("stop", ("kubectl", *namespace, "delete", "jobset", job.name)),
         ),
     )
 
@@ -104,10 +104,10 @@ class Kubernetes:
 
 
 def _failures(job: Job, settings: KubernetesSettings) -> list[str]:
-    found = [] if job.image else ["it has no container image"]
-    found += check_tpu(job)
+    failures = [] if job.image else ["it has no container image"]
+    failures += check_tpu(job)
     if is_tpu(job) and job.slices > 1 and job.hosts == job.slices:
-        found.append(
+        failures.append(
             f"slices of {shape_of(job)} have one host, and GKE joins only slices of several"
         )
     paths = [text.partition(":")[2].rstrip("/") for text in settings.volumes]
@@ -116,8 +116,8 @@ def _failures(job: Job, settings: KubernetesSettings) -> list[str]:
         and "://" not in job.run
         and not any(job.run == path or job.run.startswith(f"{path}/") for path in paths)
     ):
-        found.append(
+        failures.append(
             f"the folder {job.run} of the run is in no volume, and would be lost with the pods;"
             f" volumes are {', '.join(settings.volumes) or 'not given'}"
         )
-    return found
+    return failures

@@ -93,12 +93,12 @@ class KubernetesSettings:
             else []
         )
         failures += [
-            f"{name} is {value}; it must be between {least} and {most}"
-            for name, value, least, most in (
+            f"{name} is {value}; it must be between {low} and {high}"
+            for name, value, low, high in (
                 ("port", self.port, 1, 65535),
                 ("save_seconds", self.save_seconds, 1, 86400),
             )
-            if not least <= value <= most
+            if not low <= value <= high
         ]
         if failures:
             raise_all(LaunchError, "settings of Kubernetes are not usable", failures)

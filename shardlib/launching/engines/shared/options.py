@@ -41,7 +41,7 @@ def settings_of(
     hints = get_type_hints(kind)
     table: Any = kind
     kinds = {field.name: hints[field.name] for field in fields(table)}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     failures: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -50,15 +50,15 @@ def settings_of(
             failures.append(_unknown(word, name, kinds) if equals else f"{word!r} is no KEY=VALUE")
             continue
         several = kinds[name] == tuple[str, ...]
-        value = (*found.get(name, ()), text) if several else _value(kinds[name], text)
+        value = (*values.get(name, ()), text) if several else _value(kinds[name], text)
         if value is None:
             failures.append(
                 f"{name} is {text!r}, and needs"
                 f" {'true or false' if bool in _parts(kinds[name]) else 'a whole number'}"
             )
-        elif name in found and not several:
+        elif name in values and not several:
             failures.append(f"{name} is given twice")
-        found[name] = value
+        values[name] = value
     if failures:
         raise_all(
             LaunchError,
@@ -66,7 +66,7 @@ def settings_of(
             failures,
             hint=f"it has {', '.join(kinds)}",
         )
-    return kind(**{**(defaults or {}), **found})
+    return kind(**{**(defaults or {}), **values})
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

@@ -106,13 +106,13 @@ def supervised(job: Job) -> tuple[str, ...]:
     >>> supervised(job)[-2:]
     ('--restarts', '3')
     """
-    wanted = (
+    restarts_itself = (
         job.command[0] == "train"
         and job.run is not None
         and job.restarts > 0
         and not any(word.split("=")[0] == "--restarts" for word in job.command)
     )
-    return (*job.words, "--restarts", str(job.restarts)) if wanted else job.words
+    return (*job.words, "--restarts", str(job.restarts)) if restarts_itself else job.words
 
 
 def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def check_plain(settings: object, names: Iterable[str]) -> list[str]:
 
 def check_one_line(settings: DataclassInstance) -> list[str]:
     """Which fields that are text have line breaks in them."""
-    found = [
+    texts = [
         (field.name, text)
         for field in fields(settings)
         for value in (getattr(settings, field.name),)
@@ -175,7 +175,7 @@ def check_one_line(settings: DataclassInstance) -> list[str]:
     ]
     return [
         f"{name} is {text!r}; it must be one line"
-        for name, text in found
+        for name, text in texts
         if "\n" in text or "\r" in text
     ]
 
@@ -192,14 +192,14 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
     Raises:
         LaunchError: there are failures.
     """
-    found = list(failures)
+    problems = list(failures)
     if job.command[0] == "train" and job.run is not None and "://" in job.run:
-        found.append(
+        problems.append(
             f"the run is at {job.run}, and shardlib train keeps runs in folders; mount it on all"
             " hosts, and name the folder"
         )
-    if found:
-        raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
+    if problems:
+        raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", problems, hint=hint)
 
 
 def yaml_text(fields: JsonMapping) -> str:

@@ -117,7 +117,7 @@ def submit(submission: Submission, folder: Path) -> str:
             " submitted"
         )
     _write_all(submission.files, folder)
-    said, environ = (
+    outputs, environ = (
         list[str](),
         {
             **os.environ,
@@ -141,5 +141,5 @@ def submit(submission: Submission, folder: Path) -> str:
                 f" {done.returncode}\n{(done.stderr or done.stdout).strip()}\nTry: what was written"
                 f" is in {printable(str(folder))}; mend it there, or see it with --dry-run"
             )
-        said.append(done.stdout.strip())
-    return "\n".join(filter(None, said))
+        outputs.append(done.stdout.strip())
+    return "\n".join(filter(None, outputs))

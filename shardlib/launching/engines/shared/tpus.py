@@ -105,7 +105,7 @@ def check_tpu(job: Job) -> list[str]:
     """Why these TPUs cannot be asked for; empty for GPUs, too."""
     if not is_tpu(job):
         return []
-    found = (
+    failures = (
         []
         if kind_of(job).node
         else [
@@ -113,8 +113,8 @@ def check_tpu(job: Job) -> list[str]:
             f" {', '.join(KINDS)}"
         ]
     )
-    found += [] if shape_of(job) else [f"{job.topology} does not say the shape of a slice"]
-    found += (
+    failures += [] if shape_of(job) else [f"{job.topology} does not say the shape of a slice"]
+    failures += (
         [
             f"{job.host_processes} processes share the chips of a host, and JAX runs one process on"
             " a TPU host"
@@ -122,4 +122,4 @@ def check_tpu(job: Job) -> list[str]:
         if job.host_processes > 1
         else []
     )
-    return found
+    return failures

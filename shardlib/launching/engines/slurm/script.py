@@ -38,19 +38,19 @@ def options(job: Job, settings: SlurmSettings) -> list[str]:
         "cpus-per-task": settings.cpus,
         "time": None if job.seconds is None else _clock(job.seconds),
     }
-    found = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    listed = [f"--{name}={value}" for name, value in values.items() if value is not None]
     if job.machine.chip.vendor != "cpu" and settings.gpus != "none":
         kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
-        found.append(
+        listed.append(
             f"--gres=gpu:{kind}{job.devices_per_host}"
             if settings.gpus == "gres"
             else f"--gpus-per-node={kind}{job.devices_per_host}"
         )
     if settings.exclusive if settings.exclusive is not None else job.hosts > 1:
-        found += ["--exclusive", "--mem=0"]
-    found += ["--dependency=singleton"] if settings.chain > 1 else []
+        listed += ["--exclusive", "--mem=0"]
+    listed += ["--dependency=singleton"] if settings.chain > 1 else []
     return [
-        *found,
+        *listed,
         f"--signal=B:USR1@{settings.notice_seconds}",
         "--requeue",
         "--open-mode=append",

@@ -55,16 +55,18 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
         _failures(job, settings),
         hint="--kubernetes runs TPUs that GKE has" if is_tpu(job) else "",
     )
-    where = (
+    location = (
         f"--zone={settings.zone}",
         *((f"--project={settings.project}",) if settings.project else ()),
     )
     script = f"{job.name}.sh"
     nodes = (job.name,) if job.slices == 1 else tuple(f"{job.name}-{i}" for i in range(job.slices))
     if settings.create:
-        commands = (_create(job, settings, script, where),)
-        look = ("gcloud", "compute", "tpus", "queued-resources", "describe", job.name, *where)
-        log = _ssh(nodes[0], where, "0", "sudo journalctl --unit=google-startup-scripts --follow")
+        commands = (_create(job, settings, script, location),)
+        look = ("gcloud", "compute", "tpus", "queued-resources", "describe", job.name, *location)
+        log = _ssh(
+            nodes[0], location, "0", "sudo journalctl --unit=google-startup-scripts --follow"
+        )
         stop = (
             (
                 "stop",
@@ -75,7 +77,7 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
                     "queued-resources",
                     "delete",
                     job.name,
-                    *where,
+                    *location,
                     "--force",
                     "--quiet",
                 ),
@@ -93,16 +95,16 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
                     "scp",
                     script,
                     f"{node}:{script}",
-                    *where,
+                    *location,
                     "--worker=all",
                 )
                 for node in nodes
             ),
-            *(_ssh(node, where, "all", start) for node in nodes),
+            *(_ssh(node, location, "all", start) for node in nodes),
         )
-        look = ("gcloud", "compute", "tpus", "tpu-vm", "describe", nodes[0], *where)
-        log = _ssh(nodes[0], where, "0", f"tail --follow {job.name}.log")
-        stop = tuple(("stop", _ssh(node, where, "all", _stop(job))) for node in nodes)
+        look = ("gcloud", "compute", "tpus", "tpu-vm", "describe", nodes[0], *location)
+        log = _ssh(nodes[0], location, "0", f"tail --follow {job.name}.log")
+        stop = tuple(("stop", _ssh(node, location, "all", _stop(job))) for node in nodes)
     return Submission(
         engine="Cloud TPU",
         files={script: host_text(job, settings)},
@@ -135,29 +137,29 @@ class TpuVm:
 def _failures(job: Job, settings: TpuVmSettings) -> list[str]:
     if not is_tpu(job):
         return [f"{job.topology} has no TPUs"]
-    found = check_tpu(job)
-    if not found and not kind_of(job).accelerator:
-        found.append(f"Cloud TPU has no accelerator type for {job.machine.chip.name}")
-    if not found and not kind_of(job).runtime and settings.runtime_version is None:
-        found.append(
+    failures = check_tpu(job)
+    if not failures and not kind_of(job).accelerator:
+        failures.append(f"Cloud TPU has no accelerator type for {job.machine.chip.name}")
+    if not failures and not kind_of(job).runtime and settings.runtime_version is None:
+        failures.append(
             f"the runtime version for {job.machine.chip.name} is not known; the setting"
             " runtime_version names one"
         )
     if job.image is not None and job.run is not None and "://" not in job.run and ":" in job.run:
-        found.append(
+        failures.append(
             f"the folder of the run is {job.run!r}, and a container cannot see a folder with ':' in"
             " its name, where docker divides FROM and TO"
         )
     if job.run is not None and "://" not in job.run and not job.run.startswith("/"):
-        found.append(
+        failures.append(
             f"the folder {job.run} of the run is relative, and hosts of TPUs share no folder; it"
             " needs a whole path on a file system that `setup` mounts"
         )
-    return found
+    return failures
 
 
 def _create(
-    job: Job, settings: TpuVmSettings, script: str, where: tuple[str, ...]
+    job: Job, settings: TpuVmSettings, script: str, location: tuple[str, ...]
 ) -> tuple[str, ...]:
     kind = kind_of(job)
     slices = (
@@ -178,7 +180,7 @@ def _create(
         "queued-resources",
         "create",
         job.name,
-        *where,
+        *location,
         *slices,
         *nodes,
         f"--runtime-version={settings.runtime_version or kind.runtime}",
@@ -190,7 +192,7 @@ def _create(
     )
 
 
-def _ssh(node: str, where: tuple[str, ...], worker: str, command: str) -> tuple[str, ...]:
+def _ssh(node: str, location: tuple[str, ...], worker: str, command: str) -> tuple[str, ...]:
     return (
         "gcloud",
         "compute",
@@ -198,7 +200,7 @@ def _ssh(node: str, where: tuple[str, ...], worker: str, command: str) -> tuple[
         "tpu-vm",
         "ssh",
         node,
-        *where,
+        *location,
         f"--worker={worker}",
         f"--command={command}",
     )

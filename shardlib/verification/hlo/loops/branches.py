@@ -26,10 +26,10 @@ def turns(
         trips: how many turns there are.
         module: the program.
     """
-    found: list[Turn] = []
+    listed: list[Turn] = []
     for _ in range(trips if trips <= MOST_TURNS else 0):
-        found.append(Turn(module, body, loop, outside, found[-1] if found else None))
-    return tuple(found)
+        listed.append(Turn(module, body, loop, outside, listed[-1] if listed else None))
+    return tuple(listed)
 
 
 def taken(
@@ -47,9 +47,9 @@ def taken(
         return None
     try:
         for scope in scopes:
-            asked = scope.computation.by_name[conditional.operands[0]]
-            number = int(value(module, asked.name, scope).reshape(-1)[0])
-            if asked.shape.startswith("pred"):
+            selector = scope.computation.by_name[conditional.operands[0]]
+            number = int(value(module, selector.name, scope).reshape(-1)[0])
+            if selector.shape.startswith("pred"):
                 number = 0 if number else 1
             counts[number if 0 <= number < len(branches) else -1] += 1
     except (UnknownError, KeyError, ValueError, TypeError, IndexError, RecursionError):

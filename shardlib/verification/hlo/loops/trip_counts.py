@@ -23,9 +23,9 @@ def trip_count(loop: Instruction, around: Computation, module: Module) -> int | 
         around: the computation that it stands in.
         module: the program.
     """
-    known = _KNOWN.search(loop.rest)
-    if known:
-        return int(known[1])
+    match = _KNOWN.search(loop.rest)
+    if match:
+        return int(match[1])
     condition = module.computations.get(loop.called.get("condition", ""))
     bound = _bound(condition, module) if condition else None
     if bound is None:

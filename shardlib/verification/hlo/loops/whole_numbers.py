@@ -138,14 +138,14 @@ def _handed_on(body: Computation, index: int) -> bool:
     root = body.root
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return False
-    made = body.by_name.get(root.operands[index])
-    while made is not None and made.opcode in _VIEWS and made.operands:
-        made = body.by_name.get(made.operands[0])
+    source = body.by_name.get(root.operands[index])
+    while source is not None and source.opcode in _VIEWS and source.operands:
+        source = body.by_name.get(source.operands[0])
     return (
-        made is not None
-        and made.opcode == "get-tuple-element"
-        and made.attribute("index") == str(index)
-        and (carried := body.by_name.get(made.operands[0])) is not None
+        source is not None
+        and source.opcode == "get-tuple-element"
+        and source.attribute("index") == str(index)
+        and (carried := body.by_name.get(source.operands[0])) is not None
         and carried.opcode == "parameter"
     )
 
@@ -171,79 +171,85 @@ def value(module: Module, name: str, scope: Scope, index: int | None = None) -> 
     return scope.known[key]
 
 
-def _made(module: Module, made: Instruction, scope: Scope, index: int | None) -> Numbers:
-    opcode, operands = made.opcode, made.operands
+def _made(module: Module, instruction: Instruction, scope: Scope, index: int | None) -> Numbers:
+    opcode, operands = instruction.opcode, instruction.operands
     if opcode == "parameter":
-        if not made.literal.isdigit():
+        if not instruction.literal.isdigit():
             raise UnknownError
-        return scope.parameter(int(made.literal), index)
-    if opcode == "get-tuple-element" and made.attribute("index").isdigit():
+        return scope.parameter(int(instruction.literal), index)
+    if opcode == "get-tuple-element" and instruction.attribute("index").isdigit():
         if index is not None:
             raise UnknownError
-        return value(module, operands[0], scope, int(made.attribute("index")))
+        return value(module, operands[0], scope, int(instruction.attribute("index")))
     if opcode == "tuple" and index is not None and index < len(operands):
         return value(module, operands[index], scope)
     if opcode in ("fusion", "call"):
-        called = module.computations.get(next(iter(made.called.values()), ""))
+        called = module.computations.get(next(iter(instruction.called.values()), ""))
         if called is None or called.root is None:
             raise UnknownError
-        return value(module, called.root.name, Inside(module, called, made, scope), index)
+        return value(module, called.root.name, Inside(module, called, instruction, scope), index)
     if opcode == "while" and index is not None:
-        body = module.computations.get(made.called.get("body", ""))
+        body = module.computations.get(instruction.called.get("body", ""))
         if body is None or not _handed_on(body, index):
             raise UnknownError
         return value(module, operands[0], scope, index)
-    if index is not None or not re.match(r"(pred|[su]\d+)\[", made.shape):
+    if index is not None or not re.match(r"(pred|[su]\d+)\[", instruction.shape):
         raise UnknownError
     if opcode == "constant":
-        return _constant(made)
+        return _constant(instruction)
     if opcode == "iota":
-        return np.arange(_length(made))
-    return _computed(made, [value(module, name, scope) for name in operands])
+        return np.arange(_length(instruction))
+    return _computed(instruction, [value(module, name, scope) for name in operands])
 
 
-def _computed(made: Instruction, given: list[Numbers]) -> Numbers:
+def _computed(instruction: Instruction, operands: list[Numbers]) -> Numbers:
     """The result of an operation on whole numbers."""
-    opcode, count = made.opcode, len(given)
+    opcode, count = instruction.opcode, len(operands)
     if opcode in _VIEWS and count == 1:
-        return np.resize(given[0], _length(made)) if given[0].size == 1 else given[0]
+        return (
+            np.resize(operands[0], _length(instruction)) if operands[0].size == 1 else operands[0]
+        )
     if opcode == "convert" and count == 1:
-        return (given[0] != 0).astype(np.int64) if made.shape.startswith("pred") else given[0]
+        return (
+            (operands[0] != 0).astype(np.int64)
+            if instruction.shape.startswith("pred")
+            else operands[0]
+        )
     if opcode == "not" and count == 1:
-        return 1 - given[0] if made.shape.startswith("pred") else ~given[0]
+        return 1 - operands[0] if instruction.shape.startswith("pred") else ~operands[0]
     if opcode in _UNARY and count == 1:
-        return _UNARY[opcode](given[0])
+        return _UNARY[opcode](operands[0])
     if opcode in _BINARY and count == 2:
-        if opcode in ("divide", "remainder") and not given[1].all():
+        if opcode in ("divide", "remainder") and not operands[1].all():
             raise UnknownError
-        return _BINARY[opcode](*given)
-    if opcode == "compare" and (direction := made.attribute("direction")) in _COMPARED:
-        return _COMPARED[direction](*given).astype(np.int64)
+        return _BINARY[opcode](*operands)
+    if opcode == "compare" and (direction := instruction.attribute("direction")) in _COMPARED:
+        return _COMPARED[direction](*operands).astype(np.int64)
     if opcode == "select" and count == 3:
-        return np.where(given[0] != 0, given[1], given[2])
+        return np.where(operands[0] != 0, operands[1], operands[2])
     if opcode == "clamp" and count == 3:
-        return np.minimum(np.maximum(given[1], given[0]), given[2])
+        return np.minimum(np.maximum(operands[1], operands[0]), operands[2])
     if opcode == "dynamic-slice" and count == 2:
-        length = _length(made)
-        start = int(np.clip(given[1].reshape(-1)[0], 0, max(0, given[0].size - length)))
-        return given[0].reshape(-1)[start : start + length]
+        length = _length(instruction)
+        start = int(np.clip(operands[1].reshape(-1)[0], 0, max(0, operands[0].size - length)))
+        return operands[0].reshape(-1)[start : start + length]
     raise UnknownError
 
 
-def _length(made: Instruction) -> int:
+def _length(instruction: Instruction) -> int:
     """Elements of an array of at most one dim that is longer than 1."""
-    found = re.match(r"\w+\[([\d,]*)\]", made.shape)
-    sizes = [int(size) for size in found[1].split(",") if size] if found else []
+    match = re.match(r"\w+\[([\d,]*)\]", instruction.shape)
+    sizes = [int(size) for size in match[1].split(",") if size] if match else []
     long = [size for size in sizes if size != 1]
-    if found is None or len(long) > 1 or (long and not 0 < long[0] <= LONGEST):
+    if match is None or len(long) > 1 or (long and not 0 < long[0] <= LONGEST):
         raise UnknownError
     return long[0] if long else 1
 
 
-def _constant(made: Instruction) -> Numbers:
+def _constant(instruction: Instruction) -> Numbers:
     """The elements of a constant; long ones are not in the text."""
-    words = re.findall(r"-?\d+|true|false", made.literal)
-    if len(words) != _length(made) or "..." in made.literal:
+    words = re.findall(r"-?\d+|true|false", instruction.literal)
+    if len(words) != _length(instruction) or "..." in instruction.literal:
         raise UnknownError
     return np.array(
         [{"true": 1, "false": 0}.get(w) if w in ("true", "false") else int(w) for w in words]

@@ -19,30 +19,34 @@ from shardlib.verification.hlo.found import Found
 _MATMUL = "dot_general"
 
 
-def as_reduce_scatters(found: tuple[Found, ...], mesh: MeshShape) -> tuple[Found, ...]:
+def as_reduce_scatters(collectives: tuple[Found, ...], mesh: MeshShape) -> tuple[Found, ...]:
     """Collectives, with the permutes of windowed matmuls as reduce-scatters.
 
     Permutes of a matmul that are of one size, over one axis, and no multiple of those of one
     reduce-scatter are left as they are.
 
     Args:
-        found: collectives with their executions.
+        collectives: collectives with their executions.
         mesh: whose devices run them.
     """
     alike: dict[tuple[tuple[str, ...], int, tuple[str, ...], str], list[Found]] = defaultdict(list)
-    for one in found:
+    for collective in collectives:
         if (
-            one.kind == "collective-permute"
-            and len(one.axes) == 1
-            and mesh[one.axes[0]] % 4 == 0
-            and one.op_name.endswith(_MATMUL)
+            collective.kind == "collective-permute"
+            and len(collective.axes) == 1
+            and mesh[collective.axes[0]] % 4 == 0
+            and collective.op_name.endswith(_MATMUL)
         ):
-            alike[one.axes, one.bytes, one.dtypes, one.op_name].append(one)
-    windows, made = set[int](), list[Found]()
+            alike[collective.axes, collective.bytes, collective.dtypes, collective.op_name].append(
+                collective
+            )
+    windows, scatters = set[int](), list[Found]()
     for (axes, *_), permutes in alike.items():
         members = mesh[axes[0]]
-        times, left = divmod(sum(one.count for one in permutes), members + 1)
+        times, left = divmod(sum(permute.count for permute in permutes), members + 1)
         if not left:
-            windows |= {id(one) for one in permutes}
-            made.append(replace(permutes[0], kind="reduce-scatter", members=members, count=times))
-    return (*(one for one in found if id(one) not in windows), *made)
+            windows |= {id(permute) for permute in permutes}
+            scatters.append(
+                replace(permutes[0], kind="reduce-scatter", members=members, count=times)
+            )
+    return (*(collective for collective in collectives if id(collective) not in windows), *scatters)
