@@ -28,6 +28,7 @@ PACKAGE = ROOT / "shardlib"
 LINE = 100
 #: Values whose methods import the functions of them when they are called.
 VALUES = {
+    "shardlib.booking.comparison",
     "shardlib.planning.plan",
     "shardlib.planning.text.timeline",
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
-from shardlib.booking.compared import HEAD, Compared
+from shardlib.booking.comparison import HEAD, Comparison
 from shardlib.booking.picture import comparison_svg
 from shardlib.planning.pictures.style_sheets import style
 from shardlib.planning.units.html_elements import section, table
 
 
-def comparison_html(comparison: Compared) -> str:
+def comparison_html(comparison: Comparison) -> str:
     """Returns one self-contained HTML page about a comparison."""
     proofs = "".join(
         f"<li><b>{escape(family.family)}</b>: {escape(family.certificate)}.</li>"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from shardlib.booking.compared import Compared
+from shardlib.booking.comparison import Comparison
 from shardlib.booking.offers import Offer, Offers, device_hours
 from shardlib.planning.answers.run_cost import DAY
 from shardlib.planning.pictures.style_sheets import style
@@ -25,7 +25,7 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 120, 48, 56
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
 
 
-def comparison_svg(comparison: Compared) -> str:
+def comparison_svg(comparison: Comparison) -> str:
     """Returns the picture of a comparison, a complete SVG document."""
     scale = _Scale(comparison)
     shapes = [*_grid(scale), *_deadline(comparison, scale)]
@@ -58,7 +58,7 @@ def _days(offer: Offer) -> float:
 class _Scale:
     """Where devices and days lie in the picture."""
 
-    def __init__(self, comparison: Compared) -> None:
+    def __init__(self, comparison: Comparison) -> None:
         priced = [offer for family in comparison.families for offer in _priced(family)]
         devices = [math.log2(offer.devices) for offer in priced] or [0.0]
         days = [math.log10(_days(offer)) for offer in priced]
@@ -107,7 +107,7 @@ def _grid(scale: _Scale) -> list[str]:
     ]
 
 
-def _deadline(comparison: Compared, scale: _Scale) -> list[str]:
+def _deadline(comparison: Comparison, scale: _Scale) -> list[str]:
     y = scale.y(comparison.target.days)
     return [
         f'<line class="ideal" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',

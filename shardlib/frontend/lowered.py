@@ -9,7 +9,7 @@ from shardlib.lowering.collective_matmul.matmuls import matmuls
 from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
 from shardlib.lowering.context.heads import with_heads
 from shardlib.lowering.loss.interleaving import interleaving
-from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.program.build import build_program
 from shardlib.lowering.program.options import BuildOption, BuildOptions
 from shardlib.lowering.program.part import PlannedLoss

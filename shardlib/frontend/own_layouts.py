@@ -25,7 +25,7 @@ from shardlib.graph.problem import Problem
 from shardlib.planning.plan import Plan
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.report import Finding, diagnostic
-from shardlib.tracing.graph_parts import PlacedLayout
+from shardlib.tracing.jaxpr_to_graph import PlacedLayout
 from shardlib.tracing.layouts import OwnLayout
 
 #: What a user may say of them.

@@ -25,7 +25,7 @@ from shardlib.hardware.placement import device_order
 from shardlib.jax_types import Jaxpr
 from shardlib.layout import Layout
 from shardlib.lowering.accumulation.microbatches import part_of
-from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.mesh.shardings import batch_dims, parameter_order
 from shardlib.lowering.plain import step
 from shardlib.lowering.reading.contractions import follows

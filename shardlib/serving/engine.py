@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from shardlib.annotation.model import Tree
 from shardlib.annotation.read import Init
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.program import Forward, TracedForward
-from shardlib.serving.answers import Answers
 from shardlib.serving.computing.adapters import Adapters
 from shardlib.serving.computing.built import built, shapes
 from shardlib.serving.computing.drafting import draft_model
@@ -29,14 +31,18 @@ from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.groups import scheduled
 from shardlib.serving.scheduling.requests import LATE, LENGTH, Asked, Event, Request, Told
 from shardlib.serving.scheduling.schedule import Share
+from shardlib.serving.scheduling.settings import Sampling, whole
 from shardlib.serving.step import Step
+
+if TYPE_CHECKING:
+    pass
 
 #: Seconds that masks of forms are waited for where nothing else is to be done; and otherwise, as a
 #: share of the last step.
 IDLE_SECONDS, PATIENCE = 0.05, 0.1
 
 
-class Engine(Answers):
+class Engine:
     """Serves a model: any number of requests, some of them at a time.
 
     Args:
@@ -56,7 +62,82 @@ class Engine(Answers):
     Raises:
         ArgumentError: sizes that are not usable, or do not fit each other.
         ModelError: the model cannot be served with a cache, or gives other logits with one.
+
+    Attributes:
+        schedule: requests that wait, and those that have a slot.
     """
+
+    def add_several(self, asked: Asked, count: int) -> list[Request]:
+        """Several answers to one prompt wait to be served. The pages that the prompt fills are
+        computed once, and shared.
+
+        Args:
+            asked: what is asked; each answer after the first has the next seed.
+            count: of answers, at least 1.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        if not whole(count) or count < 1:
+            raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
+        sampling = asked.sampling
+        return [
+            self.add(
+                replace(
+                    asked, sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32))
+                )
+            )
+            for number in range(count)
+        ]
+
+    def run(self) -> None:
+        """Serves until every request has ended."""
+        while self.schedule.waiting or self.schedule.running:
+            self.step()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], most: int = 16, *, sampling: Sampling | None = None
+    ) -> list[list[int]]:
+        """The answers to some prompts.
+
+        Args:
+            prompts: tokens of each.
+            most: tokens of an answer at most.
+            sampling: how each is chosen; by default the likeliest.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        options = sampling or Sampling()
+        requests = [
+            self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
+            for prompt in prompts
+        ]
+        self.run()
+        return [request.answer for request in requests]
+
+    def stream(
+        self, prompt: Sequence[int], most: int = 16, *, sampling: Sampling | None = None
+    ) -> Iterator[int]:
+        """The tokens of one answer, as they come; others are served beside it.
+
+        Args:
+            prompt: tokens.
+            most: tokens of the answer at most.
+            sampling: how each is chosen; by default the likeliest.
+
+        Raises:
+            ArgumentError: see `add`.
+        """
+        options = sampling or Sampling()
+        request = self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
+        try:
+            while request.ended is None:
+                for event in self.step():
+                    if event.request is request and event.token is not None:
+                        yield event.token
+        finally:
+            request.cancelled = True
 
     def __init__(
         self,
@@ -311,3 +392,8 @@ class Engine(Answers):
         self.compute.warm_up()
         if isinstance(self._drafts, DraftModel):
             self._drafts.step.warm_up()
+
+
+def _tokens(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Of a list or an array of NumPy."""
+    return tuple(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)

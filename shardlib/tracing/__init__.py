@@ -3,7 +3,6 @@
 trace.py           a loss and its gradient, traced
 program.py         the equations of a traced program, in order
 jaxpr_to_graph.py  a jaxpr as a graph
-graph_parts.py     the parts of a graph, as they are collected
 rules/             from primitives to factor rules
 batch.py           the dims of a batch, and its tokens
 parameters.py      parameters, and the optimizer state of each

@@ -33,9 +33,8 @@ from shardlib.graph.rows import Rows
 from shardlib.jax_types import Aval
 from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
-from shardlib.tracing.graph_parts import PlacedLayout
 from shardlib.tracing.held_arrays import require_none
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr, translated
+from shardlib.tracing.jaxpr_to_graph import PlacedLayout, graph_from_jaxpr, translated
 from shardlib.tracing.parameters import (
     abstract,
     constant_state,

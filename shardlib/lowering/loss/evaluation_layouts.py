@@ -24,7 +24,7 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.errors import BatchError
 from shardlib.graph.problem import Parameter, Problem
 from shardlib.layout import Layout
-from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.reading.custom_calls import operands
 from shardlib.lowering.reading.traced_loss import LossJaxpr, trace_loss
 from shardlib.planning.assembly.layouts import batch_layouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlib.layout import Layout
-from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.propagation.contractions import followed_layouts

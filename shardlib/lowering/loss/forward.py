@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.loss.placing import Placing
+from shardlib.lowering.loss.placing import Placements, Placing
 from shardlib.lowering.loss.remat import apart
-from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.mesh.shardings import (
     ParameterShardings,
 )

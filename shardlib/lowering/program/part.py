@@ -15,8 +15,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.graph.rows import Rows
 from shardlib.lowering.loss.followed import followed
 from shardlib.lowering.loss.forward import lost_placements
-from shardlib.lowering.loss.placing import parameter_order
-from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.loss.placing import Placements, parameter_order
 from shardlib.lowering.reading.fused_dims import Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
 from shardlib.planning.plan import Plan

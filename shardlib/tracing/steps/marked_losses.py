@@ -24,7 +24,7 @@ from shardlib.errors import TracingError, raise_all
 from shardlib.functions.losses import MarkedLoss
 from shardlib.graph.graph import Graph
 from shardlib.jax_types import Value
-from shardlib.tracing.graph_parts import PlacedCall
+from shardlib.tracing.jaxpr_to_graph import PlacedCall
 from shardlib.tracing.program import Call
 
 #: Categories of operations that make something else of an array.

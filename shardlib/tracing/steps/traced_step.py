@@ -34,8 +34,7 @@ from shardlib.graph.prune import prune
 from shardlib.jax_types import Leaf
 from shardlib.report import Finding
 from shardlib.tracing.batch import Described, describe_batch, require_rows, tokens_of
-from shardlib.tracing.graph_parts import PlacedLayout
-from shardlib.tracing.jaxpr_to_graph import translated
+from shardlib.tracing.jaxpr_to_graph import PlacedLayout, translated
 from shardlib.tracing.program import Program, called, flatten
 from shardlib.tracing.steps.marked_losses import Again, FoundLoss, found_losses
 from shardlib.tracing.steps.parts import rows_of, tied_parts

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
-from shardlib.lowering.pipeline.lockstep.stage_layouts import HOPS
+from shardlib.lowering.pipeline.lockstep.stage import HOPS
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.text.predicted_timeline import title

@@ -23,22 +23,47 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from shardlib.axes import MeshShape
 from shardlib.collective import KINDS
-from shardlib.verification.hlo.asynchronous import continued
+from shardlib.verification.hlo.asynchronous import continued, result_shape
+from shardlib.verification.hlo.causes import Causes, short_name
 from shardlib.verification.hlo.found import Executions, Found, Traffic
+from shardlib.verification.hlo.groups import (
+    axes_of_groups,
+    axes_of_pairs,
+    replica_groups,
+    source_target_pairs,
+)
 from shardlib.verification.hlo.hlo import Computation, Instruction, Module, parse
-from shardlib.verification.hlo.instructions import Instructions
 from shardlib.verification.hlo.loops.branches import taken, turns
 from shardlib.verification.hlo.loops.trip_counts import trip_count
 from shardlib.verification.hlo.loops.whole_numbers import AnyTurn, Entry, Scope
 from shardlib.verification.hlo.loops.windowed_matmuls import as_reduce_scatters
+from shardlib.verification.hlo.shapes import HloError, array_bytes, arrays, elements
+
+#: What the runtime that joins TPU slices calls its transfers. A program for several slices is that
+#: of one slice: it numbers the devices of the slice, and what crosses to other slices is a pair of
+#: send and receive.
+ACROSS_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+
 
 #: Kinds that XLA has beyond those of `KINDS`, and the one that each is counted as.
 ALSO = {"ragged-all-to-all": "all-to-all"}
+
+
 #: Scope of loops that run where the routing of tokens is skewed, and are not in the cost of a step
 #: (`shardlib.lowering.experts.overflow_rounds`).
 OVERFLOW = "shardlib_overflow"
+
+
 #: Opcodes whose called computation is applied to single elements.
 APPLIED = frozenset(
     {
@@ -72,7 +97,7 @@ def read_traffic(
     return _Reader(parse(text) if isinstance(text, str) else text, mesh, arguments, slices).read()
 
 
-class _Reader(Instructions):
+class _Reader:
     """One walk over a program; remembers what it has read of each computation."""
 
     def __init__(
@@ -82,12 +107,92 @@ class _Reader(Instructions):
         arguments: Sequence[str],
         slices: Sequence[Sequence[int]],
     ):
-        super().__init__(module, mesh, arguments, slices)
+        self.module, self.mesh = module, mesh
+        #: Mesh positions [slices, devices that the program numbers].
+        self.positions = np.array(
+            (
+                slices
+                if len(slices) > 1 and module.partitions == len(slices[0])
+                else [range(mesh.devices)]
+            ),
+            np.int64,
+        )
+        self.problems: list[str] = list(module.problems)
+        self.causes = Causes(module, arguments)
+        self.devices = self.positions.shape[1]
         self.known: dict[str, Executions] = {}
         #: The computation that is read, where more is known of it; and its conditionals whose
         #: branches were counted for all turns of their loop.
         self.scope: Scope | None = None
         self.counted: dict[str, tuple[int, ...]] = {}
+
+    def collective(
+        self, instruction: Instruction, kind: str, result: Instruction, body: Computation
+    ) -> Executions:
+        try:
+            shape = result_shape(result)
+            if kind == "collective-permute":
+                pairs = source_target_pairs(
+                    instruction.attribute("source_target_pairs"), self.devices
+                )
+                axes, members = (
+                    axes_of_pairs(self.positions[0][pairs], self.mesh),
+                    (2 if len(pairs) else 1),
+                )
+            else:
+                groups = replica_groups(instruction.attribute("replica_groups"), self.devices)
+                axes, members = (
+                    axes_of_groups(self.positions[0][groups], self.mesh),
+                    groups.shape[1],
+                )
+            if members < 2:
+                return Executions()
+            if axes is None:
+                self.problems.append(
+                    f"the groups of {instruction.name} are no product of mesh axes:"
+                    f" {instruction.attribute('replica_groups')[:80]}"
+                )
+            collective = Found(
+                kind=kind,
+                bytes=array_bytes(shape),
+                dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})),
+                axes=axes or (),
+                members=members,
+                count=1,
+                op_name=self.causes.of(instruction, body),
+                name=result.name,
+            )
+        except HloError as error:
+            self.problems.append(f"{instruction.name}: {error}")
+            return Executions()
+        return Executions((collective,))
+
+    def across_slices(self, instruction: Instruction) -> Executions:
+        """A collective between the devices that have the same number in every slice."""
+        word = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+        kind = ACROSS_SLICES.get(word[1]) if word else None
+        axes = axes_of_groups(self.positions.T, self.mesh)
+        try:
+            if kind is None or axes is None or len(self.positions) < 2:
+                raise HloError(
+                    "an unknown transfer between slices,"
+                    f" {instruction.attribute('frontend_attributes')[:120]}"
+                )
+            shape = elements(instruction.shape)[0]
+            collective = Found(
+                kind=kind,
+                bytes=array_bytes(shape),
+                dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})),
+                axes=axes,
+                members=len(self.positions),
+                count=1,
+                op_name=short_name(instruction.op_name),
+                name=instruction.name,
+            )
+        except HloError as error:
+            self.problems.append(f"{instruction.name}: {error}")
+            return Executions()
+        return Executions((collective,))
 
     def read(self) -> Traffic:
         if self.module.partitions not in (1, self.devices):

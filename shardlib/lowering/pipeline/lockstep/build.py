@@ -12,8 +12,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.loss.followed import followed
-from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.loss.placing import Placements, Placing
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.mesh.shardings import ParameterShardings, parameter_order

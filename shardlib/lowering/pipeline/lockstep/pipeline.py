@@ -1,14 +1,18 @@
 """Loss and gradients of a pipeline, as one program.
 
 Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt out
-to the stages. Then come the ticks (`ticks.py`). At the end the summed gradients go back through
-what was made once.
+to the stages. Then come the ticks of each group of microbatches: scans, one for each run of ticks
+with the same kinds of work: forward only, both ways, backward only. In every tick what comes before
+the layers is done for the microbatch that enters the first stage, and what comes after them, with
+its gradient, for the one that leaves the last. At the end the summed gradients go back through what
+was made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,19 +20,135 @@ import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.jax_types import Metrics, Value
-from shardlib.lowering.pipeline.lockstep.gradient_sums import Fixed, Made
-from shardlib.lowering.pipeline.lockstep.stage_values import Held
-from shardlib.lowering.pipeline.lockstep.staged_loss import StagedLoss
-from shardlib.lowering.pipeline.lockstep.ticks import Ticks
-from shardlib.lowering.pipeline.shared.layer_loop import PARAMETERS
+from shardlib.lowering.loss.placing import Placing
+from shardlib.lowering.mesh.memories import to_host_memory
+from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, Fixed, Made, Sums, plus
+from shardlib.lowering.pipeline.lockstep.stage import Stages
+from shardlib.lowering.pipeline.lockstep.stage_values import Held, Hop
+from shardlib.lowering.pipeline.shared.chunk import Gradients
+from shardlib.lowering.pipeline.shared.ends import Ends
+from shardlib.lowering.pipeline.shared.layer_loop import PARAMETERS, STATE
 from shardlib.lowering.pipeline.shared.linearised import is_floating
-from shardlib.lowering.pipeline.shared.partition import Arrays, Values
+from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
+from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.tracing.rewriting.binding import as_array
+from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline(StagedLoss):
-    """A loss whose layers are spread over stages."""
+class Pipeline:
+    """A loss whose layers are spread over stages.
+
+    Attributes:
+        cut: the loss around its loop over layers.
+        stages: the stages.
+        placing: how values are laid out.
+        around: how they are laid out outside of the layers, where the stages may cut them too.
+        exact: whether all layouts outside of the layers are known; else they are left to the
+            compiler where the plan does not cut, and so are gradients.
+        ends: operations outside of the layers whose gradients are reduced after all ticks.
+        traced: the loss.
+        remat: what layers save for their backward passes.
+        groups: of microbatches, that go through the stages one group after the other; the schedule
+            is that of a group.
+        repeated: see `shardlib.lowering.loss.contribution.share.Contribution`.
+    """
+
+    cut: Cut
+    stages: Stages
+    placing: Placing
+    around: Placing
+    exact: bool
+    ends: Ends
+    traced: LossJaxpr
+    remat: StageRemat
+    groups: int = 1
+    repeated: frozenset[int] = frozenset()
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.groups * self.stages.table.microbatches
+
+    @property
+    def loss_position(self) -> int:
+        """Position of the loss among the results."""
+        return jax.tree.unflatten(self.traced.out_tree, range(self.traced.out_tree.num_leaves))[0]
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What it sums up over microbatches."""
+        return Sums(
+            cut=self.cut,
+            stages=self.stages,
+            ends=self.ends,
+            gradient=self.placing.gradient,
+            reductions=self.placing.reductions,
+        )
+
+    def outside(self) -> Walk:
+        """How values are placed outside of the layers."""
+        return replace(self.around.walk(loose=not self.exact), apart=self.remat.outside)
+
+    def dealt(self, stack: Value) -> Value:
+        """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a
+        chunk, ...]; the last layer stands for those that are missing.
+        """
+        table, each = self.stages.table, self.stages.chunk.layers
+        shape = (table.virtual, table.stages, each)
+        missing = table.virtual * table.stages * each - stack.shape[0]
+        if missing:
+            stack = jnp.concatenate(
+                [stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))]
+            )
+        dealt = stack.reshape(*shape, *stack.shape[1:])
+        dealt = (
+            dealt.reshape(shape[1], 1, each, *stack.shape[1:])
+            if table.virtual == 1
+            else dealt.swapaxes(0, 1)
+        )
+        return self.stages.over_stages(dealt)
+
+    def states(self, state: Tree) -> tuple[Arrays, Arrays]:
+        """Model state before each microbatch, [microbatches, ...], and after the last."""
+        leaves, cut = jax.tree.leaves(state), self.cut
+        if not leaves:
+            return [], []
+        avals = [cut.program.avals[number] for number in cut.program.inputs]
+        first = next(
+            i
+            for i, number in enumerate(cut.program.inputs)
+            if cut.labels[number] == frozenset({STATE})
+        )
+
+        def after(leaves: Arrays) -> Arrays:
+            # Nothing of the new state is made from the other inputs, so their numbers do not
+            # matter, and what reads them is not computed.
+            inputs = [
+                (
+                    leaves[i - first]
+                    if first <= i < first + len(leaves)
+                    else jnp.zeros(aval.shape, aval.dtype)
+                )
+                for i, aval in enumerate(avals)
+            ]
+            equations, _ = needed(cut.program.equations, cut.state)
+            env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
+            evaluate_equations(equations, env, self.outside())
+            return [env[number] for number in cut.state]
+
+        def turn(states: Arrays, _: None) -> tuple[Arrays, Arrays]:
+            entering = [
+                leaves[index] if index in self.repeated else leaf
+                for index, leaf in enumerate(states)
+            ]
+            return after(entering), entering
+
+        last, before = jax.lax.scan(turn, leaves, length=self.microbatches)
+        return before, last
 
     def gradients(
         self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
@@ -157,3 +277,494 @@ def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
     whole numbers.
     """
     return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """What may happen at the ends of a pipeline in some ticks.
+
+    Attributes:
+        opening: microbatches begin: they enter the first stage, or backward, come back to the last
+            one.
+        closing: microbatches end: they leave the last stage, or backward, the first one.
+    """
+
+    opening: bool
+    closing: bool
+
+
+class Ticks:
+    """The scans over the ticks of a step."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        resident: Held,
+        derived: Made,
+        fixed: Fixed,
+        states: Arrays,
+        parts: Arrays,
+        join: Callable[[Arrays], Tree],
+    ) -> None:
+        self.pipeline, self.cut, self.stages, self.table = (
+            pipeline,
+            pipeline.cut,
+            pipeline.stages,
+            pipeline.stages.table,
+        )
+        self.made, self.fixed, self.states, self.parts, self.join = (
+            derived,
+            fixed,
+            states,
+            parts,
+            join,
+        )
+        self.held, self.rounds = replace(resident, drawn=self._drawn()), self.stages.in_rounds
+        self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
+
+    def _left(self, left: Arrays) -> Arrays:
+        """What left the last stage, as it is cut outside of the layers."""
+        return [
+            self.stages.handed_out(leaf, k)
+            for leaf, k in zip(left, self.stages.leaving, strict=True)
+        ]
+
+    def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
+        """Gradients of what is read outside of the layers, and partial sums of such, with those of
+        one microbatch.
+        """
+        return {
+            "outside": self.sums.as_gradients(plus(carry["outside"], more)),
+            "ends": plus(carry["ends"], sums),
+        }
+
+    def _after(self, carry: Carry, tick: Any, edges: Edges) -> tuple[Carry, Arrays]:
+        """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what
+        it left with.
+        """
+        micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
+        positions = [k for k in self.stages.leaving if k in self.stages.moving]
+        if not edges.opening:
+            return carry, [
+                jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
+                for k in positions
+            ]
+
+        def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
+            left = carry["left"]
+            if self.table.forward_first:
+                left = [
+                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left
+                ]
+            else:
+                left = self._left(left)
+
+            def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
+                floating = iter(moving)
+                results = self._results(
+                    outside,
+                    micro,
+                    [next(floating) if is_floating(leaf) else leaf for leaf in left],
+                    sums,
+                )
+                return results[self.pipeline.loss_position], results
+
+            moving = [leaf for leaf in left if is_floating(leaf)]
+            _, pull, results = jax.vjp(
+                run, self.unreduced, self.pipeline.ends.zeros(), moving, has_aux=True
+            )
+            outside, sums, moved = pull(jnp.ones((), results[self.pipeline.loss_position].dtype))
+            return (
+                results,
+                (self.sums.as_gradients(outside), sums),
+                [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)],
+            )
+
+        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
+        return {
+            **carry,
+            "totals": plus(carry["totals"], results),
+            **self._outside(carry, *outside),
+        }, moved
+
+    def _entering(self, tick: Any, edges: Edges) -> Arrays:
+        """What enters the first stage at a tick, whole on every stage; zeros where that goes on
+        with an older microbatch.
+        """
+        if not edges.opening:
+            return [
+                jnp.zeros(leaf.shape, leaf.dtype)
+                for leaf in self.stages.activations[: self.stages.entering]
+            ]
+        micro, chunk, works = self.table.forward(tick, 0)
+        return self._only(
+            (chunk == 0) & works,
+            lambda: [
+                self.stages.whole(leaf, k)
+                for k, leaf in enumerate(self._before(self.made.outside, micro))
+            ],
+        )
+
+    def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
+        """What enters the first stage for a microbatch; by default nobody wants partial sums."""
+        env = self._env(outside, micro)
+        evaluate_equations(self.cut.before, env, self._walk(sums))
+        return [
+            self.stages.spread_out(jnp.asarray(env[number]), k)
+            for k, number in enumerate(self.cut.entering)
+        ]
+
+    def _walk(self, sums: Arrays | None) -> Walk:
+        """A walk outside of the layers, whose operations leave gradients to `sums`."""
+        ends = self.pipeline.ends
+        return ends.walk(
+            self.pipeline.outside(), self.fixed.ready, ends.zeros() if sums is None else sums
+        )
+
+    def _results(
+        self, outside: Values, micro: Any, left: Arrays, sums: Arrays | None = None
+    ) -> Arrays:
+        """Loss and metrics, for what left the last stage; by default nobody wants partial sums."""
+        cut, env = self.cut, self._env(outside, micro)
+        values = [
+            self.stages.spread_out(leaf, k)
+            for leaf, k in zip(left, self.stages.leaving, strict=True)
+        ]
+        env.update(zip(cut.final, values, strict=False))
+        env.update(
+            zip(cut.stacked, (leaf[: cut.layers] for leaf in values[len(cut.final) :]), strict=True)
+        )
+        evaluate_equations(cut.after, env, self._walk(sums))
+        return [as_array(cut.program, number, env[number]) for number in cut.results]
+
+    def _env(self, outside: Values, micro: Any) -> Values:
+        program = self.cut.program
+        state, batch = (
+            self._slices(self.states, micro),
+            jax.tree.leaves(self.join(self._slices(self.parts, micro))),
+        )
+        inputs = program.inputs[len(program.inputs) - len(state) - len(batch) :]
+        return {
+            **program.constants,
+            **self.fixed.values,
+            **self.made.outside,
+            **outside,
+            **dict(zip(inputs, [*state, *batch], strict=True)),
+        }
+
+    def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
+        return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
+
+    def _drawn(self) -> Arrays:
+        """Slices of model state, and of keys of the batch, for the layers, [microbatches, stages,
+        chunks, layers, ...].
+        """
+        cut = self.cut
+        if not cut.roles.drawn:
+            return []
+
+        def of(microbatch: tuple[Arrays, Arrays]) -> Arrays:
+            state, batch = microbatch[0], jax.tree.leaves(self.join(microbatch[1]))
+            env = {
+                **cut.program.constants,
+                **dict(
+                    zip(
+                        cut.program.inputs[len(cut.program.inputs) - len(state) - len(batch) :],
+                        [*state, *batch],
+                        strict=True,
+                    )
+                ),
+            }
+            numbers = [cut.scanned[k] for k in cut.roles.drawn]
+            evaluate_equations(
+                needed(cut.program.equations, numbers)[0], env, self.pipeline.outside()
+            )
+            return [env[number] for number in numbers]
+
+        return [
+            jax.vmap(self.pipeline.dealt)(leaf)
+            for leaf in jax.lax.map(of, (self.states, self.parts))
+        ]
+
+    def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
+        shapes = jax.eval_shape(make)
+        return jax.lax.cond(
+            condition,
+            make,
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+        )
+
+    def run(self, sums: Carry) -> Carry:
+        """Adds up gradients, loss and metrics."""
+        carry, work = (
+            {**self._start(), **sums},
+            {
+                "forward": self._forward,
+                "backward": self._backward,
+                "weights": self._weights,
+            },
+        )
+        for start, stop, kinds in self.table.phases:
+            if "forward" not in kinds:
+                carry.pop("hop", None)  # nothing goes forward any more
+
+            def tick(
+                carry: Carry,
+                tick: Any,
+                resident: Held,
+                edges: Edges,
+                kinds: tuple[str, ...] = kinds,
+            ) -> Carry:
+                for kind in kinds:
+                    carry = work[kind](carry, tick, resident, edges)
+                return carry
+
+            carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
+        return {name: carry[name] for name in SUMMED}
+
+    def look(self, totals: Arrays) -> Arrays:
+        """Adds up loss and metrics, with no gradients."""
+
+        def tick(carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+            hop, _, left = self.stages.forward(
+                tick, resident, carry["hop"], self._entering(tick, edges), []
+            )
+            if not edges.closing:
+                return {**carry, "hop": hop}
+            micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+            results = self._only(
+                (chunk == self.table.last_chunk) & works,
+                lambda: self._results(self.made.outside, micro, self._left(left)),
+            )
+            return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
+
+        start = {
+            "hop": self._activations(range(len(self.stages.activations))),
+            "totals": totals,
+            "ready": self._unready(),
+        }
+        return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
+
+    def _ticks(
+        self,
+        tick: Callable[[Carry, Any, Held, Edges], Carry],
+        carry: Carry,
+        start: int,
+        stop: int,
+        *,
+        going: bool,
+    ) -> Carry:
+        """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin,
+        and reduces the gradients of the one that the last round has done.
+
+        Args:
+            tick: one tick.
+            carry: what ticks hand on.
+            start, stop: the first, and the one after the last.
+            going: whether they are forward ticks.
+        """
+
+        def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:
+            resident = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
+            return jax.lax.scan(
+                lambda carry, number: (tick(carry, number, resident, edges), None),
+                carry,
+                start + jnp.arange(count),
+            )[0]
+
+        if not self.rounds:
+            return run(carry, start, stop - start, Edges(opening=True, closing=True))
+
+        def turn(carry: Carry, number: Any, edges: Edges) -> Carry:
+            chunk = number if going else self.table.last_chunk - number
+            slot = chunk % self.stages.window
+            carry = (
+                carry
+                if going or edges.opening
+                else self._reduced(
+                    carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot
+                )
+            )
+            ready = self.stages.gather_over(
+                self.held,
+                carry["ready"],
+                _not_before(
+                    chunk, carry["totals"] if going else (carry["left"], carry["back"].next)
+                ),
+            )
+            return run(
+                {**carry, "ready": ready},
+                start + number * self.table.microbatches,
+                self.table.microbatches,
+                edges,
+            )
+
+        last = self.table.rounds - 1
+        carry = turn(carry, jnp.int32(0), Edges(opening=True, closing=False))
+        if last > 1:
+            carry, _ = jax.lax.scan(
+                lambda carry, number: (
+                    turn(carry, number, Edges(opening=False, closing=False)),
+                    None,
+                ),
+                carry,
+                jnp.arange(1, last),
+            )
+        carry = turn(carry, jnp.int32(last), Edges(opening=False, closing=True))
+        done = self.table.rounds * self.table.microbatches
+        carry = run(carry, start + done, stop - start - done, Edges(opening=False, closing=True))
+        for chunk in () if going else reversed(range(self.stages.window)):
+            carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
+        return carry
+
+    def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
+        """Adds what one slot has of partial sums to the gradients of a chunk, and empties it."""
+        sums: Gradients = carry["sums"]
+        gradients, empty = self.stages.reduce_out(self.held, sums.sums, slot)
+        done = [
+            jax.lax.dynamic_update_index_in_dim(
+                total,
+                jax.lax.dynamic_index_in_dim(total, chunk, 1, keepdims=False) + more,
+                chunk,
+                1,
+            )
+            for total, more in zip(carry["done"], gradients, strict=True)
+        ]
+        return {**carry, "done": done, "sums": replace(sums, sums=empty)}
+
+    def _unready(self) -> Arrays:
+        """Room for the operands that a round gathers, [stages, chunks, layers, ...]."""
+        if not self.rounds:
+            return []
+        shapes = jax.eval_shape(lambda: self.stages.gather(self.held))
+        return [
+            self.stages.over_stages(
+                jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[2:]), leaf.dtype)
+            )
+            for leaf in shapes
+        ]
+
+    def _activations(self, positions: Sequence[int]) -> Hop:
+        """Zeros for what is on its way, of some of what travels."""
+        leaves, count, lag = (
+            [self.stages.activations[k] for k in positions],
+            self.table.stages,
+            self.table.lag,
+        )
+        return Hop(
+            next=[
+                self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
+                for leaf in leaves
+            ],
+            waiting=(
+                [
+                    self.stages.over_stages(jnp.zeros((count, lag, *leaf.shape), leaf.dtype))
+                    for leaf in leaves
+                ]
+                if lag
+                else []
+            ),
+        )
+
+    def _start(self) -> Carry:
+        """What ticks hand on, sums apart."""
+        stages, count = self.stages, self.table.stages
+        like = replace(self.held, ready=self._unready()) if self.rounds else self.held
+
+        def room(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
+
+        ring = [
+            to_host_memory(room(self.table.slots, leaf)) if away else room(self.table.slots, leaf)
+            for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
+        ]
+        passed = [room(count, leaf) for leaf in stages.passed_on(like)]
+        leaves = [stages.activations[k] for k in stages.leaving]
+        if self.table.forward_first:
+            leaving = [
+                jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves
+            ]
+        else:
+            leaving = [
+                self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
+                for leaf in leaves
+            ]
+        return {
+            "hop": self._activations(range(len(stages.activations))),
+            "back": self._activations(stages.moving),
+            "ring": ring,
+            "passed": passed,
+            "left": leaving,
+            "ready": self._unready(),
+        }
+
+    def _forward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+        hop, ring, left = self.stages.forward(
+            tick, resident, carry["hop"], self._entering(tick, edges), carry["ring"]
+        )
+        if self.table.forward_first:
+            left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
+        return {**carry, "hop": hop, "ring": ring, "left": left}
+
+    def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
+        """What has left the last stage, [microbatches, ...], after a tick."""
+        micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+
+        def more(collected: Arrays, left: Arrays) -> Arrays:
+            return [
+                jax.lax.dynamic_update_index_in_dim(all_, leaf, micro, 0)
+                for all_, leaf in zip(collected, self._left(left), strict=True)
+            ]
+
+        return jax.lax.cond(
+            (chunk == self.table.last_chunk) & works,
+            more,
+            lambda collected, _: collected,
+            collected,
+            left,
+        )
+
+    def _backward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+        carry, leaving = self._after(carry, tick, edges)
+        done = self.stages.backward(
+            tick, resident, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"]
+        )
+        carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
+        if not edges.closing:
+            return carry
+        micro, chunk, works = self.table.backward(tick, 0)
+
+        def before() -> tuple[Values, Arrays]:
+            def run(outside: Values, sums: Arrays) -> Arrays:
+                return [
+                    leaf
+                    for k, leaf in enumerate(self._before(outside, micro, sums))
+                    if k in self.stages.moving
+                ]
+
+            entered = [
+                self.stages.handed_out(leaf, k)
+                for leaf, k in zip(done.entered, self.stages.moving, strict=False)
+            ]
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros())[1](entered)
+            return self.sums.as_gradients(outside), sums
+
+        return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
+
+    def _weights(self, carry: Carry, tick: Any, resident: Held, _: Edges) -> Carry:
+        return {
+            **carry,
+            "sums": self.stages.weights(
+                tick, resident, carry["ring"], carry["sums"], carry["passed"]
+            ),
+        }
+
+
+def _not_before(number: Any, arrays: Any) -> Any:
+    """A number that is known when other arrays are made.
+
+    A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the
+    group of microbatches before, and keeps it until then.
+    """
+    return jax.lax.optimization_barrier((number, arrays))[0]

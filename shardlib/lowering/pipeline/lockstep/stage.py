@@ -7,18 +7,20 @@ stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.jax_types import Index, Value
+from shardlib.layout import Layout
+from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.memories import in_host_memory
-from shardlib.lowering.pipeline.lockstep.stage_layouts import OWN
 from shardlib.lowering.pipeline.lockstep.stage_values import (
     Backward,
     Held,
@@ -29,14 +31,306 @@ from shardlib.lowering.pipeline.lockstep.stage_values import (
     slot_of,
     with_slot,
 )
-from shardlib.lowering.pipeline.lockstep.stage_weights import StageWeights
-from shardlib.lowering.pipeline.shared.chunk import Gradients, Operands
+from shardlib.lowering.pipeline.shared.chunk import Chunk, Gradients, Operands
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import Arrays
+from shardlib.schedules.timetable import Timetable
+
+#: Names that messages between stages have in a compiled program, by direction.
+HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
+
+
+#: Of one stage: its own part of an array with a leading dim of stages.
+OWN = "own"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages(StageWeights):
-    """The stages of a pipeline."""
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+        table: the schedule.
+        mesh: the mesh of the program.
+        axis: names of the stage axis in it.
+        activations: shape and dtype of all that hops from stage to stage: the carry, what travels
+            with it, and buffers of the layers' own results.
+        entering: how many of these come from before the layers; the buffers start as zeros.
+        leaving: positions of those that go to what comes after the layers.
+        spread: for each, the dim that is sharded over the stages outside of the pipeline; None
+            where it is whole.
+        layouts: for each, the layout that the plan gives it over the other axes; None where that is
+            left to the compiler.
+        outside: for each, the layout that it has outside of the pipeline, where that is known as a
+            whole.
+        chunk: some layers.
+    """
+
+    table: Timetable
+    mesh: Mesh | AbstractMesh
+    axis: tuple[str, ...]
+    activations: tuple[jax.ShapeDtypeStruct, ...]
+    entering: int
+    leaving: tuple[int, ...]
+    spread: tuple[int | None, ...]
+    layouts: tuple[Layout | None, ...]
+    outside: tuple[Layout | None, ...]
+    chunk: Chunk
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Positions of what gradients flow through."""
+        return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
+
+    def over_stages(self, array: Value) -> Value:
+        """An array of every stage, [stages, ...], each at its stage."""
+        free = PartitionSpec.UNCONSTRAINED
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, PartitionSpec(self.axis, *[free] * (array.ndim - 1)))
+        )
+
+    def spread_out(self, array: Value, position: int) -> Value:
+        """A stage activation as it is sharded outside of the pipeline.
+
+        Args:
+            array: the activation.
+            position: its number among the activations.
+        """
+        dim, layout = self.spread[position], self.outside[position]
+        if layout is not None:
+            return jax.lax.with_sharding_constraint(
+                array,
+                NamedSharding(
+                    self.mesh,
+                    PartitionSpec(*(parts_of(self.mesh, layout[k]) for k in range(array.ndim))),
+                ),
+            )
+        if self.layouts[position] is None and dim is None:
+            return array
+        cuts = self._cuts(position, array.ndim)
+        if dim is not None:
+            cuts[dim] = self.axis
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, PartitionSpec(*cuts))
+        )
+
+    def handed_out(self, arrays: Value, position: int) -> Value:
+        """What one stage has of [stages, ...], the others having zeros, as it is sharded outside of
+        the pipeline.
+
+        Args:
+            arrays: [stages, ...].
+            position: its number among the activations.
+        """
+        return self.spread_out(
+            jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
+        )
+
+    def whole(self, array: Value, position: int) -> Value:
+        """The same as every stage needs it: no longer sharded over the stages.
+
+        Args:
+            array: as `spread_out` gives it.
+            position: its number among the activations.
+        """
+        dim = self.spread[position]
+        if dim is None:
+            return array
+        cuts = self._cuts(position, array.ndim)
+        if self.outside[position] is None:
+            cuts[dim] = None  # there, a dim that the stages cut is one that the plan leaves whole
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, PartitionSpec(*cuts))
+        )
+
+    def _cuts(self, position: int, rank: int) -> list[Any]:
+        """What the plan shards an array of `activations` over, by dim; nothing is said where it has
+        no layout for it.
+        """
+        layout = self.layouts[position]
+        return [
+            PartitionSpec.UNCONSTRAINED if layout is None else parts_of(self.mesh, layout[k])
+            for k in range(rank)
+        ]
+
+    def _inside(self, array: Value, position: int) -> Value:
+        """The same inside of a stage."""
+        layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
+        if layout is None:
+            return array
+        return jax.lax.with_sharding_constraint(
+            array,
+            NamedSharding(
+                mesh, PartitionSpec(*(parts_of(mesh, layout[k]) for k in range(array.ndim)))
+            ),
+        )
+
+    def _numbers(self) -> Value:
+        """The number of every stage, [stages]: an operand of what a stage does.
+
+        `axis_index` would be a manual region of its own without operands, since other axes are
+        automatic around it; XLA moves its PartitionId out of there, and then refuses it (JAX 0.10.2
+        with TPUs).
+        """
+        return self.over_stages(jnp.arange(self.table.stages, dtype=jnp.int32))
+
+    def _like(self) -> Arrays:
+        """Arrays like those that hop."""
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
+
+    def _hop(self, arrays: Arrays, direction: int) -> Arrays:
+        """Sends arrays to the next stage (1), or the one before (-1)."""
+        count = self.table.stages
+        with jax.named_scope(HOPS["forward" if direction > 0 else "backward"]):
+            return [
+                jax.lax.ppermute(
+                    leaf, self.axis, [(i, (i + direction) % count) for i in range(count)]
+                )[None]
+                for leaf in arrays
+            ]
+
+    def _manual(
+        self, function: Callable[..., Any], arguments: Sequence[Any], results: Any
+    ) -> Callable[..., Any]:
+        def spec(word: Any) -> Any:
+            return PartitionSpec(self.axis) if word is OWN else word
+
+        specs = (
+            tuple(spec(word) for word in arguments),
+            (tuple(map(spec, results)) if isinstance(results, tuple) else spec(results)),
+        )
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=specs[0],
+            out_specs=specs[1],
+            axis_names=set(self.axis),
+            check_vma=False,
+        )
+
+    @property
+    def window(self) -> int:
+        """Chunks whose operands are gathered at a time: while stages go over from one chunk to the
+        next, two.
+        """
+        return 2 if self.in_rounds else self.table.virtual
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether chunks are gathered when their rounds begin."""
+        gathered = self.chunk.known
+        return bool(self.table.rounds and gathered and gathered.operands)
+
+    def gather(self, resident: Held) -> Arrays:
+        """The operands that are gathered beforehand, [stages, chunks, layers, ...].
+
+        Args:
+            resident: what each stage has for the whole step.
+        """
+        if self.chunk.known is None:
+            return []
+        return self._manual(self._gather, (self._held(),), OWN)(resident)
+
+    def gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+        """The operands that are gathered beforehand [stages, window, layers, ...], with those of
+        one chunk in its slot.
+
+        Args:
+            resident: what each stage has for the whole step.
+            ready: those of other chunks.
+            chunk: number of the chunk, int32 scalar.
+        """
+        replicated = PartitionSpec()
+        return self._manual(self._gather_over, (self._held(), OWN, replicated), OWN)(
+            resident, ready, chunk
+        )
+
+    def reduce(self, resident: Held, sums: Arrays) -> Arrays:
+        """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
+        chunks, layers, ...].
+
+        Args:
+            resident: what each stage has for the whole step.
+            sums: partial sums, in the order of what is gathered.
+        """
+        if self.chunk.known is None:
+            return []
+        return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
+
+    def reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        """(gradients of weights [stages, layers, ...] for the partial sums in one slot, the sums
+        with zeros there).
+
+        Args:
+            resident: what each stage has for the whole step.
+            sums: partial sums [stages, window, layers, ...], in the order of what is gathered.
+            slot: number of the slot, int32 scalar.
+        """
+        run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
+        return run(resident, sums, slot)
+
+    def no_sums(self) -> Arrays:
+        """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
+
+        def zeros() -> Arrays:
+            gathered = self.chunk.known
+            leaves = gathered.zeros((1, self.window, self.chunk.layers)) if gathered else []
+            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+
+        return self._manual(zeros, (), OWN)()
+
+    def _gather(self, resident: Held) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0] for leaf in self._sources(resident)]
+        operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
+
+    def _gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [
+            jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
+            for leaf in self._sources(resident)
+        ]
+        operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
+        return [leaf[None] for leaf in operands]
+
+    def _reduce(self, resident: Held, sums: Arrays) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        gradients = gathered.reduce(
+            weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums]
+        )
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
+
+    def _reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
+        return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
+
+    def _sources(self, resident: Held) -> Arrays:
+        """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
+        gathered = self.chunk.known
+        assert gathered is not None
+        places = self.chunk.cut.roles.weights
+        return [resident.weights[places.index(position)] for position in gathered.sources]
+
+    def _held(self) -> Held:
+        """Specs of what stages hold, in the place of the arrays."""
+        per_stage: Any = PartitionSpec(self.axis)
+        replicated: Any = PartitionSpec()
+        drawn: Any = PartitionSpec(None, self.axis)
+        return Held(
+            weights=per_stage,
+            tables=per_stage,
+            drawn=drawn,
+            shared=replicated,
+            constant=replicated,
+            ready=per_stage,
+        )
 
     def forward(
         self, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays

@@ -2,7 +2,6 @@
 
     dealing.py      which layers each chunk has, and how stacks of layers go to the stages and back
     shards.py       what the devices of one stage hold of a global array, without copies
-    chunk_values.py what a chunk reads and makes for one microbatch
     chunk_work.py   what a stage does with one microbatch, as functions that can be compiled
     prologue.py     what comes before the first microbatch, and after the last: programs over all
                     devices

@@ -14,8 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.lowering.mesh.memories import HOST
-from shardlib.lowering.pipeline.per_stage.chunk_values import Held
-from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Late, Work, flat
+from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Held, Late, Work, flat
 from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.runtime.executable import Draft, Executable
 
