@@ -30,6 +30,7 @@ LINE = 100
 VALUES = {
     "shardlib.booking.comparison",
     "shardlib.planning.plan",
+    "shardlib.planning.serving.serving_plan",
     "shardlib.planning.text.timeline",
 }
 #: Words that the field has others for.

@@ -19,7 +19,8 @@ from shardlib.hardware.topology import TopologyLike
 from shardlib.lowering.serving.calls import CachedCall
 from shardlib.lowering.serving.program import Forward, traced_forward
 from shardlib.planning.serving.pins import ServingPin, ServingPins
-from shardlib.planning.serving.serving_plan import ServingPlan, plan_served
+from shardlib.planning.serving.planner import plan_served
+from shardlib.planning.serving.serving_plan import ServingPlan
 from shardlib.planning.serving.space import Asked
 from shardlib.planning.serving.workload import ServingWorkload
 from shardlib.tracing.forward_only import served_problem

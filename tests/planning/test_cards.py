@@ -10,7 +10,7 @@ from shardlib.exchanges.compressed import RANK_FOUR
 from shardlib.exchanges.diloco import DiLoCo
 from shardlib.exchanges.values import EXACT
 from shardlib.hardware.topology import topology
-from shardlib.planning.serving.serving_plan import plan_served
+from shardlib.planning.serving.planner import plan_served
 from shardlib.planning.units.cards import card
 from tests.planning.fixture_plan import PLAN
 from tests.planning.serving.small import asked

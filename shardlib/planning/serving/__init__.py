@@ -7,7 +7,7 @@ two_meshes.py     prompts on one mesh, next tokens on another
 search.py         the best choice, and the curve of those that nothing beats
 estimate.py       what a plan is predicted to do
 findings.py       what is worth knowing before a plan is used
-serving_data.py   the plain value of a plan, and its JSON
-serving_plan.py   the plan, and questions about it
+serving_plan.py   the plan: a plain value with its JSON
+planner.py        the best plan, and questions that search again
 text.py, card.py  it as text, and as a card in a notebook
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardlib.planning.serving.estimate import ServingPoint
-from shardlib.planning.serving.serving_data import ServingData
+from shardlib.planning.serving.serving_plan import ServingPlan
 from shardlib.planning.serving.text import explained
 from shardlib.planning.units.cards import card, short
 from shardlib.planning.units.quantity import bytes_text, count_text, seconds_text
@@ -16,7 +16,7 @@ from shardlib.planning.units.quantity import bytes_text, count_text, seconds_tex
 WIDE, HIGH, LEFT, BELOW = 640, 220, 54, 30
 
 
-def serving_line(plan: ServingData) -> str:
+def serving_line(plan: ServingPlan) -> str:
     """A plan in one line.
 
     Args:
@@ -32,7 +32,7 @@ def serving_line(plan: ServingData) -> str:
     )
 
 
-def serving_card(plan: ServingData, points: Sequence[ServingPoint] = ()) -> str:
+def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
     """A plan as HTML for a notebook.
 
     Args:
@@ -70,7 +70,7 @@ def serving_card(plan: ServingData, points: Sequence[ServingPoint] = ()) -> str:
     )
 
 
-def curve_svg(points: Sequence[ServingPoint], plan: ServingData | None = None) -> str:
+def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -> str:
     """Tokens a second and chip against seconds from token to token, as SVG; the latter on a
     logarithmic axis. What is chosen is filled.
 

@@ -1,58 +1,126 @@
 """How a model is served on a machine, with what that is predicted to do and how it was found.
 
 The value is frozen and has JSON. A plan that was just made can be asked on: `why_not`, `pareto`,
-`replan`; one that was read from a file does not carry its model.
+`replan`; one that was read from a file does not carry its model. The answers are functions of a
+plan, which its methods import when they are called.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, cast
 
-from shardlib.cost.serving.memory import ServingBytes, limit, temporaries
-from shardlib.cost.serving.step_price import Load
-from shardlib.errors import InfeasibleError, PinError, PlanError, TopologyError
+from shardlib.errors import PlanError
 from shardlib.hardware.topology import TopologyLike
-from shardlib.hardware.topology import topology as parse_topology
-from shardlib.planning.serving.card import serving_card, serving_line
 from shardlib.planning.serving.estimate import ServingEstimate, ServingPoint
-from shardlib.planning.serving.findings import findings
 from shardlib.planning.serving.pins import ServingPin, ServingPins
-from shardlib.planning.serving.search import Found, search
-from shardlib.planning.serving.serving_data import (
-    ServingChoice,
-    ServingData,
-    ServingSearch,
-    from_text,
-    to_data,
-)
 from shardlib.planning.serving.space import Asked
-from shardlib.planning.serving.text import differences, explained
-from shardlib.planning.serving.two_meshes import TwoMeshes, two_meshes
+from shardlib.planning.serving.workload import ServingWorkload
+from shardlib.report import Finding
+from shardlib.untrusted import construct, shown
+from shardlib.untrusted.documents import parse_json
+from shardlib.untrusted.json_types import Json, JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from shardlib.planning.serving.two_meshes import TwoMeshes
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = "serving-2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingPlan(ServingData):
-    """How a model is served; what it consists of is listed at `ServingData`.
+class ServingSearch:
+    """How a plan was found.
 
     Attributes:
+        candidates: choices that were priced: all that fit.
+        kept: those that keep to the limits.
+        gap: by how much a better one could be missed; 0, since every one was priced.
+        seconds: of the search, without tracing; not part of the value.
+    """
+
+    candidates: int
+    kept: int
+    gap: float
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingChoice:
+    """What a serving plan decides.
+
+    Attributes:
+        mesh: sizes of the mesh axes of a replica: "tensor", devices that share every layer.
+        replicas: groups of such devices, each of which serves requests of its own.
+        batch: requests that a replica serves at a time.
+        page: tokens of a page of the cache.
+        pages: of a replica: those of a whole batch of requests at their ends.
+        chunk: tokens of prompts that a step computes at most.
+    """
+
+    mesh: Mapping[str, int]
+    replicas: int
+    batch: int
+    page: int
+    pages: int
+    chunk: int
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.mesh.items()), self.replicas, self.batch, self.pages))
+
+    @property
+    def tensor(self) -> int:
+        """Devices that share every layer."""
+        return self.mesh.get("tensor", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """How a model is served.
+
+    Attributes:
+        model: its name.
+        parameters: elements of its weights.
+        topology: the machine's.
+        workload: what was asked for.
+        pins: what was fixed by hand.
+        choice: what was decided.
+        estimate: what that is predicted to do.
+        search: how it was found.
+        findings: what is worth knowing before it is used.
         asked: what it was made from; not part of the value, and absent from JSON.
     """
 
+    model: str
+    parameters: int
+    topology: str
+    workload: ServingWorkload
+    pins: ServingPins
+    choice: ServingChoice
+    estimate: ServingEstimate
+    search: ServingSearch
+    findings: tuple[Finding, ...] = ()
     asked: Asked | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
+        from shardlib.planning.serving.card import serving_line
+
         return serving_line(self)
 
     def _repr_html_(self) -> str:
+        from shardlib.planning.serving.card import serving_card
+
         return serving_card(self, self.pareto() if self.asked is not None else ())
 
     def explain(self) -> str:
         """What was chosen, what it is predicted to do, and what limits it, as text of at most 100
         columns.
         """
+        from shardlib.planning.serving.text import explained
+
         return explained(self)
 
     def pareto(self) -> tuple[ServingPoint, ...]:
@@ -62,7 +130,9 @@ class ServingPlan(ServingData):
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
         """
-        return search(_asked(self)).front()
+        from shardlib.planning.serving.search import search
+
+        return search(asked_of(self)).front()
 
     def two_meshes(self) -> TwoMeshes | None:
         """What prompts on a mesh of their own would give, within the limits and with as many
@@ -71,7 +141,9 @@ class ServingPlan(ServingData):
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
         """
-        return two_meshes(_asked(self))
+        from shardlib.planning.serving.two_meshes import two_meshes
+
+        return two_meshes(asked_of(self))
 
     def why_not(self, **pin: ServingPin) -> str:
         """What the best plan under other pins would do: `plan.why_not(tensor=16)`.
@@ -86,13 +158,9 @@ class ServingPlan(ServingData):
             PinError: a pin is misspelt, or out of range.
             PlanError: the plan was read from a file and does not carry its model.
         """
-        asked = _asked(self)
-        pins = asked.pins.changed(ServingPins.parse(pin))
-        try:
-            other = plan_served(replace(asked, pins=pins))
-        except (InfeasibleError, PinError) as error:
-            return str(error)
-        return self.diff(other)
+        from shardlib.planning.serving.planner import why_not
+
+        return why_not(self, pin)
 
     def diff(self, other: ServingPlan) -> str:
         """What another plan decides and does differently, as text of at most 100 columns.
@@ -100,6 +168,8 @@ class ServingPlan(ServingData):
         Args:
             other: a plan of any model or machine.
         """
+        from shardlib.planning.serving.text import differences
+
         return differences(self, other)
 
     def replan(
@@ -119,17 +189,9 @@ class ServingPlan(ServingData):
             InfeasibleError: nothing fits what is left, or keeps to the limits.
             PlanError: the plan was read from a file and does not carry its model.
         """
-        asked = _asked(self)
-        machine = asked.topology if topology is None else parse_topology(topology)
-        gone = {*lost}
-        wrong = sorted(str(n) for n in gone if not 0 <= n < machine.devices)
-        if wrong:
-            raise TopologyError(
-                f"{machine.name} has no devices {', '.join(wrong)}; they are numbered from 0 to"
-                f" {machine.devices - 1}"
-            )
-        other = replace(asked, topology=machine)
-        return _without(other, gone) if gone else plan_served(other)
+        from shardlib.planning.serving.planner import replan
+
+        return replan(self, topology, lost)
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -145,91 +207,15 @@ class ServingPlan(ServingData):
         Raises:
             PlanError: it is no plan that serves.
         """
-        return from_text(cls, text)
+        return plan_from_text(text)
 
 
-def plan_served(asked: Asked) -> ServingPlan:
-    """The best plan.
-
-    Args:
-        asked: what is planned.
+def asked_of(plan: ServingPlan) -> Asked:
+    """What a plan was made from.
 
     Raises:
-        PinError: the pins leave no choice.
-        InfeasibleError: the model does not fit, or nothing keeps to the limits.
+        PlanError: the plan was read from a file and does not carry its model.
     """
-    started = time.perf_counter()
-    found = search(asked)
-    return _made(found, found.point(found.best()), started)
-
-
-def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
-    asked = found.asked
-    replica = asked.replica(point.tensor)
-    assert replica is not None
-    estimate = _estimate(asked, point)
-    return ServingPlan(
-        model=asked.model.name,
-        parameters=asked.model.parameters,
-        topology=asked.topology.name,
-        workload=asked.workload,
-        pins=asked.pins,
-        choice=ServingChoice(
-            mesh={"tensor": point.tensor},
-            replicas=point.replicas,
-            batch=point.batch,
-            page=replica.page,
-            pages=replica.pages(point.batch, point.chunk)[0],
-            chunk=point.chunk,
-        ),
-        estimate=estimate,
-        findings=findings(asked, point, estimate),
-        search=ServingSearch(
-            candidates=found.priced,
-            kept=len(found.choices),
-            gap=0.0,
-            seconds=time.perf_counter() - started,
-        ),
-        asked=asked,
-    )
-
-
-def _estimate(asked: Asked, point: ServingPoint) -> ServingEstimate:
-    replica = asked.replica(point.tensor)
-    assert replica is not None
-    load, pricing = asked.workload, replica.pricing
-    rows = float(point.running)
-    alone = Load(rows=rows, context=load.context)
-    beside = replace(
-        alone,
-        prompt=float(point.chunk),
-        before=load.prompt / 2,
-        ended=point.chunk / load.prompt,
-    )
-
-    def parts(one: Load) -> tuple[tuple[str, float], ...]:
-        return tuple((part, float(seconds)) for part, seconds in pricing.parts(one).items())
-
-    split = pricing.split
-    return ServingEstimate(
-        ttft_seconds=point.ttft_seconds,
-        tpot_seconds=point.tpot_seconds,
-        output_tokens_per_second_per_chip=point.output_tokens_per_second_per_chip,
-        requests_per_second=point.requests_per_second,
-        chips=point.chips,
-        decode=parts(alone),
-        prompt=parts(beside),
-        chunk_share=point.running * load.prompt / (load.output * point.chunk),
-        device_bytes=ServingBytes(
-            weights=split.weights,
-            cache=replica.cache_bytes(point.batch, point.chunk),
-            temporaries=temporaries(split, tokens=point.batch + point.chunk, rows=point.batch),
-            limit=limit(asked.topology.chip),
-        ),
-    )
-
-
-def _asked(plan: ServingPlan) -> Asked:
     if plan.asked is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry:"
@@ -238,51 +224,56 @@ def _asked(plan: ServingPlan) -> Asked:
     return plan.asked
 
 
-def _without(asked: Asked, gone: set[int]) -> ServingPlan:
-    """The best plan of the replicas that have all their devices."""
-    started = time.perf_counter()
-    best: tuple[Found, int] | None = None
-    failures: list[InfeasibleError | PinError] = []
-    for tensor in asked.tensors():
-        whole = sum(
-            gone.isdisjoint(range(first, first + tensor))
-            for first in range(0, asked.topology.devices, tensor)
+def to_data(plan: ServingPlan) -> JsonObject:
+    """A plan as plain data, with what is decided at the top.
+
+    Args:
+        plan: the plan.
+    """
+    found: JsonObject = {
+        "format": FORMAT,
+        "model": plan.model,
+        "parameters": plan.parameters,
+        "topology": plan.topology,
+        "workload": asdict(plan.workload),
+        "pins": dict(plan.pins.to_json()),
+        **asdict(plan.choice),
+        "mesh": dict(plan.choice.mesh),
+        "estimate": plan.estimate.to_json(),
+        "search": asdict(plan.search),
+        "findings": [one.to_json() for one in plan.findings],
+    }
+    return {**found, "checksum": _checksum(found)}
+
+
+def plan_from_text(text: str) -> ServingPlan:
+    """A plan from its JSON.
+
+    Args:
+        text: what `to_json` gave.
+
+    Raises:
+        PlanError: it is no plan that serves, a changed one, or has values that no plan has.
+    """
+    data: Json = parse_json(text, "the plan", PlanError)
+    table = dict(cast("JsonMapping", data)) if isinstance(data, Mapping) else {}
+    if table.get("format") != FORMAT:
+        raise PlanError(
+            f"this is no serving plan of format {FORMAT} (found {shown(table.get('format'))})\nTry:"
+            " make it with `shardlib plan MODEL --serve ... --out plan.json`"
         )
-        whole = min(whole, asked.pins.replicas or whole)
-        if not whole:
-            continue
-        counts = [whole] if asked.workload.rate is None else range(1, whole + 1)
-        for count in counts:
-            pins = replace(asked.pins, tensor=tensor, replicas=count)
-            try:
-                found = search(replace(asked, pins=pins))
-            except (InfeasibleError, PinError) as error:
-                failures.append(error)
-                continue
-            row = found.best()
-            if best is None or _better(found, row, *best):
-                best = found, row
-    if best is None:
-        raise (
-            failures[0]
-            if failures
-            else InfeasibleError(
-                f"no group of devices of {asked.topology.name} is whole without"
-                f" {len(gone)} of them",
-                short_bytes=0,
-            )
+    said = table.pop("checksum", None)
+    if said != _checksum(table):
+        raise PlanError(
+            "the plan was changed since it was written\nTry: make it again with `shardlib plan"
+            " MODEL --serve ... --out plan.json`"
         )
-    found, row = best
-    made = _made(found, found.point(row), started)
-    return replace(made, pins=asked.pins, asked=asked)
+    choice = {name: table.get(name) for name in ServingChoice.__dataclass_fields__}
+    return construct(
+        ServingPlan, {**table, "choice": choice, "asked": None}, "the plan", PlanError, least=0.0
+    )
 
 
-def _better(found: Found, row: int, other: Found, at: int) -> bool:
-    def key(one: Found, here: int) -> tuple[float, float]:
-        tpot = float(one.choices[here, 5])
-        served = -float(one.choices[here, 7])
-        if one.asked.workload.rate is not None:
-            served = float(one.choices[here, 8])
-        return (tpot, served) if one.asked.workload.objective == "latency" else (served, tpot)
-
-    return key(found, row) < key(other, at)
+def _checksum(data: JsonObject) -> str:
+    """Of the content without the checksum; it says that nobody changed it, and is no signature."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlib.planning.serving.estimate import LIMITS, ServingPoint
-from shardlib.planning.serving.serving_data import ServingData
+from shardlib.planning.serving.serving_plan import ServingPlan
 from shardlib.planning.serving.space import CHUNK_SIZES, MOST_REQUESTS
 from shardlib.planning.serving.two_meshes import TwoMeshes
 from shardlib.planning.units.quantity import (
@@ -21,7 +21,7 @@ from shardlib.planning.units.tables import aligned, wrapped
 SHOWN = 8
 
 
-def explained(plan: ServingData) -> str:
+def explained(plan: ServingPlan) -> str:
     """What was chosen, what it is predicted to do, and what limits it.
 
     Args:
@@ -60,7 +60,7 @@ def curve(points: Sequence[ServingPoint]) -> str:
     return "\n".join(aligned(rows, right=range(7)))
 
 
-def differences(plan: ServingData, other: ServingData) -> str:
+def differences(plan: ServingPlan, other: ServingPlan) -> str:
     """What another plan decides and does differently.
 
     Args:
@@ -96,7 +96,7 @@ def differences(plan: ServingData, other: ServingData) -> str:
     return "\n".join(aligned(rows, right={1, 2, 3})) + "\n"
 
 
-def _head(plan: ServingData) -> list[str]:
+def _head(plan: ServingPlan) -> list[str]:
     load, choice, estimate = plan.workload, plan.choice, plan.estimate
     asked = f"prompts of {load.prompt} tokens, answers of {load.output}"
     limits = [
@@ -136,7 +136,7 @@ def _head(plan: ServingData) -> list[str]:
     ]
 
 
-def _seconds(plan: ServingData) -> list[str]:
+def _seconds(plan: ServingPlan) -> list[str]:
     estimate = plan.estimate
     decode, prompt = dict(estimate.decode), dict(estimate.prompt)
     rows = [["a step", "next tokens", "and a chunk", "from token to token"]]
@@ -164,7 +164,7 @@ def _seconds(plan: ServingData) -> list[str]:
     ]
 
 
-def _memory(plan: ServingData) -> list[str]:
+def _memory(plan: ServingPlan) -> list[str]:
     found = plan.estimate.device_bytes
     rows = [
         ["a device", "bytes"],
@@ -176,7 +176,7 @@ def _memory(plan: ServingData) -> list[str]:
     return aligned(rows, right={1})
 
 
-def _search(plan: ServingData) -> list[str]:
+def _search(plan: ServingPlan) -> list[str]:
     found = plan.search
     kept = "" if found.kept == found.candidates else f", {found.kept} of them within the limits"
     return wrapped(

@@ -9,7 +9,7 @@ from typing import Self
 from shardlib.cost.serving.kept_pages import needed, ordered, pages_each
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.lowering.serving.cache_groups import CacheGroup
-from shardlib.planning.serving.serving_data import ServingData
+from shardlib.planning.serving.serving_plan import ServingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class Capacity:
             raise_all(ArgumentError, "the model cannot be served so", failures)
 
     @classmethod
-    def of(cls, plan: ServingData, *, longest: int | None = None) -> Self:
+    def of(cls, plan: ServingPlan, *, longest: int | None = None) -> Self:
         """What a replica of a plan serves.
 
         Args:

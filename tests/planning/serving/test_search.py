@@ -10,9 +10,10 @@ import pytest
 
 from shardlib.cost.serving.step_price import Load
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
+from shardlib.planning.serving.planner import plan_served
 from shardlib.planning.serving.priced import BUSY
 from shardlib.planning.serving.search import every, search
-from shardlib.planning.serving.serving_plan import ServingPlan, plan_served
+from shardlib.planning.serving.serving_plan import ServingPlan
 from shardlib.planning.serving.space import Asked
 from shardlib.serving.scheduling.capacity import Capacity
 from shardlib.serving.scheduling.requests import Request

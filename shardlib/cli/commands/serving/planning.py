@@ -131,7 +131,7 @@ def plan_to_serve(
         )
     if out is not None:
         write(out, plan.to_json() + "\n")
-    from shardlib.planning.serving.serving_data import to_data
+    from shardlib.planning.serving.serving_plan import to_data
     from shardlib.planning.serving.text import curve, meshes
 
     data: dict[str, Any] = dict(to_data(plan))
@@ -158,8 +158,7 @@ def explain_serving(file: Path, as_json: bool, *, others: bool) -> bool:
         return False  # the reader of plans says what is wrong
     if '"format": "serving-' not in text[:200]:
         return False
-    from shardlib.planning.serving.serving_data import to_data
-    from shardlib.planning.serving.serving_plan import ServingPlan
+    from shardlib.planning.serving.serving_plan import ServingPlan, to_data
 
     plan = ServingPlan.from_json(text)
     if others:

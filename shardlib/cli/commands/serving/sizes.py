@@ -14,7 +14,7 @@ from shardlib.errors import ArgumentError, PlanError
 from shardlib.planning.units.quantity import seconds_text
 
 if TYPE_CHECKING:
-    from shardlib.planning.serving.serving_data import ServingData
+    from shardlib.planning.serving.serving_plan import ServingPlan
     from shardlib.serving.scheduling.capacity import Capacity
     from shardlib.serving.served import Served
 
@@ -167,7 +167,7 @@ def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Siz
     return Sizes(capacity=capacity, tensor=devices // space.groups, groups=space.groups)
 
 
-def _require_own(plan: ServingData, served: Served) -> None:
+def _require_own(plan: ServingPlan, served: Served) -> None:
     """Refuses a plan that was made for another model."""
     import jax
 
@@ -183,7 +183,7 @@ def _require_own(plan: ServingData, served: Served) -> None:
         )
 
 
-def _require_room(plan: ServingData, served: Served) -> None:
+def _require_room(plan: ServingPlan, served: Served) -> None:
     """Refuses a plan of longer requests, or smaller weights, than the model has."""
     import jax
 
@@ -204,7 +204,7 @@ def _require_room(plan: ServingData, served: Served) -> None:
         )
 
 
-def _planned(plan: ServingData, devices: int, longest: int) -> Sizes:
+def _planned(plan: ServingPlan, devices: int, longest: int) -> Sizes:
     from shardlib.serving.scheduling.capacity import Capacity
 
     choice = plan.choice
@@ -225,7 +225,7 @@ def _planned(plan: ServingData, devices: int, longest: int) -> Sizes:
     )
 
 
-def _plan(served: Served, space: Room, planned: Planned, longest: int) -> ServingData:
+def _plan(served: Served, space: Room, planned: Planned, longest: int) -> ServingPlan:
     if planned.plan is not None:
         if planned.ttft or planned.tpot:
             raise PlanError("--plan is a plan already\nTry: leave --ttft and --tpot out")
