@@ -98,6 +98,39 @@ def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
     return {one for one in found if one in modules and one != name}
 
 
+def cut_classes(paths: Iterable[Path]) -> list[str]:
+    """Base classes with one subclass, in another file, that are never built or raised themselves:
+    one class that was cut in two.
+    """
+    defined: dict[str, set[Path]] = {}
+    subclasses: dict[str, list[Path]] = {}
+    called: set[str] = set()
+    for path in paths:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                bases = {leaf for base in node.bases if (leaf := _leaf(base))}
+                for base in bases:
+                    subclasses.setdefault(base, []).append(path)
+                if not bases & {"Protocol", "ABC"}:
+                    defined.setdefault(node.name, set()).add(path)
+            elif isinstance(node, ast.Call):
+                called |= {leaf for inner in ast.walk(node.func) if (leaf := _leaf(inner))}
+    return sorted(
+        name
+        for name, where in defined.items()
+        if name not in called
+        and len(subs := subclasses.get(name, [])) == 1
+        and len(where) == 1
+        and subs[0] not in where
+    )
+
+
+def _leaf(node: ast.AST) -> str:
+    """The last name of a dotted one, without its parameters."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """Strongly connected modules (Tarjan, 1972), the largest first."""
     index, low, stack, found = {}, {}, [], []
@@ -291,6 +324,7 @@ def house() -> dict[str, Any]:
         "files": len(paths),
         "lines": sum(map(len, lines.values())),
         "circles": circles({name: imported(name, path, modules) for name, path in modules.items()}),
+        "classes cut over two files": cut_classes(modules.values()),
         f"lines over {LINE} columns": sum(
             len(line) > LINE for one in lines.values() for line in one
         ),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +22,20 @@ def house() -> dict[str, Any]:
     "figure",
     [
         "circles",
+        "classes cut over two files",
         "lines over 100 columns",
         "old words",
     ],
 )
 def test_figure_is_nothing(house: dict[str, Any], figure: str) -> None:
     assert not house[figure], house[figure]
+
+
+def test_cut_classes_are_found(tmp_path: Path) -> None:
+    base, other = tmp_path / "base.py", tmp_path / "other.py"
+    base.write_text("class Half:\n    pass\n\nclass Whole:\n    pass\n\nwhole = Whole()\n")
+    other.write_text("class Other(base.Half):\n    pass\n\nclass More(Whole):\n    pass\n")
+    assert read.cut_classes([base, other]) == ["Half"]
 
 
 def test_public_names_describe_all_their_parameters(house: dict[str, Any]) -> None:
