@@ -62,34 +62,34 @@ class Fastest:
 
     def below(self, limit: float) -> tuple[Array, Array]:
         """Entries whose bound is below a limit, the least first, and these bounds."""
-        low, high, known = self._last
+        low, high, result = self._last
         if low < limit <= high:
-            return known
+            return result
         rows, high = np.arange(len(self._first)), np.inf
         for first in COMPONENTS if np.isfinite(limit) and len(self) > FEW else (None,):
             bounds = self._of(rows, first)
             fits = bounds < limit
             high = min(high, float(bounds[~fits].min(initial=np.inf)))
             rows = rows[fits]
-        found = np.zeros(len(self._first), dtype=bool)
-        found[rows] = True
-        entries = np.flatnonzero(found[self._which])
+        selected = np.zeros(len(self._first), dtype=bool)
+        selected[rows] = True
+        entries = np.flatnonzero(selected[self._which])
         seconds = self._known[None][self._which[entries]]
         order = np.argsort(seconds, kind="stable")
-        known = entries[order], seconds[order]
-        self._last = float(known[1].max(initial=0.0)), high, known
-        return known
+        result = entries[order], seconds[order]
+        self._last = float(result[1].max(initial=0.0)), high, result
+        return result
 
     def _of(self, rows: Array, first: int | None) -> Array:
         """The bound of distinct entries with so many components."""
-        known = self._known[first]
-        new = rows[np.isnan(known[rows])]
+        cached = self._known[first]
+        new = rows[np.isnan(cached[rows])]
         if len(new):
-            known[new] = self._fitting.fastest(
+            cached[new] = self._fitting.fastest(
                 {
                     policy: self._bounds.least(policy, self._shape[new], first)
                     for policy in self._policies
                 },
                 {axis: size[new] for axis, size in self._sizes.items()},
             )
-        return known[rows]
+        return cached[rows]

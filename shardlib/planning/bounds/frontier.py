@@ -101,9 +101,9 @@ class Entries:
 
     def _least(self, shape: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
         """The least that any choice takes, by policy; infinite where no choice fits."""
-        rest, points = self._footprints.least(shape)
+        resting, points = self._footprints.least(shape)
         return {
-            policy: self._footprints.of(rest, points[policy], sizes) for policy in self._policies
+            policy: self._footprints.of(resting, points[policy], sizes) for policy in self._policies
         }
 
     @cached_property
@@ -118,8 +118,10 @@ class Entries:
         if self._apart:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
-            found = self._fitting.leanest(self._least(self.shape[entries], self.at(entries)))
-        return np.nan_to_num(found, nan=np.inf, posinf=np.inf)
+            minimum_bytes = self._fitting.leanest(
+                self._least(self.shape[entries], self.at(entries))
+            )
+        return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
 
     def seconds(self, entries: Array) -> Array:
         """Seconds of a step that no plan of some entries beats that fits; infinite where none
@@ -174,32 +176,34 @@ class Entries:
         fitting = self._fit(entries)
         if not len(fitting):
             return fitting
-        under, shapes, sizes = self._rows(fitting)
+        row_choices, shapes, sizes = self._rows(fitting)
         if minimum_memory:
-            least = (
+            minimum_bytes = (
                 np.zeros(len(fitting))
                 if self._apart
-                else self._fitting.leanest(self._footprint(under, shapes, sizes))
+                else self._fitting.leanest(self._footprint(row_choices, shapes, sizes))
             )
-            return replace(fitting, least=least).below(limit)
-        ticks = {policy: self.bounds.ticks(policy, under, shapes) for policy in self._policies}
+            return replace(fitting, least=minimum_bytes).below(limit)
+        ticks = {
+            policy: self.bounds.ticks(policy, row_choices, shapes) for policy in self._policies
+        }
         fastest = self._fitting.fastest(ticks, sizes)
         below = np.flatnonzero(fastest < limit)
-        found = replace(fitting, least=fastest).take(below)
-        if not self._apart and len(found):
-            under, shapes, sizes = self._rows(found)
-            found = replace(
-                found,
+        fitting_pairs = replace(fitting, least=fastest).take(below)
+        if not self._apart and len(fitting_pairs):
+            row_choices, shapes, sizes = self._rows(fitting_pairs)
+            fitting_pairs = replace(
+                fitting_pairs,
                 least=self._fitting.seconds(
                     {policy: tick.take(below) for policy, tick in ticks.items()},
-                    self._footprint(under, shapes, sizes),
-                    self._traffic.total(under, self._mesh[found.entries]),
+                    self._footprint(row_choices, shapes, sizes),
+                    self._traffic.total(row_choices, self._mesh[fitting_pairs.entries]),
                     sizes,
                 ),
             )
-        return found.take(np.lexsort((found.choices, self.sizes["tensor"][found.entries]))).below(
-            limit
-        )
+        return fitting_pairs.take(
+            np.lexsort((fitting_pairs.choices, self.sizes["tensor"][fitting_pairs.entries]))
+        ).below(limit)
 
     def _rows(self, pairs: Pairs) -> tuple[Under, Array, dict[str, Array]]:
         """Choices, numbers of shapes and sizes of pairs."""
@@ -209,51 +213,51 @@ class Entries:
             self.at(pairs.entries),
         )
 
-    def on_places(self, c: Candidates, at: Array, choices: Array) -> dict[Kind, Array]:
+    def on_places(self, c: Candidates, positions: Array, choices: Array) -> dict[Kind, Array]:
         """Seconds of a step that no plan of a kind beats that fits, on places whose links are
         known.
 
         Args:
             c: entries on places.
-            at: number of the candidate, by row.
+            positions: number of the candidate, by row.
             choices: number of the choice, by row.
         """
-        sizes, under = {**c.sizes, "micro": c.micro}, Under(self.scope.chosen, choices)
-        shape, sizes = c.shape[at], {axis: size[at] for axis, size in sizes.items()}
-        moved = self._traffic_on(c).total(under, at)
+        sizes, row_choices = {**c.sizes, "micro": c.micro}, Under(self.scope.chosen, choices)
+        shape, sizes = c.shape[positions], {axis: size[positions] for axis, size in sizes.items()}
+        moved = self._traffic_on(c).total(row_choices, positions)
         return self._fitting.by_kind(
             {
-                policy: self.bounds.ticks(policy, under, shape).waiting(moved[policy].blocked)
+                policy: self.bounds.ticks(policy, row_choices, shape).waiting(moved[policy].blocked)
                 for policy in self._policies
             },
-            self._footprint(under, shape, sizes),
+            self._footprint(row_choices, shape, sizes),
             moved,
             sizes,
         )
 
     def _fit(self, entries: Array) -> Pairs:
         """Some entries under every choice that fits them, choice by choice."""
-        room, sizes, colours = self.scope.room, self.at(entries), self.scope.load.colouring.colours
-        ways, found = sizes["tensor"], list[Pairs]()
+        space, sizes, colours = self.scope.room, self.at(entries), self.scope.load.colouring.colours
+        tensor, fitted = sizes["tensor"], list[Pairs]()
         divides = {
-            name: colours[name].divisor % ways == 0
+            name: colours[name].divisor % tensor == 0
             for name in {name for choice in self.choices for name in choice.tensor}
         }
         for number, choice in enumerate(self.choices):
-            fits = (ways > 1) == bool(choice.tensor or choice.sequence)
+            fits = (tensor > 1) == bool(choice.tensor or choice.sequence)
             for name in choice.tensor:
                 fits &= divides[name]
-            mine = entries[fits & meshes.legal(choice, room, self.scope.routes, sizes)]
-            found.append(
-                Pairs(entries=mine, choices=np.full(len(mine), number), least=np.zeros(len(mine)))
+            rows = entries[fits & meshes.legal(choice, space, self.scope.routes, sizes)]
+            fitted.append(
+                Pairs(entries=rows, choices=np.full(len(rows), number), least=np.zeros(len(rows)))
             )
-        return joined(found)
+        return joined(fitted)
 
     def _footprint(
-        self, under: Under, shape: Array, sizes: Mapping[str, Array]
+        self, row_choices: Under, shape: Array, sizes: Mapping[str, Array]
     ) -> dict[str, Footprint]:
         """Footprints of candidates under choices, by policy."""
-        rest, points = self._footprints.total(under, shape)
+        resting, points = self._footprints.total(row_choices, shape)
         return {
-            policy: self._footprints.of(rest, points[policy], sizes) for policy in self._policies
+            policy: self._footprints.of(resting, points[policy], sizes) for policy in self._policies
         }

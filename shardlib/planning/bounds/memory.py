@@ -69,8 +69,8 @@ class Footprint:
         """
         if zero == 3:
             return replace(self, resting=self.resting + self.once) if gather == "once" else self
-        parameters, kept, state = self.whole
-        more = sum((parameters, kept)[: 3 - zero], np.zeros(1))
+        parameters, gradients, state = self.whole
+        more = sum((parameters, gradients)[: 3 - zero], np.zeros(1))
         return replace(
             self,
             resting=self.resting + more,
@@ -86,7 +86,7 @@ class Footprint:
             occupied=self.occupied[which],
             bare=self.bare[which],
             turns=self.turns[which],
-            whole=tuple(one[which] for one in self.whole),
+            whole=tuple(array[which] for array in self.whole),
             once=self.once[which],
             breadth_first=None if self.breadth_first is None else self.breadth_first.take(which),
         )
@@ -116,16 +116,18 @@ class Footprints:
         self._room, accounts = scope.room, scope.accounts
 
         def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
-            known: dict[int, Tally] = {}
+            weighed: dict[int, Tally] = {}
 
-            def measured(tally: Tally, some: Array) -> Array:
-                if id(tally) not in known:  # the account keeps it
-                    known[id(tally)] = tally.weighed(weights)
-                return after(known[id(tally)].on(values, some))
+            def measured(tally: Tally, shapes: Array) -> Array:
+                if id(tally) not in weighed:  # the account keeps it
+                    weighed[id(tally)] = tally.weighed(weights)
+                return after(weighed[id(tally)].on(values, shapes))
 
             return Parts(scope, account, values.shapes, measured, len(weights))
 
-        self._rest = parts(accounts.rest, resting(accounts.rest.segments), lambda found: found)
+        self._rest = parts(
+            accounts.rest, resting(accounts.rest.segments), lambda quantities: quantities
+        )
         self._points = {
             policy: parts(account, occupying(account, pricer), with_lacking)
             for policy in scope.room.policies
@@ -140,25 +142,25 @@ class Footprints:
             policy: parts.least(shapes) for policy, parts in self._points.items()
         }
 
-    def total(self, under: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
+    def total(self, row_choices: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
         """What choices take on some of the shapes, by number; see `of`.
 
         Args:
-            under: the choice of each shape.
+            row_choices: the choice of each shape.
             shapes: numbers of shapes.
 
         Returns:
             Bytes of all moments of the step, and by remat policy.
         """
-        return self._rest.total(under, shapes), {
-            policy: parts.total(under, shapes) for policy, parts in self._points.items()
+        return self._rest.total(row_choices, shapes), {
+            policy: parts.total(row_choices, shapes) for policy, parts in self._points.items()
         }
 
-    def of(self, rest: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
+    def of(self, resting: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The footprint of candidates.
 
         Args:
-            rest: bytes of `RESTING` and `TRAINED` on all stages together, in layers and in the
+            resting: bytes of `RESTING` and `TRAINED` on all stages together, in layers and in the
                 ends, by candidate: array [2 x 7, candidates].
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
@@ -176,18 +178,20 @@ class Footprints:
         longest = np.maximum.reduce(
             [schedule.in_flight(shape(chunks)) for schedule, chunks in self._in_flight()]
         )
-        held, pinned = least_in_flight(shape(1)), self._room.pins.schedule
+        in_flight, pinned = least_in_flight(shape(1)), self._room.pins.schedule
         rounds = pinned is not None and named(pinned).forward_first
-        found = self._holding(rest, points, sizes, held, longest, 0.0 if rounds else 1.0)
+        footprint = self._holding(
+            resting, points, sizes, in_flight, longest, 0.0 if rounds else 1.0
+        )
         if not schedules.breadth_first(self._room):
-            return found
-        most = np.maximum.reduce(
+            return footprint
+        longest_in_flight = np.maximum.reduce(
             [schedule.in_flight(shape(1)) for schedule in schedules.forward_first()]
         )
         chunks = schedules.most_rounds(self._room, sizes)
-        whole = np.minimum(1.0, 2 / np.maximum(chunks, 1))  # two chunks are whole at a time
-        first = self._holding(rest, points, sizes, together, most, whole)
-        return replace(found, breadth_first=first.under(3, "once"))
+        whole_share = np.minimum(1.0, 2 / np.maximum(chunks, 1))  # two chunks are whole at a time
+        first = self._holding(resting, points, sizes, together, longest_in_flight, whole_share)
+        return replace(footprint, breadth_first=first.under(3, "once"))
 
     def _in_flight(self) -> list[tuple[Schedule, int]]:
         """Schedules and chunks a stage, among which one has the most microbatches in flight."""
@@ -201,11 +205,11 @@ class Footprints:
 
     def _holding(
         self,
-        rest: Array,
+        resting: Array,
         points: Array,
         sizes: Mapping[str, Array],
-        held: Array,
-        most: Array,
+        in_flight: Array,
+        longest: Array,
         once: Array | float,
     ) -> Footprint:
         """See `of`, with the least and the most microbatches in flight, and the least share of
@@ -213,15 +217,15 @@ class Footprints:
         """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread = profile.embedding_and_head == "spread"
-        layers, ends = rest.reshape(2, len(RESTING) + 1, -1)
-        parameters, state, kept, *whole, trained = layers / stages + ends * (
+        layers, ends = resting.reshape(2, len(RESTING) + 1, -1)
+        parameters, state, gradients, *replicated, trained = layers / stages + ends * (
             1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
         )
         stacks, others, at_ends, everywhere, lacking = np.moveaxis(
             points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0
         )
         flying, others = (
-            held / stages,
+            in_flight / stages,
             others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1),
         )
         batch = (
@@ -232,20 +236,20 @@ class Footprints:
         keeps = heap * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
             whole=(
-                profile.fragmentation * (whole[0] - parameters),
-                keeps * (whole[2] - kept),
-                whole[1] - state,
+                profile.fragmentation * (replicated[0] - parameters),
+                keeps * (replicated[2] - gradients),
+                replicated[1] - state,
             ),
             once=np.where(stages > 1, once, 0.0)
-            * (profile.fragmentation * self._model.working * trained + keeps * whole[2]),
+            * (profile.fragmentation * self._model.working * trained + keeps * replicated[2]),
             resting=profile.fragmentation * (parameters + batch)
-            + keeps * kept
+            + keeps * gradients
             + (profile.fragmentation - 1) * state
             + profile.runtime_bytes,
             state=state,
             occupied=heap * (stacks * flying + others).max(0),
-            bare=heap * (lacking * most * self._fullest(stages) + others).max(0),
-            turns=micro / most / heap_share(self._pricer, stages),
+            bare=heap * (lacking * longest * self._fullest(stages) + others).max(0),
+            turns=micro / longest / heap_share(self._pricer, stages),
         )
 
     def _fullest(self, stages: Array) -> Array:

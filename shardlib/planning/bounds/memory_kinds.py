@@ -32,12 +32,12 @@ def resting(segments: int) -> Array:
     """Coefficients that turn a tally of what is stored into `RESTING` and `TRAINED` in layers and
     in embedding and head: array [2 x 7, rows].
     """
-    found = np.zeros((2, len(RESTING) + 1, segments, ROWS))
+    coefficients = np.zeros((2, len(RESTING) + 1, segments, ROWS))
     for kind, quantity in enumerate(RESTING):
-        for one in (quantity, _FROZEN.get(quantity, quantity)):
-            found[0, kind, :-1, one] = found[1, kind, -1, one] = 1.0
-    found[0, TRAINED, :-1, Q.PARAMETERS] = found[1, TRAINED, -1, Q.PARAMETERS] = 1.0
-    return found.reshape(2 * (len(RESTING) + 1), -1)
+        for stored in (quantity, _FROZEN.get(quantity, quantity)):
+            coefficients[0, kind, :-1, stored] = coefficients[1, kind, -1, stored] = 1.0
+    coefficients[0, TRAINED, :-1, Q.PARAMETERS] = coefficients[1, TRAINED, -1, Q.PARAMETERS] = 1.0
+    return coefficients.reshape(2 * (len(RESTING) + 1), -1)
 
 
 def occupying(account: Account, pricer: Pricer) -> Array:
@@ -45,7 +45,7 @@ def occupying(account: Account, pricer: Pricer) -> Array:
     rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], account.segments - 2
-    found = np.zeros((account.lists, len(KINDS), account.lists, account.segments, ROWS))
+    coefficients = np.zeros((account.lists, len(KINDS), account.lists, account.segments, ROWS))
     for point in range(account.lists):
         for quantity in (
             Q.SAVED,
@@ -54,19 +54,19 @@ def occupying(account: Account, pricer: Pricer) -> Array:
             *(() if pricer.profile.gradient_buffer else (Q.GRADIENT_CUT,)),
         ):
             factor = factors[quantity]
-            found[point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity] = (
-                factor
-            )
-            found[point, EVERYWHERE, point, layers, quantity] = found[
+            coefficients[
+                point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity
+            ] = factor
+            coefficients[point, EVERYWHERE, point, layers, quantity] = coefficients[
                 point, OUTSIDE_LAYERS, point, layers + 1, quantity
             ] = factor
-    return found.reshape(account.lists * len(KINDS), -1)
+    return coefficients.reshape(account.lists * len(KINDS), -1)
 
 
 def with_lacking(points: Array) -> Array:
     """Quantities with how many bytes of stacks each point has fewer than that with the most: all
     points together need at least what those of one would, less the most stacks.
     """
-    found = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
-    found[:, LACKING] = found[:, STACKS] - found[:, STACKS].max(0)
+    by_point = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
+    by_point[:, LACKING] = by_point[:, STACKS] - by_point[:, STACKS].max(0)
     return points

@@ -19,9 +19,11 @@ def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
             them, or above.
         capacity: bytes.
     """
-    found = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])
+    fastest = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])
     for (quick, large), (slow, small) in itertools.permutations(points, 2):
-        at = np.flatnonzero((large > capacity) & (small <= capacity) & (quick < found))
-        share = (large[at] - capacity) / (large[at] - small[at])
-        found[at] = np.minimum(found[at], quick[at] + (slow[at] - quick[at]) * share)
-    return found
+        improved = np.flatnonzero((large > capacity) & (small <= capacity) & (quick < fastest))
+        share = (large[improved] - capacity) / (large[improved] - small[improved])
+        fastest[improved] = np.minimum(
+            fastest[improved], quick[improved] + (slow[improved] - quick[improved]) * share
+        )
+    return fastest

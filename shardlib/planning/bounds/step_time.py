@@ -87,48 +87,48 @@ class Bounds:
             else []
         )
 
-    def work_of(self, at: Array) -> Array:
+    def work_of(self, shapes: Array) -> Array:
         """Numbers of shapes that kernels tell apart, of some shapes by number."""
-        return self._values.which[at]
+        return self._values.which[shapes]
 
-    def tick(self, policy: str, choice: Choice, at: Array) -> Tick:
+    def tick(self, policy: str, choice: Choice, shapes: Array) -> Tick:
         """What a microbatch takes under a choice, on some shapes by number."""
-        return self.ticks(policy, alone(choice, len(at)), at)
+        return self.ticks(policy, alone(choice, len(shapes)), shapes)
 
-    def ticks(self, policy: str, under: Under, at: Array) -> Tick:
+    def ticks(self, policy: str, row_choices: Under, shapes: Array) -> Tick:
         """What a microbatch takes under choices, on some shapes by number.
 
         Args:
             policy: remat policy.
-            under: the choice of each shape.
-            at: numbers of shapes.
+            row_choices: the choice of each shape.
+            shapes: numbers of shapes.
         """
         if policy != EACH:
-            return Tick(self._parts[policy].total(under, self._values.which[at]))
+            return Tick(self._parts[policy].total(row_choices, self._values.which[shapes]))
         return Tick(
             sum(
                 (
                     np.minimum.reduce(
-                        [parts.total(under, self._values.which[at]) for parts in segment]
+                        [parts.total(row_choices, self._values.which[shapes]) for parts in segment]
                     )
                     for segment in self._by_class
                 ),
-                np.zeros((QUANTITIES, len(at))),
+                np.zeros((QUANTITIES, len(shapes))),
             )
         )
 
-    def least(self, policy: str, at: Array, first: int | None = None) -> Tick:
+    def least(self, policy: str, shapes: Array, first: int | None = None) -> Tick:
         """The least of all choices on some shapes, by number; infinite where no choice fits. With
         `first`, as `Parts.least` takes it, a bound of it.
 
         Args:
             policy: remat policy.
-            at: numbers of shapes.
+            shapes: numbers of shapes.
             first: see `Parts.least`.
         """
         if policy != EACH:
-            return Tick(self._parts[policy].least(self._values.which[at], first))
-        work, which = np.unique(self._values.which[at], return_inverse=True)
+            return Tick(self._parts[policy].least(self._values.which[shapes], first))
+        work, which = np.unique(self._values.which[shapes], return_inverse=True)
         return Tick(
             sum(
                 (
@@ -139,20 +139,22 @@ class Bounds:
             )[:, which]
         )
 
-    def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:
+    def _of_segment(self, segment: int, tally: Tally, shapes: Array) -> Array:
         """See `_seconds`, of one segment."""
-        mine = tally.rows // ROWS == segment
-        return self._seconds(replace(tally, rows=tally.rows[mine], matrix=tally.matrix[mine]), at)
+        of_segment = tally.rows // ROWS == segment
+        return self._seconds(
+            replace(tally, rows=tally.rows[of_segment], matrix=tally.matrix[of_segment]), shapes
+        )
 
-    def _seconds(self, tally: Tally, at: Array) -> Array:
+    def _seconds(self, tally: Tally, shapes: Array) -> Array:
         """The rows of a `Tick`, on some of the shapes but for fsdp."""
         block, ring, stage = self._waiting, self._ring, role_slots("stage")
         waits = [first + slot for first in (COUNTS, BYTES) for slot in block]
 
-        def rows_of(segments: int, wanted: list[int]) -> Array:
-            folded = tally.folded(ROWS * segments, ROWS, wanted)
-            rows = np.zeros((ROWS, len(at)))
-            rows[folded.rows] = folded.on(self._values, self._first[at])
+        def rows_of(segments: int, quantities: list[int]) -> Array:
+            folded = tally.folded(ROWS * segments, ROWS, quantities)
+            rows = np.zeros((ROWS, len(shapes)))
+            rows[folded.rows] = folded.on(self._values, self._first[shapes])
             return self._pricer.corrected(rows)
 
         def waiting(rows: Array, slots: list[int]) -> Array:
@@ -162,12 +164,12 @@ class Bounds:
                 (
                     share
                     * (
-                        rows[COUNTS + slot] * self._links.latency[slot, at]
-                        + rows[BYTES + slot] * self._links.per_byte[slot, at]
+                        rows[COUNTS + slot] * self._links.latency[slot, shapes]
+                        + rows[BYTES + slot] * self._links.per_byte[slot, shapes]
                     )
                     for share, slot in zip(shares, used, strict=True)
                 ),
-                np.zeros(len(at)),
+                np.zeros(len(shapes)),
             )
 
         rows = rows_of(
@@ -180,7 +182,7 @@ class Bounds:
             ],
         )
         blocked = waiting(rows, block)
-        busy, layers = rows[Q.COMPUTE] + blocked, np.zeros(len(at))
+        busy, layers = rows[Q.COMPUTE] + blocked, np.zeros(len(shapes))
         if self._alike:
             inside = rows_of(1, [Q.COMPUTE, *waits])
             layers = inside[Q.COMPUTE] + waiting(inside, block)
@@ -250,20 +252,20 @@ def step_seconds(
         passes: seconds of the messages of a microbatch.
         hiding: seconds of a step of what moves behind compute.
     """
-    known = np.isfinite(tick.busy)
-    fuller = np.where(known, tick.layers, 0.0) * (
+    finite = np.isfinite(tick.busy)
+    fuller = np.where(finite, tick.layers, 0.0) * (
         np.ceil(layers / stages) / max(layers, 1) - 1 / stages
     )
     busy, free, loaded = (
         seconds / stages + fuller + passes for seconds in (tick.busy, tick.free, tick.loaded)
     )
     waiting = (
-        (stages - 1) * np.maximum(0.0, np.where(known, free, 0.0))
+        (stages - 1) * np.maximum(0.0, np.where(finite, free, 0.0))
         if rounds is None
-        else rounds * np.where(known, busy, 0.0)
+        else rounds * np.where(finite, busy, 0.0)
     )
     return np.maximum(busy * micro, loaded * micro + hiding) + np.where(
-        known, groups * waiting, 0.0
+        finite, groups * waiting, 0.0
     )
 
 

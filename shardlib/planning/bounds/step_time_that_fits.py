@@ -52,7 +52,7 @@ class Fitting:
     def seconds(
         self,
         ticks: Mapping[str, Tick],
-        found: Mapping[str, Footprint],
+        footprints: Mapping[str, Footprint],
         moved: Mapping[str, Moved],
         sizes: Mapping[str, Array],
     ) -> Array:
@@ -60,17 +60,17 @@ class Fitting:
 
         Args:
             ticks: by policy, bounds for a microbatch.
-            found: by policy, footprints.
+            footprints: by policy, footprints.
             moved: by policy, what moves behind compute.
             sizes: of every mesh axis and "micro", by candidate.
         """
-        kinds = self.by_kind(ticks, found, moved, sizes)
+        kinds = self.by_kind(ticks, footprints, moved, sizes)
         return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
     def by_kind(
         self,
         ticks: Mapping[str, Tick],
-        found: Mapping[str, Footprint],
+        footprints: Mapping[str, Footprint],
         moved: Mapping[str, Moved],
         sizes: Mapping[str, Array],
     ) -> dict[Kind, Array]:
@@ -81,31 +81,35 @@ class Fitting:
         )
         kinds = dict[Kind, Array]()
         for zero, gather, legal in self._ways(sizes):
-            under = {policy: one.under(zero, gather) for policy, one in found.items()}
-            state = next(iter(under.values())).state
+            by_policy = {
+                policy: footprint.under(zero, gather) for policy, footprint in footprints.items()
+            }
+            state = next(iter(by_policy.values())).state
             hiding = {
-                policy: one.seconds(zero, self.pricer, sizes, gather)
-                for policy, one in moved.items()
+                policy: traffic.seconds(zero, self.pricer, sizes, gather)
+                for policy, traffic in moved.items()
             }
             for times, breadth_first in self._alternatives(ticks, sizes, hiding, gather):
                 kind = zero, breadth_first, gather
-                least = kinds.get(kind, np.full(len(sizes["micro"]), np.inf))
+                minimum = kinds.get(kind, np.full(len(sizes["micro"]), np.inf))
                 for parts in self.offloads:
                     points = [
                         point
                         for policy, time in times.items()
                         for point in self._points(
                             time,
-                            _breadth_first(found[policy]) if breadth_first else under[policy],
+                            _breadth_first(footprints[policy])
+                            if breadth_first
+                            else by_policy[policy],
                             parts,
                         )
                     ]
                     within = mixed(points, self.capacity * (1 + ROUNDING))
                     if "optimizer" in parts:
                         within = within + 2 * state / self.pricer.topology.chip.host_bytes_per_s
-                    least = np.minimum(least, np.where(legal, within, np.inf))
-                kinds[kind] = least
-        return {kind: least + fixed for kind, least in kinds.items()}
+                    minimum = np.minimum(minimum, np.where(legal, within, np.inf))
+                kinds[kind] = minimum
+        return {kind: minimum + fixed for kind, minimum in kinds.items()}
 
     def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
         """Seconds of a step that no plan beats, whether it fits or not.
@@ -132,10 +136,10 @@ class Fitting:
             sizes["fsdp"] == 1,
         )
         zeros = [zero for zero in range(4) if self.room.pins.zero in (None, zero)]
-        found = [(zero, "use", stored if zero else alone) for zero in zeros]
+        stages = [(zero, "use", stored if zero else alone) for zero in zeros]
         staged = stored & (sizes["stage"] > 1)
         once = 3 in zeros and "once" in self.room.gathers and bool(staged.any())
-        return [*found, (3, "once", staged)] if once else found
+        return [*stages, (3, "once", staged)] if once else stages
 
     def _alternatives(
         self,
@@ -149,7 +153,7 @@ class Fitting:
         mixes, and those of breadth first, whose stages gather weights once.
         """
         stages, micro = sizes["stage"], sizes["micro"]
-        room, groups, layers = self.room, schedules.groups(self.room), self.room.limits.layers
+        space, groups, layers = self.room, schedules.groups(self.room), self.room.limits.layers
         behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
         if not (stages > 1).any():
             return [
@@ -189,10 +193,10 @@ class Fitting:
                 )
             }
             for policy, tick in ticks.items()
-            if any(one.backward_in_two for one in schedules.of_policy(room, policy))
+            if any(schedule.backward_in_two for schedule in schedules.of_policy(space, policy))
         ]
         usual = [(times, False) for times in [mixing, *alone]]
-        chunks, pinned = schedules.most_rounds(room, sizes), room.pins.virtual_stages is not None
+        chunks, pinned = schedules.most_rounds(space, sizes), space.pins.virtual_stages is not None
         if gather != "once" or not chunks.any():
             return usual
         return [
@@ -221,17 +225,17 @@ class Fitting:
         with as many chunks as a stage can have.
         """
         together = micro // schedules.groups(self.room)
-        most = schedules.most_chunks(self.room, policy, stages, micro)
+        limit = schedules.most_chunks(self.room, policy, stages, micro)
         return np.minimum.reduce(
             [
                 schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=together))
                 for schedule in schedules.of_policy(self.room, policy) or (NONE,)
-                for chunks in (np.ones_like(most), most)
+                for chunks in (np.ones_like(limit), limit)
             ]
         )
 
     def _points(
-        self, seconds: Array, found: Footprint, parts: tuple[str, ...]
+        self, seconds: Array, footprint: Footprint, parts: tuple[str, ...]
     ) -> list[tuple[Array, Array]]:
         """(seconds, bytes) between which all plans of a policy lie, with some parts in host memory.
 
@@ -239,27 +243,27 @@ class Fitting:
         time itself. So some can move for nothing, and to move all takes at least the time of moving
         what there would be too much of.
         """
-        bare = found.least(parts)
+        bare = footprint.least(parts)
         if "activations" not in parts:
             return [(seconds, bare)]
         moving = (
             2
-            * found.turns
+            * footprint.turns
             / (self.pricer.topology.chip.host_bytes_per_s * max(1.0, self.pricer.constants.overlap))
         )
-        whole = bare + found.occupied - found.bare
+        full = bare + footprint.occupied - footprint.bare
         return [
-            (seconds, np.maximum(bare, whole - seconds / moving)),
-            (np.maximum(seconds, (whole - bare) * moving), bare),
+            (seconds, np.maximum(bare, full - seconds / moving)),
+            (np.maximum(seconds, (full - bare) * moving), bare),
         ]
 
-    def leanest(self, found: Mapping[str, Footprint]) -> Array:
+    def leanest(self, footprints: Mapping[str, Footprint]) -> Array:
         """Bytes that no plan undercuts."""
         return np.minimum.reduce(
-            [one.least(parts) for one in found.values() for parts in self.offloads]
+            [footprint.least(parts) for footprint in footprints.values() for parts in self.offloads]
         )
 
 
-def _breadth_first(found: Footprint) -> Footprint:
-    assert found.breadth_first is not None, "the space has pipelines that work breadth first"
-    return found.breadth_first
+def _breadth_first(footprint: Footprint) -> Footprint:
+    assert footprint.breadth_first is not None, "the space has pipelines that work breadth first"
+    return footprint.breadth_first

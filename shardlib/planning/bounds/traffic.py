@@ -64,23 +64,23 @@ class Moved:
             sizes: of every mesh axis and "micro", by candidate.
             gather: when stages gather weights, "use" or "once".
         """
-        micro, staged, how = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
+        micro, staged, decisions = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
         if zero == 3:
             times = np.where(staged, 0.5, micro) if gather == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
         updated = self.updated if zero else 0.0
-        reduced = self.scatter if scatters(pricer.profile, how) else self.reduce
-        if once_a_step(pricer.profile, how):
+        reduced = self.scatter if scatters(pricer.profile, decisions) else self.reduce
+        if once_a_step(pricer.profile, decisions):
             return reduced + updated
         if zero == 2:
             return reduced * micro + updated
-        if in_the_last(pricer.profile, how):
+        if in_the_last(pricer.profile, decisions):
             return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + updated
         return reduced * np.where(staged, 1, micro) + updated
 
     def take(self, which: Array) -> Moved:
         """Some of the candidates."""
-        return Moved(**{one.name: getattr(self, one.name)[which] for one in fields(Moved)})
+        return Moved(**{field.name: getattr(self, field.name)[which] for field in fields(Moved)})
 
 
 class Traffic:
@@ -108,7 +108,7 @@ class Traffic:
         self._values, self._shape, self._layers = values, shape, len(model.counts)
         self._distinct, self._place = np.unique(shape, return_inverse=True)
         # what hides where a profile says it itself is no part of `Tick.loaded`
-        known = profile.gather_overlap is None and profile.reduce_overlap is None
+        measured_here = profile.gather_overlap is None and profile.reduce_overlap is None
         if profile.embedding_and_head == "owners":
             ends = np.where(stages > 1, model.largest_end, 1.0)
         else:
@@ -118,7 +118,7 @@ class Traffic:
         if links is None:
             links = best_links({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
         waits = waited(scope)
-        slots = sorted({*waits, *(role_slots(*_ROLES) if known else ())})
+        slots = sorted({*waits, *(role_slots(*_ROLES) if measured_here else ())})
         factors = pricer.waits(slots) * np.array(
             [
                 [model.reduction if SLOTS[slot].role in ("reduce", "scatter") else 1.0]
@@ -133,18 +133,20 @@ class Traffic:
             ],
             dtype=float,
         )
-        whole = np.array([slot in waits for slot in slots])
+        unsharded = np.array([slot in waits for slot in slots])
         self._roles = _Weights(
             rows=np.array([first + slot for first in (COUNTS, BYTES) for slot in slots]),
-            rates=np.concatenate([one[slots] * factors for one in (links.latency, links.per_byte)]),
+            rates=np.concatenate(
+                [figures[slots] * factors for figures in (links.latency, links.per_byte)]
+            ),
             into=np.concatenate([into, into], axis=1),
-            whole=np.concatenate([whole, whole]),
+            whole=np.concatenate([unsharded, unsharded]),
         )
         dense, experts = (
             links.per_byte[INDEX[Slot("gather", stored(experts=flag), "all-gather")]]
             for flag in (False, True)
         )
-        if not known:
+        if not measured_here:
             dense, experts = np.zeros_like(dense), np.zeros_like(dense)
         self._updates = _Weights(
             rows=np.array([Q.PARAMETERS, Q.EXPERTS]),
@@ -158,7 +160,7 @@ class Traffic:
                 scope,
                 accounts.work[policy, scope.routes],
                 shapes,
-                lambda tally, some: self._seconds(tally, some, self._roles),
+                lambda tally, positions: self._seconds(tally, positions, self._roles),
                 len(into),
             )
             for policy in scope.room.policies
@@ -167,51 +169,58 @@ class Traffic:
             scope,
             accounts.rest,
             shapes,
-            lambda tally, some: self._seconds(tally, some, self._updates),
+            lambda tally, positions: self._seconds(tally, positions, self._updates),
             1,
         )
 
-    def least(self, at: Array) -> dict[str, Moved]:
+    def least(self, positions: Array) -> dict[str, Moved]:
         """The least of all choices by remat policy; infinite where none fits.
 
         Args:
-            at: numbers of candidates.
+            positions: numbers of candidates.
         """
-        rest = self._rest.least(at)
-        return {policy: _moved(parts.least(at), rest) for policy, parts in self._work.items()}
+        updates = self._rest.least(positions)
+        return {
+            policy: _moved(parts.least(positions), updates) for policy, parts in self._work.items()
+        }
 
-    def total(self, under: Under, at: Array) -> dict[str, Moved]:
+    def total(self, row_choices: Under, positions: Array) -> dict[str, Moved]:
         """What moves under choices by remat policy.
 
         Args:
-            under: the choice of each candidate.
-            at: numbers of candidates.
+            row_choices: the choice of each candidate.
+            positions: numbers of candidates.
         """
-        rest = self._rest.total(under, at)
+        updates = self._rest.total(row_choices, positions)
         return {
-            policy: _moved(parts.total(under, at), rest) for policy, parts in self._work.items()
+            policy: _moved(parts.total(row_choices, positions), updates)
+            for policy, parts in self._work.items()
         }
 
-    def _seconds(self, tally: Tally, some: Array, weights: _Weights) -> Array:
+    def _seconds(self, tally: Tally, positions: Array, weights: _Weights) -> Array:
         """Seconds of the rows of a tally, by kind."""
         which = np.searchsorted(weights.rows, tally.rows % ROWS)
         which = np.minimum(which, len(weights.rows) - 1)
-        mine = np.flatnonzero(weights.rows[which] == tally.rows % ROWS)
-        matrix, which = tally.matrix[mine], which[mine]
+        weighted = np.flatnonzero(weights.rows[which] == tally.rows % ROWS)
+        matrix, which = tally.matrix[weighted], which[weighted]
         used = np.flatnonzero(matrix.any(0))
         if not len(used):
-            return np.zeros((len(weights.into), len(some)))
-        here = self._place[some]
+            return np.zeros((len(weights.into), len(positions)))
+        here = self._place[positions]
         present = np.zeros(len(self._distinct), dtype=bool)
         present[here] = True
         shapes, place = self._distinct[present], (np.cumsum(present) - 1)[here]
-        found = matrix[:, used] @ self._values.stacked(
+        values = matrix[:, used] @ self._values.stacked(
             tuple(tally.measures[i] for i in used), shapes
         )
         shares = np.where(
-            weights.whole[which][:, None], 1.0, self._shares[tally.rows[mine] // ROWS][:, some]
+            weights.whole[which][:, None],
+            1.0,
+            self._shares[tally.rows[weighted] // ROWS][:, positions],
         )
-        return weights.into[:, which] @ (found[:, place] * shares * weights.rates[which][:, some])
+        return weights.into[:, which] @ (
+            values[:, place] * shares * weights.rates[which][:, positions]
+        )
 
 
 #: Roles of collectives, in the order of the first fields of `Moved`.
@@ -235,7 +244,7 @@ class _Weights:
     whole: Array
 
 
-def _moved(work: Array, rest: Array) -> Moved:
+def _moved(work: Array, updates: Array) -> Moved:
     gather, scatter, reduce, routed, blocked = work
     return Moved(
         gather=gather,
@@ -243,5 +252,5 @@ def _moved(work: Array, rest: Array) -> Moved:
         reduce=reduce,
         routed=routed,
         blocked=blocked,
-        updated=rest[0],
+        updated=updates[0],
     )

@@ -82,12 +82,12 @@ class Chain:
         """Bytes that cross the cut before each piece, and after the last, array [pieces + 1]: 0 at
         both ends.
         """
-        found = [
+        handed_bytes = [
             size
             for group in self.groups
             for size in (*[group.inner] * (group.count - 1), group.outer)
         ]
-        return np.array([0.0, *found[:-1], 0.0])
+        return np.array([0.0, *handed_bytes[:-1], 0.0])
 
     def bytes(self) -> Array:
         """Bytes that a device needs for pieces [i, j): weights, the largest working set, and what
@@ -97,7 +97,7 @@ class Chain:
         weights = np.concatenate(
             ([0.0], np.cumsum(self.each([group.weights for group in self.groups])))
         )
-        found = weights[None, :] - weights[:, None] + handed[:, None] + handed[None, :]
+        needed = weights[None, :] - weights[:, None] + handed[:, None] + handed[None, :]
         for value, size in self.sizes.items():
             reads = np.concatenate(
                 (
@@ -105,12 +105,12 @@ class Chain:
                     np.cumsum(self.each([float(value in group.shared) for group in self.groups])),
                 )
             )
-            found = found + size * (reads[None, :] > reads[:, None])
+            needed = needed + size * (reads[None, :] > reads[:, None])
         working = self.each([group.working for group in self.groups])
         for i in range(pieces):
-            found[i, i + 1 :] += np.maximum.accumulate(working[i:])
+            needed[i, i + 1 :] += np.maximum.accumulate(working[i:])
         return np.where(
-            np.arange(pieces + 1)[:, None] < np.arange(pieces + 1)[None, :], found, np.inf
+            np.arange(pieces + 1)[:, None] < np.arange(pieces + 1)[None, :], needed, np.inf
         )
 
     def seconds(self, device: Device) -> Array:
@@ -121,7 +121,7 @@ class Chain:
         def local(amount: Amount) -> Array:
             return np.array([amount.total])
 
-        found = [
+        piece_seconds = [
             sum(
                 float(kernel_seconds(kernel, local, chip, constants)[0]) * kernel.trips
                 for kernel in group.kernels
@@ -133,5 +133,7 @@ class Chain:
                 (k for k, group in enumerate(self.groups) if group.layers >= 0),
                 key=lambda k: self.groups[k].count,
             )
-            found = [seconds * device.layer_seconds / found[longest] for seconds in found]
-        return self.each(found)
+            piece_seconds = [
+                seconds * device.layer_seconds / piece_seconds[longest] for seconds in piece_seconds
+            ]
+        return self.each(piece_seconds)

@@ -55,10 +55,10 @@ def best_runs(compute: Array, messages: Array, counts: Sequence[int]) -> tuple[R
     slowest, _ = _program(compute, messages, counts, np.maximum)
     if not np.isfinite(slowest):
         return None
-    most = slowest * (1 + _SAME)
+    limit = slowest * (1 + _SAME)
     _, runs = _program(
-        np.where(compute <= most, compute, np.inf),
-        np.where(messages <= most, messages, np.inf),
+        np.where(compute <= limit, compute, np.inf),
+        np.where(messages <= limit, messages, np.inf),
         counts,
         np.add,
     )
@@ -80,7 +80,7 @@ def furthest(allowed: Array, counts: Sequence[int]) -> int:
         reach[used] = np.logical_or.reduce(
             [allowed[v][reach[_less(used, v)]].any(axis=0) for v in range(len(counts)) if used[v]]
         )
-    return max(int(np.flatnonzero(found)[-1]) for found in reach.values() if found.any())
+    return max(int(np.flatnonzero(reached)[-1]) for reached in reach.values() if reached.any())
 
 
 def _program(
@@ -95,7 +95,10 @@ def _program(
     ] = {}  # [types, pieces + 1, (first piece of the last run, type before it)]
     best, end = np.inf, None
     for used in _uses(counts):
-        found, origin = np.full((types, size), np.inf), np.zeros((types, size, 2), dtype=np.int64)
+        values_here, origin = (
+            np.full((types, size), np.inf),
+            np.zeros((types, size, 2), dtype=np.int64),
+        )
         for v in range(types):
             if not used[v]:
                 continue
@@ -109,18 +112,18 @@ def _program(
                 left[0] = 0.0
             totals = join(np.asarray(left)[:, None], compute[v])
             first = np.argmin(totals, axis=0)
-            found[v] = totals[first, np.arange(size)]
+            values_here[v] = totals[first, np.arange(size)]
             origin[v, :, 0], origin[v, :, 1] = first, from_type[first]
-            if found[v, -1] < best * (1 - _SAME):
-                best, end = float(found[v, -1]), (used, v)
-        values[used], origins[used] = found, origin
+            if values_here[v, -1] < best * (1 - _SAME):
+                best, end = float(values_here[v, -1]), (used, v)
+        values[used], origins[used] = values_here, origin
     runs: list[Run] = []
-    at = size - 1
+    end_piece = size - 1
     while end is not None:
         used, v = end
-        first, before = (int(n) for n in origins[used][v, at])
-        runs.append(Run(device=v, first=first, stop=at))
-        at, end = first, (_less(used, v), before) if before >= 0 else None
+        first, before = (int(n) for n in origins[used][v, end_piece])
+        runs.append(Run(device=v, first=first, stop=end_piece))
+        end_piece, end = first, (_less(used, v), before) if before >= 0 else None
     return best, tuple(reversed(runs))
 
 

@@ -50,8 +50,8 @@ class Costs:
         total = np.concatenate(
             [np.zeros((len(self.seconds), 1)), np.cumsum(self.seconds, axis=1)], axis=1
         )
-        found = total[:, None, :] - total[:, :, None]
-        return np.where(np.isfinite(self.bytes), found, np.inf)
+        totals = total[:, None, :] - total[:, :, None]
+        return np.where(np.isfinite(self.bytes), totals, np.inf)
 
 
 def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
@@ -104,7 +104,7 @@ def plan_chain(
     runs = best_runs(np.where(fits, compute, np.inf), messages, counts)
     if runs is None:
         raise _infeasible(costs, devices, capacity, counts, model)
-    whole = float(np.where(fits[:, 0, -1], compute[:, 0, -1], np.inf).min())
+    single = float(np.where(fits[:, 0, -1], compute[:, 0, -1], np.inf).min())
     return EdgePlan(
         model=model,
         stages=tuple(
@@ -116,7 +116,7 @@ def plan_chain(
             for v, device in enumerate(devices)
             if (left := device.count - sum(run.device == v for run in runs))
         ),
-        single_seconds=whole if np.isfinite(whole) else None,
+        single_seconds=single if np.isfinite(single) else None,
     )
 
 
@@ -141,20 +141,21 @@ def _infeasible(
 ) -> InfeasibleError:
     """What is lacking: for one piece that no device holds, or on every device."""
     lacking, pieces = costs.bytes - capacity[:, None, None], len(costs.names)
-    least = [
+    lacking_bytes = [
         lacking[:, : k + 1, k + 1 :].min() for k in range(pieces)
     ]  # of all runs that a piece is in: a longer one may hand on less
-    worst = int(np.argmax(least))
-    if least[worst] > 0:
+    worst = int(np.argmax(lacking_bytes))
+    if lacking_bytes[worst] > 0:
         v, i, j = (
-            int(n) for n in np.argwhere(lacking[:, : worst + 1, worst + 1 :] == least[worst])[0]
+            int(n)
+            for n in np.argwhere(lacking[:, : worst + 1, worst + 1 :] == lacking_bytes[worst])[0]
         )
         return InfeasibleError(
             f"no device holds {costs.names[worst]!r} of {model}: it needs"
             f" {bytes_text(float(costs.bytes[v, i, worst + 1 + j]))} on {devices[v].name}, which"
-            f" has {bytes_text(float(capacity[v]))}: {bytes_text(float(least[worst]))} too"
+            f" has {bytes_text(float(capacity[v]))}: {bytes_text(float(lacking_bytes[worst]))} too"
             " little\nTry: a smaller batch, or a smaller dtype",
-            short_bytes=int(np.ceil(least[worst])),
+            short_bytes=int(np.ceil(lacking_bytes[worst])),
         )
     done = furthest(lacking <= 0, counts)
     low, high = 0.0, float(lacking[np.isfinite(lacking)].max())

@@ -89,15 +89,15 @@ class EdgePlan:
         rows += [
             [
                 str(k),
-                one.device,
-                one.pieces,
-                seconds_text(one.seconds),
-                percent_text(one.seconds / self.seconds),
-                seconds_text(one.receive_seconds) if k else "",
-                bytes_text(one.bytes),
-                bytes_text(one.capacity_bytes),
+                stage.device,
+                stage.pieces,
+                seconds_text(stage.seconds),
+                percent_text(stage.seconds / self.seconds),
+                seconds_text(stage.receive_seconds) if k else "",
+                bytes_text(stage.bytes),
+                bytes_text(stage.capacity_bytes),
             ]
-            for k, one in enumerate(self.stages)
+            for k, stage in enumerate(self.stages)
         ]
         lines = [
             (

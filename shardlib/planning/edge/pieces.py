@@ -56,7 +56,7 @@ def chain_of(problem: Problem, vendor: str) -> Chain:
         _shared(facts, groups, owner),
         _live(facts),
     )
-    made = tuple(
+    sized_groups = tuple(
         replace(
             group,
             kernels=tuple(kernels[k]),
@@ -69,7 +69,7 @@ def chain_of(problem: Problem, vendor: str) -> Chain:
         for k, group in enumerate(groups)
     )
     return Chain(
-        groups=made,
+        groups=sized_groups,
         sizes={
             value: float(graph.values[value].bytes) for reads in shared.values() for value in reads
         },
@@ -84,44 +84,44 @@ def _groups(facts: Facts) -> list[Group]:
         number = layers.segment(op.region)
         if number != OUTSIDE_LAYERS:
             spans[number] = (spans.get(number, (index, index))[0], index)
-    found: list[Group] = []
-    at = 0
+    listed: list[Group] = []
+    start = 0
     for number, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if first > at:
-            found.append(
+        if first > start:
+            listed.append(
                 Group(
-                    name="between layers" if found else "before the layers",
+                    name="between layers" if listed else "before the layers",
                     count=1,
                     layers=OUTSIDE_LAYERS,
-                    first=at,
+                    first=start,
                     last=first - 1,
                 )
             )
-        found.append(
+        listed.append(
             Group(name="layer", count=layers.counts[number], layers=number, first=first, last=last)
         )
-        at = last + 1
+        start = last + 1
     return (
         [
-            *found,
+            *listed,
             Group(
-                name="after the layers", count=1, layers=OUTSIDE_LAYERS, first=at, last=total - 1
+                name="after the layers", count=1, layers=OUTSIDE_LAYERS, first=start, last=total - 1
             ),
         ]
-        if at < total
-        else found
+        if start < total
+        else listed
     )
 
 
 def _kernels(facts: Facts, groups: list[Group], owner: Array) -> dict[int, list[Compute]]:
     """Kernels of one piece of each group."""
-    found: dict[int, list[Compute]] = defaultdict(list)
+    by_group: dict[int, list[Compute]] = defaultdict(list)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
         number = int(owner[kernel.op])
         for term in item.terms(Choice()):
             assert isinstance(term, Compute)
-            found[number].append(replace(term, trips=term.trips // groups[number].count))
-    return found
+            by_group[number].append(replace(term, trips=term.trips // groups[number].count))
+    return by_group
 
 
 def _sliced(facts: Facts, group: Group) -> float:
@@ -139,7 +139,7 @@ def _sliced(facts: Facts, group: Group) -> float:
 
 def _shared(facts: Facts, groups: list[Group], owner: Array) -> dict[int, set[int]]:
     """Parameters that the pieces of a group read whole."""
-    found: dict[int, set[int]] = defaultdict(set)
+    read_whole: dict[int, set[int]] = defaultdict(set)
     slices: set[int] = set()
     for index, op in enumerate(facts.graph.ops):
         if (
@@ -148,12 +148,12 @@ def _shared(facts: Facts, groups: list[Group], owner: Array) -> dict[int, set[in
             if op.kind == "enter" or slices.intersection(op.operands):
                 slices.update(op.results)
             continue
-        found[int(owner[index])].update(
+        read_whole[int(owner[index])].update(
             facts.weights[value]
             for value in op.operands
             if value in facts.weights and value not in slices
         )
-    return found
+    return read_whole
 
 
 def _live(facts: Facts) -> Array:
@@ -166,12 +166,12 @@ def _live(facts: Facts) -> Array:
     return np.cumsum(change)[:-1]
 
 
-def _handed(facts: Facts, group: Group | None, at: int) -> float:
-    """Bytes that are handed on where the program is cut: before op `at`, or, with a group, between
-    two of its pieces.
+def _handed(facts: Facts, group: Group | None, position: int) -> float:
+    """Bytes that are handed on where the program is cut: before op `position`, or, with a
+    group, between two of its pieces.
     """
     graph = facts.graph
-    made = _of_batch(facts)
+    of_batch = _of_batch(facts)
 
     def enters(op: Op) -> bool:
         return (
@@ -182,19 +182,22 @@ def _handed(facts: Facts, group: Group | None, at: int) -> float:
             and graph.regions[op.region].parent == 0
         )
 
-    before = {value for op in graph.ops[:at] for value in op.results} | set(graph.inputs)
+    before = {value for op in graph.ops[:position] for value in op.results} | set(graph.inputs)
     entering = {op.operands[0] for op in graph.ops if enters(op)}
     crossing = {
-        value for op in graph.ops[at:] for value in op.operands if value in before and value in made
-    } | (set(graph.outputs) & before & made)
+        value
+        for op in graph.ops[position:]
+        for value in op.operands
+        if value in before and value in of_batch
+    } | (set(graph.outputs) & before & of_batch)
     if group is None:
         return float(sum(graph.values[value].bytes for value in crossing))
     carried = {op.results[0] for op in graph.ops if enters(op)}
-    read = {value for op in graph.ops[at:] if not enters(op) for value in op.operands}
+    read = {value for op in graph.ops[position:] if not enters(op) for value in op.operands}
     return float(
         sum(
             graph.values[value].bytes
-            for value in (carried & made)
+            for value in (carried & of_batch)
             | {value for value in crossing if value not in entering or value in read}
         )
     )
@@ -203,9 +206,9 @@ def _handed(facts: Facts, group: Group | None, at: int) -> float:
 def _of_batch(facts: Facts) -> set[int]:
     """Values that depend on the batch."""
     graph = facts.graph
-    found = set(graph.inputs_of("batch"))
+    dependent = set(graph.inputs_of("batch"))
     for _ in range(2):  # what goes around a loop is found the second time
         for op in graph.ops:
-            if found.intersection(op.operands):
-                found.update(op.results)
-    return found
+            if dependent.intersection(op.operands):
+                dependent.update(op.results)
+    return dependent

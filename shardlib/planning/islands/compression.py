@@ -33,7 +33,9 @@ def split(shape: tuple[int, ...], stacked: bool) -> int:
     places = range(int(stacked) + 1, len(shape))
     return min(
         places,
-        key=lambda at: math.prod(shape[int(stacked) : at]) + math.prod(shape[at:]),
+        key=lambda position: (
+            math.prod(shape[int(stacked) : position]) + math.prod(shape[position:])
+        ),
         default=len(shape),
     )
 
@@ -46,9 +48,9 @@ def low_rank(shape: tuple[int, ...], stacked: bool, rank: int) -> bool:
         stacked: whether the first dim is one of layers.
         rank: of what is sent.
     """
-    at = split(shape, stacked)
-    rows, columns = math.prod(shape[int(stacked) : at]), math.prod(shape[at:])
-    return at < len(shape) and rank * (rows + columns) < rows * columns
+    row_dims = split(shape, stacked)
+    rows, columns = math.prod(shape[int(stacked) : row_dims]), math.prod(shape[row_dims:])
+    return row_dims < len(shape) and rank * (rows + columns) < rows * columns
 
 
 def stacked(parameter: ParameterLayout) -> bool:
@@ -72,7 +74,9 @@ def moved(
         stage: of its exchanges.
     """
     trained, by, over = list(parameters), exchange.by, ("island",)
-    sizes = [math.prod(one.state.local_shape(one.shape, inner)) for one in trained]
+    sizes = [
+        math.prod(parameter.state.local_shape(parameter.shape, inner)) for parameter in trained
+    ]
     islands = exchange.islands
     if isinstance(by, PowerSGD):
         return list(_low_rank(trained, inner, by.rank))
@@ -84,38 +88,38 @@ def moved(
         return [("all-to-all", over, size, "gradients"), ("all-gather", over, size, "gradients")]
     assert isinstance(by, Sign)
     scales: Counter[tuple[str, ...]] = Counter()
-    for one in trained:
-        scales[_over(one.state.axes)] += FLOAT32
+    for parameter in trained:
+        scales[_over(parameter.state.axes)] += FLOAT32
     inside = [("all-reduce", axes, size, "scales") for axes, size in scales.items() if axes]
     size = islands * (sum(-(-size // 8) for size in sizes) + FLOAT32 * len(sizes))
     return [("all-gather", over, size, "signs"), *inside]
 
 
 def _low_rank(trained: Iterable[ParameterLayout], inner: MeshShape, rank: int) -> Iterator[Moved]:
-    found: Counter[tuple[tuple[str, ...], str]] = Counter()
-    for one in trained:
-        local = one.state.local_shape(one.shape, inner)
-        first = int(stacked(one))
-        if not low_rank(one.shape, bool(first), rank):
-            found[("island",), "gradients"] += math.prod(local) * FLOAT32
+    sizes: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for parameter in trained:
+        local = parameter.state.local_shape(parameter.shape, inner)
+        first = int(stacked(parameter))
+        if not low_rank(parameter.shape, bool(first), rank):
+            sizes[("island",), "gradients"] += math.prod(local) * FLOAT32
             continue
         layers = math.prod(local[:first])
-        at = split(one.shape, bool(first))
-        rows, columns = math.prod(local[first:at]), math.prod(local[at:])
+        row_dims = split(parameter.shape, bool(first))
+        rows, columns = math.prod(local[first:row_dims]), math.prod(local[row_dims:])
         factors = layers * rank * FLOAT32
-        found[("island",), "factors of gradients"] += factors * (rows + columns)
-        along = _over(axis for dim in one.state[at:] for axis in dim)
-        across = _over(axis for dim in one.state[first:at] for axis in dim)
-        found[along, "factors of gradients"] += factors * rows
-        found[across, "factors of gradients"] += factors * (columns + PASSES * rank + 1)
-    for (axes, cause), size in found.items():
+        sizes[("island",), "factors of gradients"] += factors * (rows + columns)
+        along = _over(axis for dim in parameter.state[row_dims:] for axis in dim)
+        across = _over(axis for dim in parameter.state[first:row_dims] for axis in dim)
+        sizes[along, "factors of gradients"] += factors * rows
+        sizes[across, "factors of gradients"] += factors * (columns + PASSES * rank + 1)
+    for (axes, cause), size in sizes.items():
         if axes:
             yield "all-reduce", axes, size, cause
 
 
 def _over(axes: Iterable[str]) -> tuple[str, ...]:
-    wanted = set(axes)
-    return tuple(axis for axis in MESH_AXES if axis in wanted)
+    names = set(axes)
+    return tuple(axis for axis in MESH_AXES if axis in names)
 
 
 def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Compressed) -> int:
@@ -128,11 +132,11 @@ def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Comp
         exchange: how islands train.
     """
     by, size = exchange.by, 0
-    for one in parameters:
-        local = one.state.local_shape(one.shape, inner)
+    for parameter in parameters:
+        local = parameter.state.local_shape(parameter.shape, inner)
         size += math.prod(local) * FLOAT32 * (3 if isinstance(by, TopK) else 2)
-        first = int(stacked(one))
-        if isinstance(by, PowerSGD) and low_rank(one.shape, bool(first), by.rank):
-            at = split(one.shape, bool(first))
-            size += math.prod((*local[:first], *local[at:], by.rank)) * FLOAT32
+        first = int(stacked(parameter))
+        if isinstance(by, PowerSGD) and low_rank(parameter.shape, bool(first), by.rank):
+            row_dims = split(parameter.shape, bool(first))
+            size += math.prod((*local[:first], *local[row_dims:], by.rank)) * FLOAT32
     return size

@@ -58,37 +58,42 @@ def fragments(
     Raises:
         PinError: the model has fewer parts.
     """
-    trained = [one for one in parameters if one.trained]
-    found: list[dict[str, Part]] = [{} for _ in range(count)]
-    sizes, whole = [0] * count, list[ParameterLayout]()
-    for one in trained:
-        if count == 1 or not _stacked(one, mesh, count):
-            whole.append(one)
+    trained = [parameter for parameter in parameters if parameter.trained]
+    listed: list[dict[str, Part]] = [{} for _ in range(count)]
+    sizes, undivided = [0] * count, list[ParameterLayout]()
+    for parameter in trained:
+        if count == 1 or not _stacked(parameter, mesh, count):
+            undivided.append(parameter)
             continue
-        for number, fragment in enumerate(found):
-            fragment[one.path] = part = Part(parameter=one, rows=(number, count))
-            sizes[number] += part.elements(one.state, mesh)
-    parts = [Part(parameter=one) for one in whole]
+        for number, fragment in enumerate(listed):
+            fragment[parameter.path] = part = Part(parameter=parameter, rows=(number, count))
+            sizes[number] += part.elements(parameter.state, mesh)
+    parts = [Part(parameter=parameter) for parameter in undivided]
     for part in sorted(parts, key=lambda part: -part.elements(part.parameter.state, mesh)):
-        least = sizes.index(min(sizes))
-        found[least][part.parameter.path] = part
-        sizes[least] += part.elements(part.parameter.state, mesh)
-    empty = sum(not fragment for fragment in found)
+        smallest = sizes.index(min(sizes))
+        listed[smallest][part.parameter.path] = part
+        sizes[smallest] += part.elements(part.parameter.state, mesh)
+    empty = sum(not fragment for fragment in listed)
     if empty:
         raise PinError(
             f"fragments={count}, and what is trained has {count - empty} parts: layers of a stack,"
             f" and other parameters\nTry: fragments={count - empty} at most"
         )
     return tuple(
-        tuple(fragment[one.path] for one in trained if one.path in fragment) for fragment in found
+        tuple(fragment[parameter.path] for parameter in trained if parameter.path in fragment)
+        for fragment in listed
     )
 
 
-def _stacked(one: ParameterLayout, mesh: MeshShape, count: int) -> bool:
+def _stacked(parameter: ParameterLayout, mesh: MeshShape, count: int) -> bool:
     """Whether a parameter is a stack whose rows can be told apart: its first dim has no colour, is
     sharded alike as it rests and as optimizer state, and has on every device a row for each
     fragment.
     """
-    if not one.shape or one.colours[0] is not None or one.rest[0] != one.state[0]:
+    if (
+        not parameter.shape
+        or parameter.colours[0] is not None
+        or parameter.rest[0] != parameter.state[0]
+    ):
         return False
-    return one.state.local_shape(one.shape, mesh)[0] >= count
+    return parameter.state.local_shape(parameter.shape, mesh)[0] >= count

@@ -60,10 +60,10 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
         on = used_by(machine, islands, inner.devices)
     except TopologyError:  # there are no islands on a machine that a file describes
         return ()
-    rest = step / islands if left_out else step - waits
+    remaining = step / islands if left_out else step - waits
     odd = [size for size in rows if size % islands]
-    ways = [] if odd else list(_ways(plan, inner, on, islands, rest))
-    if not ways and not odd:
+    exchanges = [] if odd else list(_ways(plan, inner, on, islands, remaining))
+    if not exchanges and not odd:
         return ()
     why = (
         f"{islands - 1} of {islands} parts of the machine are left out, since a step over the"
@@ -82,7 +82,7 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
                 " among them"
                 if odd
                 else f"{why}. Between {islands} islands, which change what is computed, a step with"
-                f" {'; with '.join(ways)}"
+                f" {'; with '.join(exchanges)}"
             ),
             hint=(
                 f"a number of rows that {islands} divides"
@@ -128,11 +128,11 @@ def _ways(
 ) -> Iterator[str]:
     """Exchanges whose plan would fit, in words."""
     late = _that_hides(plan, inner, machine, islands, step)
-    every: tuple[Several, ...] = (
+    options: tuple[Several, ...] = (
         Compressed(islands=islands, by=PowerSGD(rank=4)),
         Compressed(islands=islands, by=Quantised("int8")),
     )
-    for exchange in (*((late,) if late else ()), *every):
+    for exchange in (*((late,) if late else ()), *options):
         met = _met(plan, inner, machine, exchange)
         if _peak(plan, inner, met) > fitting_bytes(machine):
             continue
@@ -150,10 +150,10 @@ def _that_hides(
     """Islands that meet as often as they can without waiting for what crosses; None where that is
     too seldom.
     """
-    one = DiLoCo(islands=islands, every=1, delay=1)
-    longest = max(_met(plan, inner, machine, one).beside, default=0.0)
-    every = math.ceil(longest / step)
-    return replace(one, every=every, delay=every) if 0 < every <= MOST_EVERY else None
+    exchange = DiLoCo(islands=islands, every=1, delay=1)
+    longest = max(_met(plan, inner, machine, exchange).beside, default=0.0)
+    interval = math.ceil(longest / step)
+    return replace(exchange, every=interval, delay=interval) if 0 < interval <= MOST_EVERY else None
 
 
 def _met(plan: Plan, inner: MeshShape, machine: Topology, exchange: Several) -> Meetings:

@@ -75,7 +75,7 @@ class Meetings:
             step: seconds of a step without them.
         """
         while_crossing = exchange.delay * step if isinstance(exchange, DiLoCo) else 0.0
-        hidden = sum(min(one, while_crossing) for one in self.beside)
+        hidden = sum(min(seconds, while_crossing) for seconds in self.beside)
         return (self.seconds - hidden) / exchange.period
 
 
@@ -93,27 +93,31 @@ def meetings(
     Raises:
         PinError: there are more fragments than parts of the model.
     """
-    trained = [one for one in parameters if one.trained]
+    trained = [parameter for parameter in parameters if parameter.trained]
     mesh = MeshShape(island=exchange.islands, **inner)
     each = _each(trained, inner, exchange)
 
     def one(kind: str, axes: tuple[str, ...], size: int, cause: str) -> Collective:
-        found = Collective(kind=kind, axes=axes, bytes=size, every=exchange.period, cause=cause)
+        collective = Collective(
+            kind=kind, axes=axes, bytes=size, every=exchange.period, cause=cause
+        )
         if _delayed(exchange) and ISLAND.name in axes:  # copies to all others at once
             kind, size = "all-gather", size * exchange.islands
-            found = replace(found, count=exchange.islands - 1)
+            collective = replace(collective, count=exchange.islands - 1)
         seconds = group_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine)
-        return replace(found, seconds=seconds)
+        return replace(collective, seconds=seconds)
 
-    listed = [one(*moved) for every, _ in each for moved in every]
+    listed = [one(*moved) for collectives, _ in each for moved in collectives]
     updates = sum(touched for _, touched in each) / machine.chip.hbm_bytes_per_s
     delayed = _delayed(exchange)
     launches = len(each) * (PROGRAMS if delayed else 1) * machine.chip.launch_s
     return Meetings(
         collectives=tuple(listed),
         kept_bytes=_kept(trained, inner, exchange),
-        seconds=sum(one.seconds for one in listed) + updates + launches,
-        beside=tuple(one.seconds for one in listed if ISLAND.name in one.axes) if delayed else (),
+        seconds=sum(collective.seconds for collective in listed) + updates + launches,
+        beside=tuple(collective.seconds for collective in listed if ISLAND.name in collective.axes)
+        if delayed
+        else (),
     )
 
 
@@ -127,7 +131,7 @@ def _each(
 ) -> list[tuple[list[Moved], float]]:
     """What each meeting moves, and bytes of device memory that it reads and writes."""
     if isinstance(exchange, Compressed):
-        elements = sum(_elements(one, inner) for one in trained)
+        elements = sum(_elements(parameter, inner) for parameter in trained)
         last = exchange.meetings - 1  # the density that stays
         return [(moved(trained, inner, exchange, last), elements * RESIDUAL_BYTES)]
     touched = UPDATE_BYTES if exchange.keeps else MEAN_BYTES
@@ -157,9 +161,11 @@ def _kept(trained: list[ParameterLayout], inner: MeshShape, exchange: Several) -
         largest = max(
             _sent(fragment, inner, exchange) for fragment in fragments_of(trained, inner, exchange)
         )
-        held = exchange.islands * largest
-        return held + (outer + FLOAT32) * sum(_elements(one, inner) for one in trained)
-    return outer * sum(_elements(one, inner) for one in trained)
+        in_flight_bytes = exchange.islands * largest
+        return in_flight_bytes + (outer + FLOAT32) * sum(
+            _elements(parameter, inner) for parameter in trained
+        )
+    return outer * sum(_elements(parameter, inner) for parameter in trained)
 
 
 def _sent(fragment: Fragment, inner: MeshShape, exchange: DiLoCo) -> int:
@@ -168,9 +174,9 @@ def _sent(fragment: Fragment, inner: MeshShape, exchange: DiLoCo) -> int:
     return wire_bytes(exchange.wire, padded(exchange.wire, sizes, 1))
 
 
-def _elements(one: ParameterLayout, mesh: MeshShape) -> int:
+def _elements(parameter: ParameterLayout, mesh: MeshShape) -> int:
     """Elements of a parameter on one device, as its optimizer state is sharded."""
-    return math.prod(one.state.local_shape(one.shape, mesh))
+    return math.prod(parameter.state.local_shape(parameter.shape, mesh))
 
 
 def fragments_of(
@@ -210,9 +216,11 @@ def _gathers(fragment: Fragment, inner: MeshShape) -> Counter[tuple[str, ...]]:
     """Bytes that are gathered inside of an island after a meeting, by axes."""
     gathers: Counter[tuple[str, ...]] = Counter()
     for part in fragment:
-        one = part.parameter
-        axes = one.state.axes - one.rest.axes
+        parameter = part.parameter
+        axes = parameter.state.axes - parameter.rest.axes
         if axes:
             over = tuple(axis for axis in MESH_AXES if axis in axes)
-            gathers[over] += part.elements(one.rest, inner) * ITEMSIZE.get(one.dtype, FLOAT32)
+            gathers[over] += part.elements(parameter.rest, inner) * ITEMSIZE.get(
+                parameter.dtype, FLOAT32
+            )
     return gathers

@@ -40,25 +40,25 @@ def planned_on_islands(
         InfeasibleError: no plan fits.
         PinError, TopologyError: see `search` and `island_of`.
     """
-    island, held, rounds = island_of(machine, exchange.islands), 0, 0
+    island, held_bytes, rounds = island_of(machine, exchange.islands), 0, 0
     while True:
         rounds += 1
         try:
-            found = search(_holding(island, held))
+            island_plan = search(_holding(island, held_bytes))
         except (PinError, BatchError) as error:
             raise _of_an_island(error, exchange, machine, island) from error
-        plan = on_islands(found, exchange, machine)
-        parts, most = plan.estimate.device_bytes, fitting_bytes(island)
-        if parts.peak <= most:
+        plan = on_islands(island_plan, exchange, machine)
+        parts, limit = plan.estimate.device_bytes, fitting_bytes(island)
+        if parts.peak <= limit:
             return plan
-        held = max(held + 1, math.ceil(parts.exchange * margin(island)))
-        if rounds == ROUNDS or held >= island.chip.usable_bytes:
+        held_bytes = max(held_bytes + 1, math.ceil(parts.exchange * margin(island)))
+        if rounds == ROUNDS or held_bytes >= island.chip.usable_bytes:
             raise InfeasibleError(
                 f"{plan.model} does not fit on the islands of {machine.name}: what {exchange} keeps"
                 f" for meetings is {bytes_text(parts.exchange)} a device, and with it"
-                f" {bytes_text(parts.peak)} are needed of {bytes_text(most)}\nTry: zero=3, which"
+                f" {bytes_text(parts.peak)} are needed of {bytes_text(limit)}\nTry: zero=3, which"
                 " shards it; or fewer islands",
-                short_bytes=int(parts.peak - most),
+                short_bytes=int(parts.peak - limit),
             )
 
 
@@ -66,11 +66,11 @@ def _of_an_island(
     error: PinError | BatchError, exchange: Several, machine: Topology, island: Topology
 ) -> PinError | BatchError:
     """The error of a search for one island, which says that it is of one."""
-    text, hint, rest = str(error).partition(HINT)
+    text, hint, remainder = str(error).partition(HINT)
     each = f"{island.devices} device{'s'[: island.devices != 1]}"
     return type(error)(
         f"{text}\nThat is of one island: each of {exchange.islands} on {machine.name} has"
-        f" {each} ({island.name}) and its part of the rows{hint}{rest}"
+        f" {each} ({island.name}) and its part of the rows{hint}{remainder}"
     )
 
 
@@ -84,22 +84,22 @@ def met_in_order(inner: Iterator[Ranked], exchange: Several, machine: Topology) 
         machine: all islands together.
     """
     met: Estimate | None = None
-    for one in inner:
+    for entry in inner:
         if met is None:
-            met = on_islands(one.make(), exchange, machine).estimate
+            met = on_islands(entry.make(), exchange, machine).estimate
         yield replace(
-            one,
-            seconds=one.seconds + met.seconds.exchange,
-            peak_bytes=one.peak_bytes + met.device_bytes.exchange,
-            make=partial(_met, one, exchange, machine),
+            entry,
+            seconds=entry.seconds + met.seconds.exchange,
+            peak_bytes=entry.peak_bytes + met.device_bytes.exchange,
+            make=partial(_met, entry, exchange, machine),
         )
 
 
-def _met(one: Ranked, exchange: Several, machine: Topology) -> Plan:
-    return on_islands(one.make(), exchange, machine)
+def _met(entry: Ranked, exchange: Several, machine: Topology) -> Plan:
+    return on_islands(entry.make(), exchange, machine)
 
 
-def _holding(island: Topology, held: int) -> Topology:
+def _holding(island: Topology, held_bytes: int) -> Topology:
     """An island with so much less memory."""
-    chip = replace(island.chip, reserved_bytes=island.chip.reserved_bytes + held)
+    chip = replace(island.chip, reserved_bytes=island.chip.reserved_bytes + held_bytes)
     return replace(island, chip=chip)

@@ -28,27 +28,27 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
     """
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
     joined = used_by(machine, exchange.islands, plan.mesh.devices)
-    met, one = meetings(plan.parameters, plan.mesh, exchange, joined), plan.estimate
-    share = met.share(exchange, one.step_seconds)
+    met, island_estimate = meetings(plan.parameters, plan.mesh, exchange, joined), plan.estimate
+    share = met.share(exchange, island_estimate.step_seconds)
     estimate = replace(
-        one,
-        seconds=replace(one.seconds, exchange=share),
-        device_bytes=replace(one.device_bytes, exchange=met.kept_bytes),
-        collectives=(*one.collectives, *met.collectives),
-        tokens=one.tokens * exchange.islands,
-        model_flops=one.model_flops * exchange.islands,
-        hardware_flops=one.hardware_flops * exchange.islands,
-        peak_flops_per_s=one.peak_flops_per_s * exchange.islands,
+        island_estimate,
+        seconds=replace(island_estimate.seconds, exchange=share),
+        device_bytes=replace(island_estimate.device_bytes, exchange=met.kept_bytes),
+        collectives=(*island_estimate.collectives, *met.collectives),
+        tokens=island_estimate.tokens * exchange.islands,
+        model_flops=island_estimate.model_flops * exchange.islands,
+        hardware_flops=island_estimate.hardware_flops * exchange.islands,
+        peak_flops_per_s=island_estimate.peak_flops_per_s * exchange.islands,
     )
     search = replace(
         plan.search,
         lower_bound=plan.search.lower_bound + share,
         rejected=tuple(
             replace(
-                other,
-                step_seconds=other.step_seconds + met.share(exchange, other.step_seconds),
+                rejected,
+                step_seconds=rejected.step_seconds + met.share(exchange, rejected.step_seconds),
             )
-            for other in plan.search.rejected
+            for rejected in plan.search.rejected
         ),
         landscape=tuple(
             replace(
@@ -63,7 +63,7 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
         Link(kind=joined.tiers[span.tier].kind, ways=span.ways)
         for span in placed.get(ISLAND.name, ())
     )
-    made = replace(
+    joined_plan = replace(
         plan,
         mesh=mesh,
         exchange=exchange,
@@ -73,7 +73,7 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
         search=search,
     )
     crossing = sum(c.total_bytes for c in met.collectives if ISLAND.name in c.axes)
-    return made.with_findings(
+    return joined_plan.with_findings(
         Finding(
             code="other-mathematics",
             severity="info",
@@ -108,9 +108,11 @@ def _told(exchange: Several, crossing: int, met: Meetings, share: float) -> str:
 def _meet(exchange: Meets) -> str:
     """How islands that train apart meet, in words."""
     if isinstance(exchange, DiLoCo):
-        about = f", a fragment of {exchange.fragments} at a time" if exchange.fragments > 1 else ""
+        fragment_text = (
+            f", a fragment of {exchange.fragments} at a time" if exchange.fragments > 1 else ""
+        )
         late = f"; what they send arrives {exchange.delay} steps later" if exchange.delay else ""
-        return f"meet every {exchange.every} steps{about}{late}"
+        return f"meet every {exchange.every} steps{fragment_text}{late}"
     when = f"every {exchange.every} steps" if exchange.every > 1 else "after every step"
     whom = "one other" if exchange.graph == "exponential" else "two neighbours"
     return f"average their parameters with {whom} {when}"
@@ -133,16 +135,16 @@ def of_one_island(plan: Plan) -> Plan:
         )
     if islands == 1:
         return plan
-    every = plan.estimate
+    all_islands = plan.estimate
     estimate = replace(
-        every,
-        seconds=replace(every.seconds, exchange=0.0),
-        device_bytes=replace(every.device_bytes, exchange=0),
-        collectives=tuple(c for c in every.collectives if not c.every),
-        tokens=every.tokens // islands,
-        model_flops=every.model_flops / islands,
-        hardware_flops=every.hardware_flops / islands,
-        peak_flops_per_s=every.peak_flops_per_s / islands,
+        all_islands,
+        seconds=replace(all_islands.seconds, exchange=0.0),
+        device_bytes=replace(all_islands.device_bytes, exchange=0),
+        collectives=tuple(c for c in all_islands.collectives if not c.every),
+        tokens=all_islands.tokens // islands,
+        model_flops=all_islands.model_flops / islands,
+        hardware_flops=all_islands.hardware_flops / islands,
+        peak_flops_per_s=all_islands.peak_flops_per_s / islands,
     )
     return replace(
         plan,
@@ -151,7 +153,9 @@ def of_one_island(plan: Plan) -> Plan:
         axis_order=tuple(axis for axis in plan.axis_order if axis != ISLAND.name),
         exchange=EXACT,
         topology=island_of(topology(plan.topology), islands).name,
-        placement=tuple(one for one in plan.placement if one[0] != ISLAND.name),
+        placement=tuple(
+            axis_place for axis_place in plan.placement if axis_place[0] != ISLAND.name
+        ),
         source=None,
     )
 

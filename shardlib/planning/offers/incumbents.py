@@ -134,22 +134,22 @@ class Seen:
         counts["memory"] += int((~fits).sum())
         number = len(self._offers)
         self._offers.append(offer)
-        at = np.flatnonzero(fits)
+        fitting = np.flatnonzero(fits)
         if self._ranking is not None:
             self._rank(offer, fits, seconds, peak, candidates, self._ranking)
-        if len(at):
-            self._fast.take_in(number, offer, candidates[at], seconds[at], at)
-            mine = np.flatnonzero(
-                (self._fast.offers[candidates[at]] == number)
-                & (self._fast.rows[candidates[at]] == at)
+        if len(fitting):
+            self._fast.take_in(number, offer, candidates[fitting], seconds[fitting], fitting)
+            improved = np.flatnonzero(
+                (self._fast.offers[candidates[fitting]] == number)
+                & (self._fast.rows[candidates[fitting]] == fitting)
             )
-            self._peak[candidates[at[mine]]] = peak[at[mine]]
-            self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
-        every = np.arange(len(peak))
-        self._minimum_memory.take_in(number, offer, candidates, peak, every)
+            self._peak[candidates[fitting[improved]]] = peak[fitting[improved]]
+            self._best.seconds = min(self._best.seconds, float(seconds[fitting].min()))
+        positions = np.arange(len(peak))
+        self._minimum_memory.take_in(number, offer, candidates, peak, positions)
         rows = np.flatnonzero(
             (self._minimum_memory.offers[candidates] == number)
-            & (self._minimum_memory.rows[candidates] == every)
+            & (self._minimum_memory.rows[candidates] == positions)
         )
         self._lean_seconds[candidates[rows]] = seconds[rows]
 
@@ -164,13 +164,13 @@ class Seen:
     ) -> None:
         """Hands every plan that fits to a ranking, those with the same decisions together."""
         if offer.groups is not None:
-            for at in range(len(fits)):
+            for rows in range(len(fits)):
                 ranking.offer(
-                    offer.candidate(at, self.choices),
-                    fits[at : at + 1],
-                    seconds[at : at + 1],
-                    peak[at : at + 1],
-                    candidates[at : at + 1] + self._offset,
+                    offer.candidate(rows, self.choices),
+                    fits[rows : rows + 1],
+                    seconds[rows : rows + 1],
+                    peak[rows : rows + 1],
+                    candidates[rows : rows + 1] + self._offset,
                 )
             return
         layers = np.zeros(len(fits), dtype=np.int64) if offer.layers is None else offer.layers
@@ -178,13 +178,13 @@ class Seen:
             np.stack([offer.choices, layers], axis=1), axis=0, return_inverse=True
         )
         for number in range(len(pairs)):
-            at = np.flatnonzero(which.reshape(-1) == number)
+            rows = np.flatnonzero(which.reshape(-1) == number)
             ranking.offer(
-                offer.candidate(int(at[0]), self.choices),
-                fits[at],
-                seconds[at],
-                peak[at],
-                candidates[at] + self._offset,
+                offer.candidate(int(rows[0]), self.choices),
+                fits[rows],
+                seconds[rows],
+                peak[rows],
+                candidates[rows] + self._offset,
             )
 
     def close(self) -> None:
@@ -194,10 +194,10 @@ class Seen:
         for row in noted:
             mesh, order, _ = self._block.places[row]
             place = mesh, int(self._block.c.micro[row]), order
-            least = self._offers[int(minimum_memory.offers[row])].candidate(
+            leanest_candidate = self._offers[int(minimum_memory.offers[row])].candidate(
                 int(minimum_memory.rows[row]), self.choices
             )
-            leanest = least.on(*place)
+            leanest = leanest_candidate.on(*place)
             fastest = (
                 self._offers[int(fast.offers[row])]
                 .candidate(int(fast.rows[row]), self.choices)
@@ -223,29 +223,31 @@ class Seen:
         minimum_memory: Candidate,
         seconds: float,
         peak: float,
-        least: float,
+        fewest_bytes: float,
     ) -> None:
         best = self._best
         fits = np.isfinite(seconds)
         leanest = best.minimum_memory
-        if least < best.minimum_memory_bytes * (1 - 1e-9) or (
+        if fewest_bytes < best.minimum_memory_bytes * (1 - 1e-9) or (
             leanest is not None
             and leanest.decisions == minimum_memory.decisions
-            and _before(least, minimum_memory, best.minimum_memory_bytes, leanest)
+            and _before(fewest_bytes, minimum_memory, best.minimum_memory_bytes, leanest)
         ):
-            best.minimum_memory_bytes, best.minimum_memory = least, minimum_memory
+            best.minimum_memory_bytes, best.minimum_memory = fewest_bytes, minimum_memory
         if fits and (best.fastest is None or _before(seconds, fastest, best.chosen, best.fastest)):
             best.chosen, best.fastest = seconds, fastest
         if fits:
             best.landscape.note(fastest, seconds, peak, fits=True)
-        entry = seconds, peak if fits else least, fastest
-        known = best.by_mesh.get(fastest.mesh)
-        if known is None or entry[:2] < known[:2]:
+        entry = seconds, peak if fits else fewest_bytes, fastest
+        previous = best.by_mesh.get(fastest.mesh)
+        if previous is None or entry[:2] < previous[:2]:
             best.by_mesh[fastest.mesh] = entry
 
 
-def _before(seconds: float, one: Candidate, other: float, known: Candidate) -> bool:
+def _before(
+    seconds: float, candidate: Candidate, incumbent_seconds: float, incumbent: Candidate
+) -> bool:
     """Whether a plan comes before another: faster, or as fast and simpler."""
-    if abs(seconds - other) > 1e-9 * max(seconds, other):
-        return seconds < other
-    return one.simplicity() < known.simplicity()
+    if abs(seconds - incumbent_seconds) > 1e-9 * max(seconds, incumbent_seconds):
+        return seconds < incumbent_seconds
+    return candidate.simplicity() < incumbent.simplicity()

@@ -58,26 +58,26 @@ class Landscape(Generic[What]):
         if not (0 < seconds < math.inf and 0 < peak_bytes < math.inf):
             return
         cell = round(GRAIN * math.log(seconds)), round(GRAIN * math.log(peak_bytes)), fits
-        known = self._cells.get(cell)
-        if known is None or (seconds, peak_bytes) < (known.seconds, known.peak_bytes):
+        previous = self._cells.get(cell)
+        if previous is None or (seconds, peak_bytes) < (previous.seconds, previous.peak_bytes):
             self._cells[cell] = Point(what=what, seconds=seconds, peak_bytes=peak_bytes, fits=fits)
 
-    def points(self, most: int) -> tuple[Point[What], ...]:
+    def points(self, count: int) -> tuple[Point[What], ...]:
         """The Pareto front of what fits and points spread over the rest, the fastest first.
 
         Args:
-            most: how many at most.
+            count: how many at most.
         """
-        every = sorted(self._cells.values(), key=lambda p: (p.seconds, p.peak_bytes))
-        kept = front(every)[:most]
+        ordered = sorted(self._cells.values(), key=lambda p: (p.seconds, p.peak_bytes))
+        chosen = front(ordered)[:count]
         grain = GRAIN
         while grain >= 1:
-            more = _thinned(every, grain)
-            if len(more) + len(kept) <= most:
-                kept += [point for point in more if point not in kept]
+            more = _thinned(ordered, grain)
+            if len(more) + len(chosen) <= count:
+                chosen += [point for point in more if point not in chosen]
                 break
             grain /= 2
-        return tuple(sorted(kept, key=lambda p: (p.seconds, p.peak_bytes)))
+        return tuple(sorted(chosen, key=lambda p: (p.seconds, p.peak_bytes)))
 
 
 def front(points: Iterable[Point[What]]) -> list[Point[What]]:
@@ -86,11 +86,11 @@ def front(points: Iterable[Point[What]]) -> list[Point[What]]:
     Args:
         points: the fastest first.
     """
-    found: list[Point[What]] = []
+    pareto: list[Point[What]] = []
     for point in points:
-        if point.fits and (not found or point.peak_bytes < found[-1].peak_bytes):
-            found.append(point)
-    return found
+        if point.fits and (not pareto or point.peak_bytes < pareto[-1].peak_bytes):
+            pareto.append(point)
+    return pareto
 
 
 def _thinned(points: Iterable[Point[What]], grain: float) -> list[Point[What]]:

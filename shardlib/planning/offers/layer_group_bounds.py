@@ -54,7 +54,7 @@ class GroupBounds:
 
     def wanted(
         self,
-        known: Mapping[str, Sums],
+        sums: Mapping[str, Sums],
         c: Candidates,
         knobs: Sequence[Decisions],
         seen: Seen,
@@ -66,79 +66,81 @@ class GroupBounds:
         """
         plain = np.logical_and.reduce(
             [
-                (getattr(getattr(s, part), name) >= getattr(getattr(known[NONE], part), name)).all(
-                    0
-                )
-                for s in known.values()
+                (getattr(getattr(s, part), name) >= getattr(getattr(sums[NONE], part), name)).all(0)
+                for s in sums.values()
                 for part, names in _SLOWER.items()
                 for name in names
             ]
         )
         hopeful = ~plain | (
-            least_seconds(known[NONE], knobs[0], self.load.model, self.pricer, c) < seen.limit
+            least_seconds(sums[NONE], knobs[0], self.load.model, self.pricer, c) < seen.limit
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
-        for how in knobs:
-            at = np.flatnonzero(hopeful & schedules.legal_zero(self.room, how.zero, c))
-            none = combine(known[NONE].take(at), how, self.load.model, self.pricer, c.take(at))
-            left = np.flatnonzero(
-                ~plain[at] | ((none.step_seconds < seen.limit) & (none.peak_bytes > self.capacity))
+        for decisions in knobs:
+            legal = np.flatnonzero(hopeful & schedules.legal_zero(self.room, decisions.zero, c))
+            none = combine(
+                sums[NONE].take(legal), decisions, self.load.model, self.pricer, c.take(legal)
             )
-            alive[how] = at[left], none.take(left)
-        rows = np.unique(np.concatenate([at for at, _ in alive.values()]))
+            left = np.flatnonzero(
+                ~plain[legal]
+                | ((none.step_seconds < seen.limit) & (none.peak_bytes > self.capacity))
+            )
+            alive[decisions] = legal[left], none.take(left)
+        rows = np.unique(np.concatenate([positions for positions, _ in alive.values()]))
         if not len(rows):
             return {}
-        known, c, plain = (
-            {policy: s.take(rows) for policy, s in known.items()},
+        sums, c, plain = (
+            {policy: s.take(rows) for policy, s in sums.items()},
             c.take(rows),
             plain[rows],
         )
         busy = {
-            corner: self._composed(corner, known)
+            corner: self._composed(corner, sums)
             for corner in corners(self.room.policies, len(self.load.counts))
         }
-        least = {
+        minima = {
             corner: (
                 least_seconds(s, knobs[0], self.load.model, self.pricer, c),
                 s.kernels.compute.sum(0),
             )
             for corner, s in busy.items()
         }
-        wanted: dict[Decisions, Array] = {}
-        for how, (mine, none) in alive.items():
-            at = np.searchsorted(rows, mine)
-            some = {
-                corner: (seconds[at], compute[at]) for corner, (seconds, compute) in least.items()
+        hopeful_rows: dict[Decisions, Array] = {}
+        for decisions, (own_rows, none) in alive.items():
+            legal = np.searchsorted(rows, own_rows)
+            selected = {
+                corner: (seconds[legal], compute[legal])
+                for corner, (seconds, compute) in minima.items()
             }
             bound = self._floor(
-                {policy: s.take(at) for policy, s in known.items()},
-                some,
+                {policy: s.take(legal) for policy, s in sums.items()},
+                selected,
                 none,
-                how,
-                plain[at],
-                c.take(at),
+                decisions,
+                plain[legal],
+                c.take(legal),
             )
-            wanted[how] = mine[bound < seen.limit]
-        return wanted
+            hopeful_rows[decisions] = own_rows[bound < seen.limit]
+        return hopeful_rows
 
-    def _composed(self, corner: Corner, known: Mapping[str, Sums]) -> Sums:
+    def _composed(self, corner: Corner, sums: Mapping[str, Sums]) -> Sums:
         """The quantities of a corner, but for memory and the gradients of weights: what
         `least_seconds` reads.
         """
         counts = self.load.counts
-        first = known[corner[0]]
+        first = sums[corner[0]]
 
         def mixed(part: str, name: str) -> Array:
-            arrays: list[Array] = [getattr(getattr(known[policy], part), name) for policy in corner]
-            found = sum(
+            arrays: list[Array] = [getattr(getattr(sums[policy], part), name) for policy in corner]
+            array_sum = sum(
                 (
                     array * (count / sum(counts))
                     for array, count in zip(arrays, counts, strict=True)
                 ),
                 np.zeros(arrays[0].shape),
             )
-            found[: len(counts)] = [array[k] for k, array in enumerate(arrays)]
-            return found
+            array_sum[: len(counts)] = [array[k] for k, array in enumerate(arrays)]
+            return array_sum
 
         kernels, collectives = (
             {name: mixed(part, name) for name in names} for part, names in _SLOWER.items()
@@ -151,10 +153,10 @@ class GroupBounds:
 
     def _floor(
         self,
-        known: Mapping[str, Sums],
-        least: Mapping[Corner, tuple[Array, Array]],
+        sums: Mapping[str, Sums],
+        minima: Mapping[Corner, tuple[Array, Array]],
         none: Totals,
-        how: Decisions,
+        decisions: Decisions,
         plain: Array,
         c: Candidates,
     ) -> Array:
@@ -164,35 +166,35 @@ class GroupBounds:
         forward pass ends, and hides no more communication than it has more compute.
 
         Args:
-            known: quantities by policy.
-            least: seconds as `least_seconds` has them and seconds of kernels, by corner.
+            sums: quantities by policy.
+            minima: seconds as `least_seconds` has them and seconds of kernels, by corner.
             none: the price with nothing recomputed.
-            how: the ZeRO stage and the schedule.
+            decisions: the ZeRO stage and the schedule.
             plain: whether that is the quickest of every class.
             c: the candidates.
         """
-        first, compute = least[(NONE,) * len(self.load.counts)]
+        first, compute = minima[(NONE,) * len(self.load.counts)]
         # what `least_seconds` does not count: exposed communication, the optimizer, and what all
         # plans have
         beside = np.where(plain, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
-        resting, state, _ = least_bytes(known[NONE], how, self.load.model, self.pricer, c)
+        resting, state, _ = least_bytes(sums[NONE], decisions, self.load.model, self.pricer, c)
         saves = {
-            policy: least_bytes(s, how, self.load.model, self.pricer, c)[2]
-            for policy, s in known.items()
+            policy: least_bytes(s, decisions, self.load.model, self.pricer, c)[2]
+            for policy, s in sums.items()
         }
         seconds: list[Array] = []
         sizes: list[Array] = []
         hides: list[Array] = []
-        for corner, (busy, mine) in least.items():
-            more = np.maximum(0.0, mine - compute) * c.micro / c.stage
+        for corner, (busy, compute_of_corner) in minima.items():
+            more = np.maximum(0.0, compute_of_corner - compute) * c.micro / c.stage
             seconds.append(busy + np.maximum(constant, beside - more))
             sizes.append(
                 sum((saves[policy][k] for k, policy in enumerate(corner)), np.zeros(len(c)))
             )
-            hides.append(self.pricer.constants.overlap * mine * c.micro / c.stage)
+            hides.append(self.pricer.constants.overlap * compute_of_corner * c.micro / c.stage)
         return self._lagrange(
-            np.stack(seconds), np.stack(sizes), np.stack(hides), resting, state, c, how
+            np.stack(seconds), np.stack(sizes), np.stack(hides), resting, state, c, decisions
         )
 
     def _lagrange(
@@ -203,7 +205,7 @@ class GroupBounds:
         resting: Array,
         state: Array,
         c: Candidates,
-        how: Decisions,
+        decisions: Decisions,
     ) -> Array:
         """Seconds that no mixture which fits can beat, by row.
 
@@ -216,16 +218,16 @@ class GroupBounds:
         moves = {part for parts in self.offloads for part in parts} | set(
             self.room.pins.offload or ()
         )
-        held = named(how.schedule).in_flight(
+        in_flight = named(decisions.schedule).in_flight(
             Pipelines(
                 stages=c.stage,
-                chunks=np.where(c.stage > 1, how.virtual_stages, 1),
+                chunks=np.where(c.stage > 1, decisions.virtual_stages, 1),
                 microbatches=c.micro,
                 lockstep=self.pricer.profile.pipeline == "lockstep",
             )
         )
         slow = (
-            2 * c.micro / held / rate if "activations" in moves else np.full(len(c), np.inf)
+            2 * c.micro / in_flight / rate if "activations" in moves else np.full(len(c), np.inf)
         )  # seconds for a byte of activations in host memory
         free = np.where(
             np.isfinite(slow), np.minimum(sizes, hides / slow), 0.0
@@ -237,12 +239,12 @@ class GroupBounds:
             np.full_like(best, 2 / rate if "optimizer" in moves else 0.0),
         ):
             saved = (seconds + np.minimum(price, slow) * (sizes - free)).min(0)
-            kept = (
+            hidden = (
                 np.zeros_like(best)
                 if "disk" in moves
                 else state * (np.minimum(price, 2 / rate) if "optimizer" in moves else price)
             )
-            best = np.maximum(best, saved + kept + price * (resting - self.capacity))
+            best = np.maximum(best, saved + hidden + price * (resting - self.capacity))
         return best
 
 

@@ -50,7 +50,7 @@ class Corners:
 
     def quantities(
         self,
-        known: Mapping[str, Sums],
+        uniform: Mapping[str, Sums],
         choices: Array,
         c: Candidates,
         listed: Sequence[tuple[Choice, bool]],
@@ -58,23 +58,23 @@ class Corners:
         """Quantities of every corner by row.
 
         Args:
-            known: quantities of the policies.
+            uniform: quantities of the policies.
             choices: number of the choice by row.
             c: the candidates of the rows.
             listed: the choices, with whether tokens are routed.
         """
-        every = corners(self.policies, len(self.load.counts))
-        mixed = [corner for corner in every if len(set(corner)) > 1]
+        all_corners = corners(self.policies, len(self.load.counts))
+        mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
         parts: dict[Corner, list[Sums]] = {corner: [] for corner in mixed}
         for number in np.unique(choices):
-            at = np.flatnonzero(choices == number)
-            for corner, s in self._of_choice(mixed, *listed[int(number)], c.take(at)).items():
+            rows = np.flatnonzero(choices == number)
+            for corner, s in self._of_choice(mixed, *listed[int(number)], c.take(rows)).items():
                 parts[corner].append(s)
         back = np.argsort(order)
         return {
-            corner: joined(parts[corner]).take(back) if corner in parts else known[corner[0]]
-            for corner in every
+            corner: joined(parts[corner]).take(back) if corner in parts else uniform[corner[0]]
+            for corner in all_corners
         }
 
     def _of_choice(
@@ -85,20 +85,20 @@ class Corners:
         local = replace(c, shape=np.searchsorted(shapes, c.shape))
         segments = [moment.segment for moment in self.load.programs[NONE, routes].moments]
         parts = {policy: self._tallies(policy, routes, choice, shapes) for policy in self.policies}
-        rest = self._accounts.rest.on(self.values, shapes).columns(
+        resting = self._accounts.rest.on(self.values, shapes).columns(
             [(choice, np.arange(len(shapes)))]
         )[0]
-        found: dict[Corner, Sums] = {}
+        by_corner: dict[Corner, Sums] = {}
         for corner in mixed:
             work, points = composed(corner, parts, segments, self.load.counts)
-            found[corner] = sums(work, rest, points, self.load.model, self.pricer, local)
-        return found
+            by_corner[corner] = sums(work, resting, points, self.load.model, self.pricer, local)
+        return by_corner
 
     def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> Tallies:
         """The tallies of a program on some shapes, in the order of `Workload.moments`."""
-        wanted = [(choice, np.arange(len(shapes)))]
-        work = self._accounts.work[policy, routes].on(self.values, shapes).columns(wanted)[0]
-        lists = list(self._moments.points[policy, routes].on(self.values, shapes).columns(wanted))
+        columns = [(choice, np.arange(len(shapes)))]
+        work = self._accounts.work[policy, routes].on(self.values, shapes).columns(columns)[0]
+        lists = list(self._moments.points[policy, routes].on(self.values, shapes).columns(columns))
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
         for moment in self.load.programs[policy, routes].moments:

@@ -76,21 +76,21 @@ class Offer:
         """The same rows under other decisions."""
         return replace(self, decisions=replace(self.decisions, **changes))
 
-    def candidate(self, at: int, choices: list[tuple[Choice, bool]]) -> Candidate:
+    def candidate(self, row: int, choices: list[tuple[Choice, bool]]) -> Candidate:
         """The decisions of one row, on no mesh yet.
 
         Args:
-            at: number of the row.
+            row: number of the row.
             choices: what shards colours, and whether tokens are routed over an expert axis; by
                 number.
         """
-        choice, routes = choices[int(self.choices[at])]
+        choice, routes = choices[int(self.choices[row])]
         if self.groups is not None:
-            policy, layers = by_group(self.groups[at])
-            each = self.groups[at]
+            policy, layers = by_group(self.groups[row])
+            each = self.groups[row]
         else:
             policy, each = self.decisions.remat, ()
-            layers = 0 if self.layers is None else int(self.layers[at])
+            layers = 0 if self.layers is None else int(self.layers[row])
         return Candidate(
             decisions=replace(self.decisions, remat=policy, remat_layers=layers),
             choice=choice,
@@ -135,22 +135,24 @@ class Least:
             rows: position in the offer.
         """
         choices = offer.choices[rows]
-        known = self.values[candidates]
-        better = (values < known * (1 - TIE)) | (
-            (values <= known * (1 + TIE))
+        previous = self.values[candidates]
+        better = (values < previous * (1 - TIE)) | (
+            (values <= previous * (1 + TIE))
             & (choices < self._choices[candidates])
             & np.isfinite(values)
         )
-        at = np.flatnonzero(better)
-        if not len(at):
+        improved = np.flatnonzero(better)
+        if not len(improved):
             return
-        at = at[_first_choices(candidates[at], values[at], choices[at])]
-        into = candidates[at]
+        improved = improved[
+            _first_choices(candidates[improved], values[improved], choices[improved])
+        ]
+        into = candidates[improved]
         self.values[into], self.offers[into], self.rows[into], self._choices[into] = (
-            values[at],
+            values[improved],
             number,
-            rows[at],
-            choices[at],
+            rows[improved],
+            choices[improved],
         )
 
 
@@ -166,8 +168,8 @@ def _first_choices(candidates: Array, values: Array, choices: Array) -> Array:
     >>> _first_choices(candidates, np.array([1.0, 1.0 + 1e-12, 3.0, 2.0]), choices)
     array([1, 3])
     """
-    at = np.lexsort((choices, values, candidates))
-    least = values[at][_runs(candidates[at])]
-    at = at[values[at] <= least * (1 + TIE)]
-    at = at[np.lexsort((choices[at], candidates[at]))]
-    return at[np.unique(_runs(candidates[at]))]
+    order = np.lexsort((choices, values, candidates))
+    minima = values[order][_runs(candidates[order])]
+    order = order[values[order] <= minima * (1 + TIE)]
+    order = order[np.lexsort((choices[order], candidates[order]))]
+    return order[np.unique(_runs(candidates[order]))]

@@ -96,7 +96,7 @@ class GroupPricer:
 
     def price(
         self,
-        known: Mapping[str, Sums],
+        uniform: Mapping[str, Sums],
         choices: Array,
         candidates: Array,
         c: Candidates,
@@ -106,7 +106,7 @@ class GroupPricer:
         """Offers the best mixtures of some rows under one schedule.
 
         Args:
-            known: quantities by policy.
+            uniform: quantities by policy.
             choices, candidates: number of the choice, and position of the candidate in its block,
                 by row.
             c: the candidates of the rows.
@@ -114,31 +114,34 @@ class GroupPricer:
             seen: takes the plans.
         """
         if self.room.pins.remat_layers is None and not self.room.each:
-            wanted = self.bounds.wanted(known, c, knobs, seen)
+            rows_by_knob = self.bounds.wanted(uniform, c, knobs, seen)
         else:
-            wanted = {
-                how: np.flatnonzero(schedules.legal_zero(self.room, how.zero, c)) for how in knobs
+            rows_by_knob = {
+                decisions: np.flatnonzero(schedules.legal_zero(self.room, decisions.zero, c))
+                for decisions in knobs
             }
-        rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *wanted.values()]))
+        rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_knob.values()]))
         if not len(rows):
             return
         quantities = self.corners.quantities(
-            {policy: s.take(rows) for policy, s in known.items()},
+            {policy: s.take(rows) for policy, s in uniform.items()},
             choices[rows],
             c.take(rows),
             seen.choices,
         )
-        for how, mine in wanted.items():
-            if len(mine):
-                at, some = np.searchsorted(rows, mine), c.take(mine)
+        for decisions, own_rows in rows_by_knob.items():
+            if len(own_rows):
+                positions, selected = np.searchsorted(rows, own_rows), c.take(own_rows)
                 priced = _Priced(
                     corners={
-                        corner: combine(s.take(at), how, self.load.model, self.pricer, some)
+                        corner: combine(
+                            s.take(positions), decisions, self.load.model, self.pricer, selected
+                        )
                         for corner, s in quantities.items()
                     },
-                    offer=Offer(decisions=how, choices=choices[mine]),
-                    candidates=candidates[mine],
-                    c=some,
+                    offer=Offer(decisions=decisions, choices=choices[own_rows]),
+                    candidates=candidates[own_rows],
+                    c=selected,
                 )
                 self._offer(priced, seen)
 
@@ -150,13 +153,13 @@ class GroupPricer:
             if self.room.each:
                 self._pinned(moved, seen)
                 continue
-            at = (
+            hopeful = (
                 np.flatnonzero(self._bound(moved.corners) < seen.limit)
                 if self.room.pins.remat_layers is None
                 else np.arange(len(priced.c))
             )
-            if len(at):
-                self._best(moved.take(at), seen)
+            if len(hopeful):
+                self._best(moved.take(hopeful), seen)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
         """Seconds that no mixture which fits can beat: the largest of Lagrange's bounds with the
@@ -187,36 +190,38 @@ class GroupPricer:
             (
                 np.zeros(len(priced.c))
                 if policy == NONE
-                else most
+                else count
                 if number is None
                 else np.full(len(priced.c), float(number))
             )
-            for (policy, number), most in zip(self.room.each, layers, strict=True)
+            for (policy, number), count in zip(self.room.each, layers, strict=True)
         ]
-        at = np.flatnonzero(
+        legal = np.flatnonzero(
             np.logical_and.reduce(
-                [number <= most for number, most in zip(numbers, layers, strict=True)]
+                [number <= count for number, count in zip(numbers, layers, strict=True)]
             )
         )
         corner = tuple(policy for policy, _ in self.room.each)
-        self._mixtures(priced, corner, np.stack(numbers), at, seen)
+        self._mixtures(priced, corner, np.stack(numbers), legal, seen)
 
     def _mixtures(
-        self, priced: _Priced, corner: Corner, numbers: Array, at: Array, seen: Seen
+        self, priced: _Priced, corner: Corner, numbers: Array, rows: Array, seen: Seen
     ) -> None:
         """Offers mixtures of some rows; `numbers` are layers that follow the corner's policies,
         array [layer groups, rows].
         """
-        if not len(at):
+        if not len(rows):
             return
         layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
         totals = between(
-            [(policy, numbers[k, at]) for k, policy in enumerate(corner)],
-            [most[at] for most in layers],
-            lambda one: priced.corners[one].take(at),
+            [(policy, numbers[k, rows]) for k, policy in enumerate(corner)],
+            [count[rows] for count in layers],
+            lambda mixed_corner: priced.corners[mixed_corner].take(rows),
         )
-        each = [tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in at]
-        seen.offer(replace(priced.offer.take(at), groups=each), totals, priced.candidates[at])
+        each = [
+            tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
+        ]
+        seen.offer(replace(priced.offer.take(rows), groups=each), totals, priced.candidates[rows])
 
     def _best(self, priced: _Priced, seen: Seen) -> None:
         """Offers the fastest mixture of each row that fits; with a pinned number of layers also one

@@ -59,17 +59,19 @@ class RowPricer:
             seen: takes the offers.
         """
         for piped in (False, True):
-            mine = np.flatnonzero((rows.c.stage > 1) == piped)
-            if not len(mine):
+            selected = np.flatnonzero((rows.c.stage > 1) == piped)
+            if not len(selected):
                 continue
-            less = rows if len(mine) == len(rows) else rows.take(mine)
-            every = defaultdict[tuple[str, int], dict[str, list[Decisions]]](
+            less = rows if len(selected) == len(rows) else rows.take(selected)
+            by_schedule = defaultdict[tuple[str, int], dict[str, list[Decisions]]](
                 lambda: {policy: [] for policy in self.room.policies}
             )
             for policy in self.room.policies:
-                for how in schedules.zeros_and_schedules(self.room, policy, pipelined=piped):
-                    every[how.schedule, how.virtual_stages][policy].append(how)
-            for (schedule, virtual), knobs in every.items():
+                for decisions in schedules.zeros_and_schedules(self.room, policy, pipelined=piped):
+                    by_schedule[decisions.schedule, decisions.virtual_stages][policy].append(
+                        decisions
+                    )
+            for (schedule, virtual), knobs in by_schedule.items():
                 self._scheduled(less, schedule, virtual, knobs, seen)
 
     def _scheduled(
@@ -98,10 +100,10 @@ class RowPricer:
         seen.skip(int((~legal).sum()))
         if not legal.any():
             return
-        zeros = {how.zero for listed in knobs.values() for how in listed}
-        ways = self._ways(schedule, virtual)
-        gathers = {how.gather for listed in knobs.values() for how in listed}
-        fitting = legal & rows.below(zeros, ways, gathers, seen.limit)
+        zeros = {decisions.zero for listed in knobs.values() for decisions in listed}
+        orders = self._ways(schedule, virtual)
+        gathers = {decisions.gather for listed in knobs.values() for decisions in listed}
+        fitting = legal & rows.below(zeros, orders, gathers, seen.limit)
         if not fitting.any() and self.groups is None:
             return
         worth = {
@@ -109,10 +111,14 @@ class RowPricer:
             for policy in self.room.policies
             if knobs[policy]
         }
-        some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
-        if len(some) and not self.room.each:
+        selected = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
+        if len(selected) and not self.room.each:
             self._alike(
-                rows.take(some), {p: mine[some] for p, mine in worth.items()}, ways, knobs, seen
+                rows.take(selected),
+                {p: rows_worth[selected] for p, rows_worth in worth.items()},
+                orders,
+                knobs,
+                seen,
             )
         self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
 
@@ -125,28 +131,28 @@ class RowPricer:
         """Whether pipelines of a schedule may work breadth first (True), or otherwise (False)."""
         usual, first = self._kinds
         return tuple(
-            way
-            for way, listed in ((False, usual), (True, first))
-            if (schedule, chunks) in listed or (not way and not named(schedule).staged)
+            breadth_first
+            for breadth_first, listed in ((False, usual), (True, first))
+            if (schedule, chunks) in listed or (not breadth_first and not named(schedule).staged)
         )
 
     def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
         """Offers the plans of one schedule whose layer groups differ."""
         if self.groups is None or not knobs:
             return
-        at = np.flatnonzero(
+        hopeful = np.flatnonzero(
             legal
             & (self._least(rows, EACH, knobs[0].schedule, knobs[0].virtual_stages) < seen.limit)
         )
-        if len(at):
-            less = rows.take(at)
+        if len(hopeful):
+            less = rows.take(hopeful)
             self.groups.price(less.sums, less.choices, less.candidates, less.c, knobs, seen)
 
     def _alike(
         self,
         less: Rows,
         worth: dict[str, Array],
-        ways: tuple[bool, ...],
+        orders: tuple[bool, ...],
         knobs: dict[str, list[Decisions]],
         seen: Seen,
     ) -> None:
@@ -155,60 +161,80 @@ class RowPricer:
         Args:
             less: the rows.
             worth: by policy, those that may be fast enough.
-            ways: see `_ways`.
+            orders: see `_ways`.
             knobs: ZeRO stages and when weights are gathered, by policy.
             seen: takes the plans.
         """
         for policy in worth:  # the same for all ZeRO stages
-            least = least_seconds(
+            bound = least_seconds(
                 less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c
             )
-            worth[policy] = worth[policy] & (least < seen.limit)
+            worth[policy] = worth[policy] & (bound < seen.limit)
         for zero, gather in sorted(
-            {(how.zero, how.gather) for listed in knobs.values() for how in listed},
-            key=lambda one: (one[0], one[1] != "use"),
+            {
+                (decisions.zero, decisions.gather)
+                for listed in knobs.values()
+                for decisions in listed
+            },
+            key=lambda pair: (pair[0], pair[1] != "use"),
         ):
-            fitting = less.below((zero,), ways, (gather,), seen.limit)
+            fitting = less.below((zero,), orders, (gather,), seen.limit)
             legal = schedules.legal_zero(self.room, zero, less.c)
-            wanted = {policy: mine & fitting for policy, mine in worth.items()}
+            selected = {policy: rows_worth & fitting for policy, rows_worth in worth.items()}
             if (
                 gather == "once"
                 and "use" in self.room.gathers
                 and not seen.ranks
                 and (
-                    how := next(
-                        (one for listed in knobs.values() for one in listed if one.gather == "use"),
+                    chosen := next(
+                        (
+                            candidate
+                            for listed in knobs.values()
+                            for candidate in listed
+                            if candidate.gather == "use"
+                        ),
                         None,
                     )
                 )
             ):
-                wanted = self._saving(less, wanted, how)
+                selected = self._saving(less, selected, chosen)
             fast: tuple[Array, Totals] | None = None
             for policy in worth:
-                how = next(
-                    (how for how in knobs[policy] if (how.zero, how.gather) == (zero, gather)), None
+                chosen = next(
+                    (
+                        decisions
+                        for decisions in knobs[policy]
+                        if (decisions.zero, decisions.gather) == (zero, gather)
+                    ),
+                    None,
                 )
-                if how is None:
+                if chosen is None:
                     continue
-                totals = self._policy(less, policy, how, legal, wanted[policy], fast, seen)
+                totals = self._policy(less, policy, chosen, legal, selected[policy], fast, seen)
                 fast = totals if policy == "none" else fast
 
-    def _saving(self, rows: Rows, worth: dict[str, Array], how: Decisions) -> dict[str, Array]:
+    def _saving(
+        self, rows: Rows, worth: dict[str, Array], decisions: Decisions
+    ) -> dict[str, Array]:
         """Rows, by policy, in which gathering weights once saves time under one policy at least:
         the others are no faster than those that gather at every use, and larger.
         """
-        at = np.flatnonzero(
+        hopeful = np.flatnonzero(
             np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(self.room, 3, rows.c)
         )
-        less, saving = rows.take(at), np.zeros(len(rows), dtype=bool)
+        less, saving = rows.take(hopeful), np.zeros(len(rows), dtype=bool)
         for policy in worth:
-            saving[at] |= (
+            saving[hopeful] |= (
                 saved_by_gathering_once(
-                    less.sums[policy], replace(how, zero=3), self.load.model, self.pricer, less.c
+                    less.sums[policy],
+                    replace(decisions, zero=3),
+                    self.load.model,
+                    self.pricer,
+                    less.c,
                 )
                 > 0
             )
-        return {policy: mine & saving for policy, mine in worth.items()}
+        return {policy: rows_worth & saving for policy, rows_worth in worth.items()}
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
@@ -238,7 +264,7 @@ class RowPricer:
         self,
         rows: Rows,
         policy: str,
-        how: Decisions,
+        decisions: Decisions,
         legal: Array,
         worth: Array,
         fast: tuple[Array, Totals] | None,
@@ -256,29 +282,29 @@ class RowPricer:
                 (fast[1].peak_bytes > self.variants.capacity) | bool(self.room.pins.remat_layers)
             )
         seen.skip(int(((worth | partly) & ~legal).sum()))
-        at = np.flatnonzero(legal & (worth | partly))
-        if not len(at):
+        hopeful = np.flatnonzero(legal & (worth | partly))
+        if not len(hopeful):
             return None
         s, c = (
             (rows.sums[policy], rows.c)
-            if len(at) == len(rows)
-            else (rows.sums[policy].take(at), rows.c.take(at))
+            if len(hopeful) == len(rows)
+            else (rows.sums[policy].take(hopeful), rows.c.take(hopeful))
         )
-        totals = combine(s, how, self.load.model, self.pricer, c)
+        totals = combine(s, decisions, self.load.model, self.pricer, c)
         quick: Totals | None = None
         if fast is not None and policy != "none":
             position = np.full(len(rows), -1)
             position[fast[0]] = np.arange(len(fast[0]))
-            quick = fast[1].take(position[at])
-            quick.seconds["overhead"][position[at] < 0] = (
+            quick = fast[1].take(position[hopeful])
+            quick.seconds["overhead"][position[hopeful] < 0] = (
                 np.inf
             )  # not priced because it cannot be fast enough
         self.variants.offer(
-            Offer(decisions=how, choices=rows.choices[at]),
-            rows.candidates[at],
+            Offer(decisions=decisions, choices=rows.choices[hopeful]),
+            rows.candidates[hopeful],
             totals,
             quick,
             c,
             seen,
         )
-        return at, totals
+        return hopeful, totals

@@ -95,8 +95,8 @@ class Ranking(Generic[What]):
             np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks)
         )
         order = np.lexsort((peaks, seconds))
-        least = np.minimum.accumulate(peaks[order])
-        for i in order[np.concatenate(([True], peaks[order][1:] < least[:-1]))]:
+        minima = np.minimum.accumulate(peaks[order])
+        for i in order[np.concatenate(([True], peaks[order][1:] < minima[:-1]))]:
             yield Entry(
                 what=self._whats[blocks[i]],
                 index=int(indexes[i]),

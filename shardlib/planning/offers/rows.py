@@ -50,7 +50,7 @@ class Rows:
             c=self.c.take(which),
             sums={policy: s.take(which) for policy, s in self.sums.items()},
             ticks={policy: tick.take(which) for policy, tick in self.ticks.items()},
-            kinds={kind: least[which] for kind, least in self.kinds.items()},
+            kinds={kind: bound[which] for kind, bound in self.kinds.items()},
         )
 
     def below(
@@ -70,10 +70,10 @@ class Rows:
         """
         if not self.kinds:
             return np.ones(len(self), dtype=bool)
-        wanted = itertools.product(zeros, breadth_first, gathers)
+        kinds = itertools.product(zeros, breadth_first, gathers)
         return np.logical_or.reduce(
             [
                 np.zeros(len(self), dtype=bool),
-                *(self.kinds[kind] < limit for kind in wanted if kind in self.kinds),
+                *(self.kinds[kind] < limit for kind in kinds if kind in self.kinds),
             ]
         )

@@ -55,13 +55,13 @@ class Variants:
         """Offers a price; where it does not fit also with something in host memory, and where more
         than enough is recomputed with less of it.
         """
-        pins, wanted = self.room.pins, self.room.pins.remat_layers
+        pins, pinned_layers = self.room.pins, self.room.pins.remat_layers
         pinned = pins.offload or ()
         if pinned:
             totals = offloaded(totals, pinned, self.pricer, c)
             fast = fast and offloaded(fast, pinned, self.pricer, c)
             offer = offer.but(offload=pinned)
-        if not wanted:
+        if not pinned_layers:
             seen.offer(offer, totals, rows)
         self._mixed(offer, rows, totals, fast, c, seen)
         lacking = (totals.step_seconds < seen.limit) & (
@@ -72,7 +72,7 @@ class Variants:
                 fast.peak_bytes > self.capacity
             )
         short = np.flatnonzero(lacking)
-        if not len(short) or wanted:
+        if not len(short) or pinned_layers:
             return
         part, c = offer.take(short), c.take(short)
         for parts in self.offloads():
@@ -98,8 +98,8 @@ class Variants:
         pinned = self.room.pins.offload
         if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []
-        every = (*((part,) for part in HOSTED), HOSTED)
-        return [parts for parts in every if {*parts} <= {*self._able.offload}]
+        options = (*((part,) for part in HOSTED), HOSTED)
+        return [parts for parts in options if {*parts} <= {*self._able.offload}]
 
     def _mixed(
         self,
@@ -111,20 +111,25 @@ class Variants:
         seen: Seen,
     ) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""
-        wanted = self.room.pins.remat_layers
-        if fast is None or wanted == 0 or self.room.apart or "partly" not in self._able.remat:
+        pinned_layers = self.room.pins.remat_layers
+        if (
+            fast is None
+            or pinned_layers == 0
+            or self.room.apart
+            or "partly" not in self._able.remat
+        ):
             return
         legal = fast.step_seconds < seen.limit
         legal &= lowered(facts(offer.decisions), along(c.sizes), self.room.gaps)
-        if wanted is None:
+        if pinned_layers is None:
             legal &= (fast.peak_bytes > self.capacity) & (
                 fast.step_seconds < rematerialised.step_seconds
             )
         if not legal.any():
             return
         layers = fullest(offer.decisions, self.load.model, c)
-        if wanted:
-            needed = np.where(layers > wanted, float(wanted), 0.0)
+        if pinned_layers:
+            needed = np.where(layers > pinned_layers, float(pinned_layers), 0.0)
         else:
             saved, less = (
                 fast.device_bytes["activations"],
@@ -142,13 +147,13 @@ class Variants:
                 (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
             )
             needed = np.round(self._share(needed, offer, c) * layers)
-        at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
-        if len(at):
-            share = self._share(needed, offer, c)[at]
+        mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
+        if len(mixed):
+            share = self._share(needed, offer, c)[mixed]
             seen.offer(
-                replace(offer.take(at), layers=needed[at].astype(np.int64)),
-                mix(fast.take(at), rematerialised.take(at), share),
-                rows[at],
+                replace(offer.take(mixed), layers=needed[mixed].astype(np.int64)),
+                mix(fast.take(mixed), rematerialised.take(mixed), share),
+                rows[mixed],
             )
 
     def _share(self, number: Array, offer: Offer, c: Candidates) -> Array:

@@ -67,17 +67,17 @@ def write_page(
     plan: Plan, path: str | Path | None, *, browser: bool, kernels: Kernels | None
 ) -> Path:
     """Writes a plan as a web page, and opens it; see `Plan.show`."""
-    where = Path(path) if path is not None else Path(tempfile.mkdtemp()) / "plan.html"
+    target = Path(path) if path is not None else Path(tempfile.mkdtemp()) / "plan.html"
     try:
-        where.write_text(html_report(plan, answers=Answers(kernels=kernels)), encoding="utf-8")
+        target.write_text(html_report(plan, answers=Answers(kernels=kernels)), encoding="utf-8")
     except OSError as error:
         raise ArgumentError(
-            f"the page cannot be written to {where}: {error.strerror or error}\nTry: a file in"
+            f"the page cannot be written to {target}: {error.strerror or error}\nTry: a file in"
             " a folder that is there and can be written"
         ) from error
     if browser:
-        webbrowser.open(where.resolve().as_uri())
-    return where
+        webbrowser.open(target.resolve().as_uri())
+    return target
 
 
 def html_report(
@@ -98,16 +98,18 @@ def html_report(
     title = f"{plan.model} on {plan.topology}"
     machine = topology or _found(plan)
     rows = parameter_rows(plan.parameters)
-    found = [
-        one for one in _sections(plan, machine, rows, answers or Answers(), evidence) if one[2]
+    sections = [
+        section
+        for section in _sections(plan, machine, rows, answers or Answers(), evidence)
+        if section[2]
     ]
     usable = None if machine is None else machine.chip.usable_bytes
     fitting = None if machine is None else fitting_bytes(machine)
-    links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in found)
+    links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in sections)
     body = "\n".join(
         f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{heading}</h2>\n'
         f"{content}\n</section>"
-        for name, heading, content in found
+        for name, heading, content in sections
     )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
@@ -175,8 +177,8 @@ def _sections(
 
 def _finding(finding: Finding) -> str:
     """A finding, with what to try on a line of its own."""
-    told = escape(str(replace(finding, hint="")))
-    return f"<p>{told}{f'<br>Try: {escape(finding.hint)}' if finding.hint else ''}</p>"
+    text = escape(str(replace(finding, hint="")))
+    return f"<p>{text}{f'<br>Try: {escape(finding.hint)}' if finding.hint else ''}</p>"
 
 
 def _listed(lines: Sequence[str]) -> str:
@@ -217,16 +219,16 @@ def _memory(plan: Plan, usable: int | None) -> str:
 
 
 def _evidence(plan: Plan, evidence: Sequence[Evidence]) -> str:
-    found = said_of(plan, evidence)
+    sources = said_of(plan, evidence)
     trials = (
         "<h3>Plans that were compiled</h3>"
         + table(trial_rows(plan.refined), TRIAL_HEAD, right={1, 2, 3, 4})
         if plan.refined
         else ""
     )
-    if len(found) < 2:
+    if len(sources) < 2:
         return trials
-    return table(evidence_rows(found), evidence_head(found)) + trials
+    return table(evidence_rows(sources), evidence_head(sources)) + trials
 
 
 def _rejected(plan: Plan) -> str:
@@ -244,5 +246,5 @@ def _rejected(plan: Plan) -> str:
         return ""
     head = ("mesh", "with", "reason", "seconds a step", "bytes a device")
     counts = ", ".join(f"{count:,} {outcome}" for outcome, count in plan.search.counts)
-    told = f'<p class="soft">Candidates by outcome: {escape(counts)}.</p>' if counts else ""
-    return told + table(rows, head, right={3, 4})
+    outcomes = f'<p class="soft">Candidates by outcome: {escape(counts)}.</p>' if counts else ""
+    return outcomes + table(rows, head, right={3, 4})

@@ -42,7 +42,7 @@ def plan_svg(plan: Plan, topology: Topology) -> str:
         (
             "A step: what a device is busy with, and its collectives, exposed (orange) or hidden"
             " behind compute (dashed)",
-            step_picture(plan, most=_LANES),
+            step_picture(plan, limit=_LANES),
         ),
     ]
     shapes, y = _head(plan), float(_TOP)
@@ -83,9 +83,9 @@ def _head(plan: Plan) -> list[str]:
 
 def _nested(picture: str, y: float) -> tuple[str, float]:
     """A picture inside of another, and its height."""
-    found = re.match(r'<svg class="picture" viewBox="0 0 (\d+) (\d+)"', picture)
-    assert found is not None, "pictures begin so"
-    height = float(found[2])
+    match = re.match(r'<svg class="picture" viewBox="0 0 (\d+) (\d+)"', picture)
+    assert match is not None, "pictures begin so"
+    height = float(match[2])
     place = (
         f'<svg x="{_MARGIN}" y="{y:.0f}" width="{WIDTH}" height="{height:.0f}" overflow="visible"'
     )

@@ -80,26 +80,26 @@ def step_trace(
         pipeline: its predicted timeline, where it has stages.
     """
     zero = measured[0].start if measured else 0.0
-    starts = _starts([one.start - zero for one in measured] or [0.0], plan.estimate.step_seconds)
-    found = list(_predicted(plan, starts))
+    starts = _starts([step.start - zero for step in measured] or [0.0], plan.estimate.step_seconds)
+    trace_events = list(_predicted(plan, starts))
     if pipeline is not None:
-        found += _moved(list(events(pipeline, _STAGES, "predicted stages")), starts)
-    for device in sorted({one.device for step in measured for one in step.operations}):
-        found += _device(device, measured, zero)
+        trace_events += _moved(list(events(pipeline, _STAGES, "predicted stages")), starts)
+    for device in sorted({operation.device for step in measured for operation in step.operations}):
+        trace_events += _device(device, measured, zero)
     titles: JsonObject = {"predicted": f"{plan.model} on {plan.topology}, plan {plan.digest}"}
     if measured:
-        titles["measured"] = ", ".join(one.name for one in measured)
-    trace: JsonObject = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": titles}
+        titles["measured"] = ", ".join(step.name for step in measured)
+    trace: JsonObject = {"traceEvents": trace_events, "displayTimeUnit": "ms", "otherData": titles}
     return json.dumps(trace, ensure_ascii=False)  # Perfetto shows escapes as they are
 
 
-def _starts(wanted: Sequence[float], seconds: float) -> list[float]:
+def _starts(requested: Sequence[float], seconds: float) -> list[float]:
     """The starts at which a prediction does not run into the one before."""
-    found: list[float] = []
-    for start in wanted:
-        if not found or start >= found[-1] + seconds:
-            found.append(start)
-    return found
+    accepted: list[float] = []
+    for start in requested:
+        if not accepted or start >= accepted[-1] + seconds:
+            accepted.append(start)
+    return accepted
 
 
 def _named(process: int, name: str, threads: Sequence[str]) -> Iterator[JsonObject]:
@@ -113,9 +113,9 @@ def _named(process: int, name: str, threads: Sequence[str]) -> Iterator[JsonObje
 
 
 def _slice(
-    at: tuple[int, int], name: str, start: float, seconds: float, **args: str | int
+    track: tuple[int, int], name: str, start: float, seconds: float, **args: str | int
 ) -> JsonObject:
-    process, thread = at
+    process, thread = track
     return {
         "ph": "X",
         "name": name,
@@ -129,21 +129,22 @@ def _slice(
 
 def _predicted(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObject]:
     """What a plan predicts of a step."""
-    found = lanes(plan)
-    rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in found]
+    predicted_lanes = lanes(plan)
+    rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in predicted_lanes]
     yield from _named(_PREDICTED, "predicted", ["a device", *rows])
     seconds = plan.estimate.seconds
     parts = [
-        (LABELS.get(one.name, one.name), getattr(seconds, one.name)) for one in fields(seconds)
+        (LABELS.get(field.name, field.name), getattr(seconds, field.name))
+        for field in fields(seconds)
     ]
     note = "the order within a step is not known"
     for start in starts:
-        at = start
+        time = start
         for name, length in parts:
             if length > 0:
-                yield _slice((_PREDICTED, 1), name, at, length, note=note)
-                at += length
-        for thread, lane in enumerate(found, start=2):
+                yield _slice((_PREDICTED, 1), name, time, length, note=note)
+                time += length
+        for thread, lane in enumerate(predicted_lanes, start=2):
             hidden = lane.row.seconds - lane.exposed
             args = {"count": lane.row.count, "bytes": lane.row.bytes, "for": lane.row.cause}
             if lane.exposed > 0:
@@ -152,48 +153,55 @@ def _predicted(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObject]:
                 yield _slice((_PREDICTED, thread), "hidden", start + lane.exposed, hidden, **args)
 
 
-def _moved(found: Sequence[JsonObject], starts: Sequence[float]) -> Iterator[JsonObject]:
+def _moved(pipeline_events: Sequence[JsonObject], starts: Sequence[float]) -> Iterator[JsonObject]:
     """The events of a step at every start."""
-    yield from (event for event in found if event["ph"] == "M")
+    yield from (event for event in pipeline_events if event["ph"] == "M")
     for start in starts:
-        for event in found:
+        for event in pipeline_events:
             if event["ph"] == "X":
                 yield {**event, "ts": event["ts"] + span(start, 0.0)["ts"]}
 
 
 def _device(device: int, measured: Sequence[MeasuredStep], zero: float) -> Iterator[JsonObject]:
     """What was recorded of a device."""
-    mine = [one for step in measured for one in step.operations if one.device == device]
+    on_device = [
+        operation
+        for step in measured
+        for operation in step.operations
+        if operation.device == device
+    ]
     tracks = {
         "steps": _below([_whole(step, device) for step in measured]),
-        "computation": _below([one for one in mine if not one.communicates]),
-        "collectives": _below([one for one in mine if one.communicates]),
+        "computation": _below([operation for operation in on_device if not operation.communicates]),
+        "collectives": _below([operation for operation in on_device if operation.communicates]),
     }
     process = _DEVICES + device
     yield from _named(
         process, f"measured, device {device}", [name for name, rows in tracks.items() for _ in rows]
     )
     for thread, row in enumerate((row for rows in tracks.values() for row in rows), start=1):
-        for one in row:
-            yield _slice((process, thread), one.name, one.start - zero, one.seconds)
+        for operation in row:
+            yield _slice(
+                (process, thread), operation.name, operation.start - zero, operation.seconds
+            )
 
 
 def _whole(step: MeasuredStep, device: int) -> Operation:
     """A step on one device, from its first instruction to its last."""
-    mine = [one for one in step.operations if one.device == device]
-    start = min((one.start for one in mine), default=step.start)
-    end = max((one.start + one.seconds for one in mine), default=step.start)
+    on_device = [operation for operation in step.operations if operation.device == device]
+    start = min((operation.start for operation in on_device), default=step.start)
+    end = max((operation.start + operation.seconds for operation in on_device), default=step.start)
     return Operation(device=device, name=step.name, start=start, seconds=end - start)
 
 
 def _below(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Operations in rows in each of which none begins before the one in front is over."""
     rows: list[list[Operation]] = []
-    for one in sorted(operations, key=lambda each: (each.start, -each.seconds)):
+    for operation in sorted(operations, key=lambda each: (each.start, -each.seconds)):
         for row in rows:
-            if row[-1].start + row[-1].seconds <= one.start:
-                row.append(one)
+            if row[-1].start + row[-1].seconds <= operation.start:
+                row.append(operation)
                 break
         else:
-            rows.append([one])
+            rows.append([operation])
     return rows

@@ -56,13 +56,13 @@ _DIGIT = 7.0
 
 def timeline_svg(*timelines: Timeline) -> str:
     """Returns the picture of timelines, a complete SVG document; all have one scale of seconds."""
-    longest = max((one.step_seconds for one in timelines), default=0.0) or 1.0
+    longest = max((timeline.step_seconds for timeline in timelines), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest
     shapes: list[str] = []
     top = TOP
-    for one in timelines:
-        shapes += _rows(one, scale, top)
-        top += one.stages * ROW + 44
+    for timeline in timelines:
+        shapes += _rows(timeline, scale, top)
+        top += timeline.stages * ROW + 44
     title = timelines[0].title if timelines else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 12}" width="{WIDTH}"'
@@ -76,25 +76,25 @@ def timeline_svg(*timelines: Timeline) -> str:
     )
 
 
-def _rows(one: Timeline, scale: float, top: float) -> list[str]:
+def _rows(timeline: Timeline, scale: float, top: float) -> list[str]:
     told = (
-        f"{one.name}: a step of {seconds_text(one.step_seconds)}, stages wait"
-        f" {percent_text(one.bubble)} of the ticks"
+        f"{timeline.name}: a step of {seconds_text(timeline.step_seconds)}, stages wait"
+        f" {percent_text(timeline.bubble)} of the ticks"
     )
     shapes = [f'<text class="soft" x="{LEFT}" y="{top + 12}">{escape(told)}</text>']
     top += 20
-    for stage in range(one.stages):
+    for stage in range(timeline.stages):
         shapes.append(
             f'<text class="soft" x="{LEFT - 8}" y="{top + stage * ROW + 17}"'
             f' text-anchor="end">stage {stage}</text>'
         )
-    shapes += [shape for piece in one.slices for shape in _slice(piece, scale, top)]
-    start = one.seconds
-    for what, seconds in one.beside:
+    shapes += [shape for piece in timeline.slices for shape in _slice(piece, scale, top)]
+    start = timeline.seconds
+    for what, seconds in timeline.beside:
         if seconds > 0:
             shapes.append(
                 f'<rect class="work" x="{LEFT + start * scale:.2f}" y="{top:.1f}"'
-                f' width="{seconds * scale:.2f}" height="{one.stages * ROW - 2}" style="fill:'
+                f' width="{seconds * scale:.2f}" height="{timeline.stages * ROW - 2}" style="fill:'
                 f' {_COLOURS["beside"]}"><title>{escape(what)}:'
                 f" {seconds_text(seconds)}</title></rect>"
             )
@@ -126,8 +126,8 @@ def _legend(timelines: tuple[Timeline, ...]) -> list[str]:
     shown = [
         kind
         for kind in _COLOURS
-        if any(piece.kind == kind for one in timelines for piece in one.slices)
-        or (kind == "beside" and any(one.beside for one in timelines))
+        if any(piece.kind == kind for timeline in timelines for piece in timeline.slices)
+        or (kind == "beside" and any(timeline.beside for timeline in timelines))
     ]
     shapes: list[str] = []
     x = float(LEFT)
@@ -161,16 +161,16 @@ def perfetto(*timelines: Timeline) -> str:
     """Returns a trace of timelines as JSON: a process for each, a thread for each stage and one for
     what lies beside the ticks.
     """
-    found = [
+    trace_events = [
         event
-        for number, one in enumerate(timelines, start=1)
-        for event in events(one, number, one.name)
+        for number, timeline in enumerate(timelines, start=1)
+        for event in events(timeline, number, timeline.name)
     ]
     return json.dumps(
         {
-            "traceEvents": found,
+            "traceEvents": trace_events,
             "displayTimeUnit": "ms",
-            "otherData": {one.name: one.title for one in timelines},
+            "otherData": {timeline.name: timeline.title for timeline in timelines},
         },
         ensure_ascii=False,  # Perfetto shows escapes as they are
     )
@@ -189,17 +189,17 @@ def span(start: float, seconds: float) -> JsonObject:
     return {"ts": first / 1000, "dur": max(0, last - first - 2) / 1000}
 
 
-def events(one: Timeline, process: int, name: str) -> Iterator[JsonObject]:
+def events(timeline: Timeline, process: int, name: str) -> Iterator[JsonObject]:
     """The events of a timeline, from second 0 on.
 
     Args:
-        one: the timeline.
+        timeline: the timeline.
         process: number of its process.
         name: of its process.
     """
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    for stage in range(one.stages):
+    for stage in range(timeline.stages):
         yield {
             "ph": "M",
             "name": "thread_name",
@@ -214,7 +214,7 @@ def events(one: Timeline, process: int, name: str) -> Iterator[JsonObject]:
             "tid": stage + 1,
             "args": {"sort_index": stage + 1},
         }
-    for piece in one.slices:
+    for piece in timeline.slices:
         yield {
             "ph": "X",
             "name": name_of(piece),
@@ -225,23 +225,23 @@ def events(one: Timeline, process: int, name: str) -> Iterator[JsonObject]:
             **span(piece.start, piece.seconds),
             "args": {"microbatch": piece.label},
         }
-    if one.beside:
+    if timeline.beside:
         yield {
             "ph": "M",
             "name": "thread_name",
             "pid": process,
-            "tid": one.stages + 1,
+            "tid": timeline.stages + 1,
             "args": {"name": "beside the ticks"},
         }
-    start = one.seconds
-    for what, seconds in one.beside:
+    start = timeline.seconds
+    for what, seconds in timeline.beside:
         yield {
             "ph": "X",
             "name": what,
             "cat": "beside",
             "cname": _TRACE_COLOURS["beside"],
             "pid": process,
-            "tid": one.stages + 1,
+            "tid": timeline.stages + 1,
             **span(start, seconds),
             "args": {},
         }

@@ -39,12 +39,12 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
         PlanError: the plan was read from a file.
     """
     _require_count(count)
-    found: tuple[Alternative, ...] = ()
+    plans: tuple[Alternative, ...] = ()
     for slack in SLACKS:
-        found, whole = _within(plan, count, slack)
-        if whole or len(found) >= count:
+        plans, complete = _within(plan, count, slack)
+        if complete or len(plans) >= count:
             break
-    return found
+    return plans
 
 
 def _require_count(count: int) -> None:
@@ -71,39 +71,39 @@ def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ..
     and whether there are no others.
     """
     source = source_of(plan)
-    found: list[Alternative] = []
+    listed: list[Alternative] = []
     fastest: float | None = None
     for ties in _by_time(source.ranked(source.topology, slack=slack)):
         fastest = ties[0].seconds if fastest is None else fastest
-        if len(found) >= count or ties[0].seconds > slack * fastest:
-            return tuple(found), False
+        if len(listed) >= count or ties[0].seconds > slack * fastest:
+            return tuple(listed), False
         first, others = _first_other(plan, ties)
         if first is None:
             continue
-        made = first.make()
-        found.append(
+        alternative = first.make()
+        listed.append(
             Alternative(
-                place=len(found) + 1,
-                mesh=made.mesh,
+                place=len(listed) + 1,
+                mesh=alternative.mesh,
                 summary=first.candidate.summary,
                 step_seconds=first.seconds,
                 peak_bytes=int(first.peak_bytes),
                 ratio=first.seconds / (plan.estimate.step_seconds or 1.0),
-                differs=changes(plan, made),
+                differs=changes(plan, alternative),
                 ties=others,
             )
         )
-    return tuple(found), math.isinf(slack)
+    return tuple(listed), math.isinf(slack)
 
 
 def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:
     """Runs of equally fast plans."""
     run: list[Ranked] = []
-    for one in plans:
-        if run and one.seconds > run[0].seconds * (1 + TIE):
+    for entry in plans:
+        if run and entry.seconds > run[0].seconds * (1 + TIE):
             yield run
             run = []
-        run.append(one)
+        run.append(entry)
     if run:
         yield run
 
@@ -112,10 +112,12 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
     """The simplest of equally fast plans, and how many others there are; nothing where the chosen
     plan is one of them.
     """
-    own = abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
-    if own and any(
-        one.candidate.mesh == inner_mesh(plan.mesh) and one.make().decisions == plan.decisions
-        for one in ties
+    includes_plan = (
+        abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
+    )
+    if includes_plan and any(
+        entry.candidate.mesh == inner_mesh(plan.mesh) and entry.make().decisions == plan.decisions
+        for entry in ties
     ):
         return None, 0
     return ties[0], len(ties) - 1

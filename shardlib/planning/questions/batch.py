@@ -40,18 +40,18 @@ def nearby(rows: int, devices: int) -> tuple[int, ...]:
         rows: of the batch.
         devices: of the machine.
     """
-    known, best = math.gcd(rows, devices), list[int]()
-    every = {
-        multiple * ways
-        for ways in divisors(devices, LARGEST)
-        if ways > known
-        for multiple in (rows // ways, rows // ways + 1)
-        if 0 < abs(multiple * ways - rows) <= NEAR * rows and multiple
+    divided, best = math.gcd(rows, devices), list[int]()
+    candidates = {
+        multiple * degree
+        for degree in divisors(devices, LARGEST)
+        if degree > divided
+        for multiple in (rows // degree, rows // degree + 1)
+        if 0 < abs(multiple * degree - rows) <= NEAR * rows and multiple
     }
-    for other in sorted(every, key=lambda n: (abs(n - rows), -math.gcd(n, devices))):
-        if math.gcd(other, devices) > known:
-            known = math.gcd(other, devices)
-            best.append(other)
+    for candidate in sorted(candidates, key=lambda n: (abs(n - rows), -math.gcd(n, devices))):
+        if math.gcd(candidate, devices) > divided:
+            divided = math.gcd(candidate, devices)
+            best.append(candidate)
     return tuple(best)
 
 
@@ -70,12 +70,12 @@ def divided_badly(
     rows = batch_size(load.problem, load.colouring)
     if pins.mesh is not None or rows == 1:
         return ()
-    for other in nearby(rows, topology.devices)[:MOST]:
+    for candidate in nearby(rows, topology.devices)[:MOST]:
         try:
-            best = priced_space(_with_rows(load, rows, other), topology, pins).best
+            best = priced_space(_with_rows(load, rows, candidate), topology, pins).best
         except PinError:
             continue
-        ratio = best.seconds * max(1.0, rows / other) / plan.estimate.step_seconds
+        ratio = best.seconds * max(1.0, rows / candidate) / plan.estimate.step_seconds
         if best.fastest is None or ratio > FASTER:
             continue
         left = topology.devices - plan.mesh.devices
@@ -88,23 +88,23 @@ def divided_badly(
                     f"divisibility, not speed, chose the mesh {plan.mesh}"
                     + (f" and left {left} devices idle" if left else "")
                     + f": {rows} rows divide over {math.gcd(rows, topology.devices)} of"
-                    f" {topology.devices} devices at most. With {other} a step would take about"
+                    f" {topology.devices} devices at most. With {candidate} a step would take about"
                     f" {ratio_text(ratio)} the time per row ({best.fastest.mesh})"
                 ),
-                hint=f"a batch of {other} rows",
+                hint=f"a batch of {candidate} rows",
             ),
         )
     return ()
 
 
-def _with_rows(load: Workload, rows: int, other: int) -> Workload:
+def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
     """The problem with the limits of a batch of other rows, and the amounts of its own."""
     name = load.colouring.batch_colour
 
     def shape(path: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
         axes = load.colouring.batch[path]
         return tuple(
-            size // rows * other if axis == name else size
+            size // rows * new_rows if axis == name else size
             for size, axis in zip(sizes, axes, strict=True)
         )
 

@@ -28,28 +28,34 @@ def constraints(plan: Plan) -> Constraints:
         PlanError: the plan was read from a file.
     """
     steps = staircase(plan)
-    found = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
-    found.sort(key=lambda one: (one.step_seconds or plan.estimate.step_seconds, one.kind, one.what))
+    bindings = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
+    bindings.sort(
+        key=lambda binding: (
+            binding.step_seconds or plan.estimate.step_seconds,
+            binding.kind,
+            binding.what,
+        )
+    )
     return Constraints(
-        step_seconds=plan.estimate.step_seconds, binding=tuple(found), staircase=steps
+        step_seconds=plan.estimate.step_seconds, binding=tuple(bindings), staircase=steps
     )
 
 
 def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
     """Faster plans that do not fit, the one that lacks least memory first."""
     topology = source_of(plan).topology
-    usable, held = topology.chip.usable_bytes, margin(topology)
+    usable, memory_margin = topology.chip.usable_bytes, margin(topology)
     steps: list[OutOfReach] = []
-    for one in faster_without_limit(plan):
-        if steps and one.seconds <= steps[-1].step_seconds * (1 + TIE):
+    for entry in faster_without_limit(plan):
+        if steps and entry.seconds <= steps[-1].step_seconds * (1 + TIE):
             steps.pop()  # as fast, and needs more
         steps.append(
             OutOfReach(
-                mesh=one.candidate.mesh,
-                summary=one.candidate.summary,
-                step_seconds=one.seconds,
-                peak_bytes=int(one.peak_bytes),
-                short_bytes=int(one.peak_bytes * held - usable),
+                mesh=entry.candidate.mesh,
+                summary=entry.candidate.summary,
+                step_seconds=entry.seconds,
+                peak_bytes=int(entry.peak_bytes),
+                short_bytes=int(entry.peak_bytes * memory_margin - usable),
             )
         )
     return tuple(reversed(steps))
@@ -102,14 +108,14 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
     """
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
-    batch, ways = limits.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
-    for idle in (one for one in plan.findings if one.code == "idle-devices"):
+    batch, degree = limits.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
+    for idle in (finding for finding in plan.findings if finding.code == "idle-devices"):
         yield Binding(
             kind="size",
             what="devices",
             message=f"{idle.message[:1].upper()}{idle.message[1:]}.",
         )
-    if mesh.devices > 1 and batch > 1 and ways >= batch:
+    if mesh.devices > 1 and batch > 1 and degree >= batch:
         yield Binding(
             kind="size",
             what=colouring.batch_colour or "batch",

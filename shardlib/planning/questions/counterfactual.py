@@ -122,9 +122,9 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
     slack = plan.estimate.step_seconds / fastest.estimate.step_seconds
     front = source.ranked(boundless, slack=slack, front=True)
     quicker = itertools.takewhile(
-        lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), front
+        lambda entry: entry.seconds < plan.estimate.step_seconds * (1 - TIE), front
     )
-    return [one for one in quicker if one.peak_bytes > fitting]
+    return [entry for entry in quicker if entry.peak_bytes > fitting]
 
 
 def changes(plan: Plan, other: Plan) -> tuple[str, ...]:

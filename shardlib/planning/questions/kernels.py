@@ -36,19 +36,19 @@ def kernels(plan: Plan) -> Kernels:
     Raises:
         PlanError: the plan was read from a file.
     """
-    at = _on_machine(plan)
+    machine = _on_machine(plan)
     sums: dict[tuple[str, ...], KernelTime] = {}
-    for program, shares in at.programs():
-        for one in _of(program, shares, at):
-            key = one.name, one.kind, one.phase, one.dtype, f"{one.intensity:.4g}"
-            sums[key] = _added(sums[key], one) if key in sums else one
-    chip = at.pricer.topology.chip
-    dtypes = dict.fromkeys(one.dtype for one in sums.values())
+    for program, shares in machine.programs():
+        for kernel in _of(program, shares, machine):
+            key = kernel.name, kernel.kind, kernel.phase, kernel.dtype, f"{kernel.intensity:.4g}"
+            sums[key] = _added(sums[key], kernel) if key in sums else kernel
+    chip = machine.pricer.topology.chip
+    dtypes = dict.fromkeys(kernel.dtype for kernel in sums.values())
     return Kernels(
         chip=chip.name,
         peak_flops_per_s=tuple((dtype, chip.peak(dtype)) for dtype in dtypes),
         bytes_per_s=chip.hbm_bytes_per_s,
-        kernels=tuple(sorted(sums.values(), key=lambda one: (-one.seconds, one.name))),
+        kernels=tuple(sorted(sums.values(), key=lambda kernel: (-kernel.seconds, kernel.name))),
     )
 
 
@@ -74,10 +74,10 @@ class _Local:
         return local(amount, self.at.c.shapes)
 
 
-def _of(program: Program, shares: Array, at: OnMachine) -> Iterator[KernelTime]:
+def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelTime]:
     """The kernels of a program in the part of the layers that it runs."""
-    facts, pricer, decisions = program.facts, at.pricer, at.candidate.decisions
-    here = _Local(at=at)
+    facts, pricer, decisions = program.facts, machine.pricer, machine.candidate.decisions
+    here = _Local(at=machine)
     factor = pricer.factors.get(Q.COMPUTE, 1.0)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
         part = float(shares[item.segment])
@@ -85,14 +85,14 @@ def _of(program: Program, shares: Array, at: OnMachine) -> Iterator[KernelTime]:
             continue
         outside = item.segment in (OUTSIDE_LAYERS, len(shares) + OUTSIDE_LAYERS)
         constants = pricer.outside if outside else pricer.constants
-        for term in item.terms(at.candidate.choice):
+        for term in item.terms(machine.candidate.choice):
             if not isinstance(term, Compute):
                 continue
             if term.heads is not None and not term.heads.counts(decisions.mesh["tensor"]):
                 continue
-            one = replace(term, trips=1)
+            once = replace(term, trips=1)
             times = term.trips * part * decisions.microbatches / decisions.mesh["stage"]
-            seconds = kernel_seconds(one, here, pricer.topology.chip, constants)
+            seconds = kernel_seconds(once, here, pricer.topology.chip, constants)
             yield KernelTime(
                 name=_name(facts.graph.ops[kernel.op], term, here),
                 kind=term.kind,
@@ -105,13 +105,13 @@ def _of(program: Program, shares: Array, at: OnMachine) -> Iterator[KernelTime]:
             )
 
 
-def _added(one: KernelTime, other: KernelTime) -> KernelTime:
+def _added(first: KernelTime, second: KernelTime) -> KernelTime:
     return replace(
-        one,
-        count=one.count + other.count,
-        flops=one.flops + other.flops,
-        bytes=one.bytes + other.bytes,
-        seconds=one.seconds + other.seconds,
+        first,
+        count=first.count + second.count,
+        flops=first.flops + second.flops,
+        bytes=first.bytes + second.bytes,
+        seconds=first.seconds + second.seconds,
     )
 
 

@@ -27,15 +27,17 @@ def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> floa
         pins: decisions fixed by hand; those of the mesh make no difference.
     """
     able = load.framework.able if load.framework is not None else ANYTHING
-    every = dict.fromkeys(
-        effective(one, load.problem, load.profile, pins.dtypes)
-        for one in combinations(pins.dtypes, pins.allow)
+    all_dtypes = dict.fromkeys(
+        effective(combination, load.problem, load.profile, pins.dtypes)
+        for combination in combinations(pins.dtypes, pins.allow)
     )
-    ways = strategies(load.problem, pins, load.profile, topology.chip, able)
-    found: list[float] = []
-    for dtypes, strategy in itertools.product(every, ways):
+    all_strategies = strategies(load.problem, pins, load.profile, topology.chip, able)
+    seconds: list[float] = []
+    for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        one = load.under(dtypes, decisions.fused)
-        room = build(one, pins, None, replace(strategy, decisions=decisions))
-        found.append(Uncut(load=one, room=room, pricer=Pricer(topology, one.profile)).seconds)
-    return min(found)
+        workload = load.under(dtypes, decisions.fused)
+        space = build(workload, pins, None, replace(strategy, decisions=decisions))
+        seconds.append(
+            Uncut(load=workload, room=space, pricer=Pricer(topology, workload.profile)).seconds
+        )
+    return min(seconds)

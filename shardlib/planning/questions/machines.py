@@ -15,7 +15,7 @@ from shardlib.planning.plan import Source
 from shardlib.planning.space import limits
 
 
-def machine_like(old: Topology, asked: TopologyLike) -> Topology:
+def machine_like(old: Topology, requested: TopologyLike) -> Topology:
     """The machine that is asked for. Simulated devices have the figures that the plan has of them,
     which were measured, and not the rough ones of the catalogue.
 
@@ -28,15 +28,15 @@ def machine_like(old: Topology, asked: TopologyLike) -> Topology:
 
     Args:
         old: the machine that the plan was priced for.
-        asked: a spelling or a value.
+        requested: a spelling or a value.
 
     Raises:
         TopologyError: the spelling does not parse.
         MissingFileError: it is a file that is not there.
     """
-    machine = parse_topology(asked)
-    simulated = all(one.name.startswith("cpu:") for one in (old, machine))
-    return _resized(old, machine) if simulated and isinstance(asked, str) else machine
+    machine = parse_topology(requested)
+    simulated = all(topology.name.startswith("cpu:") for topology in (old, machine))
+    return _resized(old, machine) if simulated and isinstance(requested, str) else machine
 
 
 def same_chips(old: Topology, new: Topology) -> bool:
@@ -74,7 +74,7 @@ def parts_of(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
     ]
 
 
-def _usable_counts(source: Source, most: int) -> set[int]:
+def _usable_counts(source: Source, limit: int) -> set[int]:
     """Numbers of devices that are products of a divisor of the batch, one that two colours share,
     and one of a stack of layers.
 
@@ -89,17 +89,17 @@ def _usable_counts(source: Source, most: int) -> set[int]:
     counts = {1}
     for group in ([limits.batch_size(load.problem, load.colouring)], shared, stacks):
         factors = {1, *(number for size in group for number in divisors(size))}
-        counts = {a * b for a in counts for b in factors if a * b <= most}
+        counts = {a * b for a in counts for b in factors if a * b <= limit}
     return counts
 
 
-def _resized(old: Topology, asked: Topology) -> Topology:
+def _resized(old: Topology, machine: Topology) -> Topology:
     """A machine of simulated devices with another number of them: they share the same cores and the
     same memory.
     """
-    if asked.devices == old.devices:
+    if machine.devices == old.devices:
         return old
-    share = old.devices / asked.devices
+    share = old.devices / machine.devices
     faster = min(old.alone, share)
     chip = replace(
         old.chip,
@@ -110,9 +110,9 @@ def _resized(old: Topology, asked: Topology) -> Topology:
     )
     return replace(
         old,
-        name=asked.name,
+        name=machine.name,
         chip=chip,
-        tiers=(_memory(old.tiers[0], asked.devices, max(1.0, 1 / share)),),
+        tiers=(_memory(old.tiers[0], machine.devices, max(1.0, 1 / share)),),
         alone=old.alone / faster,
     )
 
@@ -124,11 +124,11 @@ def _memory(tier: Tier, devices: int, slower: float) -> Tier:
         shape=(devices,),
         exchanges=tuple(
             replace(
-                one,
-                latency_s=one.latency_s * slower,
-                seconds_per_byte=one.seconds_per_byte * slower,
+                exchange,
+                latency_s=exchange.latency_s * slower,
+                seconds_per_byte=exchange.seconds_per_byte * slower,
             )
-            for one in tier.exchanges
-            if one.ways <= devices
+            for exchange in tier.exchanges
+            if exchange.ways <= devices
         ),
     )

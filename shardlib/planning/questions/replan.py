@@ -71,19 +71,19 @@ def replan(
     source = source_of(plan)
     machine = machine_like(source.topology, topology)
     survivors = _survivors(source.topology, machine, lost)
-    found, notes = (None, []) if anew else _kept(plan, source, machine)
-    if found is None:
-        found, notes = _best(source, machine)
-    notes += _about(source.topology, machine, plan, found)
-    parts, moved = _moves(plan, found, source, machine, np.array(survivors, np.int64))
-    found = replace(found, origin=plan.origin)
+    best, notes = (None, []) if anew else _kept(plan, source, machine)
+    if best is None:
+        best, notes = _best(source, machine)
+    notes += _about(source.topology, machine, plan, best)
+    parts, moved = _moves(plan, best, source, machine, np.array(survivors, np.int64))
+    best = replace(best, origin=plan.origin)
     return Replan(
         old=plan,
-        plan=found,
+        plan=best,
         survivors=survivors,
         moved_bytes_per_device=tuple(moved.tolist()),
         parts=parts,
-        changed=changes(plan, found),
+        changed=changes(plan, best),
         notes=tuple(notes),
         machine=machine,
         elsewhere=not same_chips(source.topology, machine),
@@ -104,17 +104,19 @@ def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, 
 
 def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
     """The best plan that runs a step as the old one does; None where there is none."""
-    own = pinned(plan)
+    own_pins = pinned(plan)
     try:
-        found = _with_fewer(
+        fewer = _with_fewer(
             source,
             machine,
-            source.pins.but(dtypes=own.dtypes, allow=(), **{word: own.get(word) for word in KEPT}),
+            source.pins.but(
+                dtypes=own_pins.dtypes, allow=(), **{word: own_pins.get(word) for word in KEPT}
+            ),
         )
     except (PinError, InfeasibleError):
         return None, []
-    assert found.source is not None
-    return replace(found, source=found.source.under(source.pins)), [
+    assert fewer.source is not None
+    return replace(fewer, source=fewer.source.under(source.pins)), [
         f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."
     ]
 
@@ -151,20 +153,20 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
     if not tries:
         raise errors[0]
     best = min(
-        tries, key=lambda one: one.estimate.step_seconds
+        tries, key=lambda candidate: candidate.estimate.step_seconds
     )  # the first of equals: the largest part
     if best.source is not None and best.source.topology == machine:
         return best
-    whole = source.search(machine, pinned(best))
-    assert whole.source is not None
-    return replace(whole, search=best.search, source=whole.source.under(pins))
+    full = source.search(machine, pinned(best))
+    assert full.source is not None
+    return replace(full, search=best.search, source=full.source.under(pins))
 
 
 def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]:
     notes = [
-        f"{one.message[:1].upper()}{one.message[1:]}."
-        for one in before.findings
-        if one.code == PRICED_AGAIN
+        f"{finding.message[:1].upper()}{finding.message[1:]}."
+        for finding in before.findings
+        if finding.code == PRICED_AGAIN
     ]
     if not same_chips(old, new):
         notes.append(
@@ -202,7 +204,7 @@ def _moves(
 ) -> tuple[tuple[Part, ...], Ints]:
     """Every part, and the bytes that each device of the new machine receives."""
     before, after = _order(old, source.topology), _order(new, machine)
-    known = (
+    usable = (
         survivors if same_chips(source.topology, machine) else survivors[:0]
     )  # another machine: nobody holds anything there
     state = {
@@ -213,24 +215,24 @@ def _moves(
     parts: list[Part] = []
     counted: dict[tuple[object, ...], tuple[Ints, int]] = {}
     theirs = {parameter.path: parameter for parameter in new.parameters}
-    for one in old.parameters:
+    for parameter in old.parameters:
         outer = _keeps_outer(old) and _keeps_outer(new)
-        for what, size, layouts in _arrays(one, theirs[one.path], state, outer=outer):
+        for what, size, layouts in _arrays(parameter, theirs[parameter.path], state, outer=outer):
             shards = (
-                Shards(one.shape, layouts[0], old.mesh, before),
-                Shards(one.shape, layouts[1], new.mesh, after),
+                Shards(parameter.shape, layouts[0], old.mesh, before),
+                Shards(parameter.shape, layouts[1], new.mesh, after),
             )
-            key = (one.shape, *layouts)
+            key = (parameter.shape, *layouts)
             if key not in counted:
-                counted[key] = moved_elements(*shards, known), lost_elements(shards[0], survivors)
+                counted[key] = moved_elements(*shards, usable), lost_elements(shards[0], survivors)
             elements, gone = counted[key]
             received = np.round(elements * size).astype(np.int64)
             moved[: len(received)] += received
             parts.append(
                 Part(
-                    path=one.path,
+                    path=parameter.path,
                     what=what,
-                    bytes=round(float(math.prod(one.shape)) * size),
+                    bytes=round(float(math.prod(parameter.shape)) * size),
                     old=layouts[0],
                     new=layouts[1],
                     received_bytes=int(received.sum()),

@@ -201,7 +201,7 @@ def curve(
     points: list[Point] = []
     first: Point | None = None
     before: Point | None = None
-    for machine in sorted(machines, key=lambda one: one.devices):
+    for machine in sorted(machines, key=lambda machine: machine.devices):
         try:
             plan = planned(machine)
         except (InfeasibleError, PinError) as error:
@@ -246,7 +246,7 @@ def _share(machine: Topology, used: int) -> float:
     return used * faster / machine.devices
 
 
-def curve_text(found: Curve) -> str:
+def curve_text(result: Curve) -> str:
     """The curve as a table for people."""
     kinds = {
         "strong": "Strong scaling: the same global batch on more devices",
@@ -254,14 +254,14 @@ def curve_text(found: Curve) -> str:
     }
     rows = [
         ("devices", "step", "tokens/s", "efficiency", "MFU", "memory", "mesh"),
-        *map(_row, found.points),
+        *map(_row, result.points),
     ]
-    lines = [f"{found.model}", kinds[found.kind], *aligned(rows, right={0, 1, 2, 3, 4, 5})]
-    last = found.enough
+    lines = [f"{result.model}", kinds[result.kind], *aligned(rows, right={0, 1, 2, 3, 4, 5})]
+    last = result.enough
     if last is None:
-        lines += wrapped("  - ", f"{found.reason[0].upper()}{found.reason[1:]}.")
-    elif found.reason:
-        lines += wrapped("  - ", f"More than {last.devices:,} devices do not pay: {found.reason}.")
+        lines += wrapped("  - ", f"{result.reason[0].upper()}{result.reason[1:]}.")
+    elif result.reason:
+        lines += wrapped("  - ", f"More than {last.devices:,} devices do not pay: {result.reason}.")
     else:
         lines += wrapped("  - ", f"All of them pay, up to {last.devices:,} devices.")
     lines += wrapped(

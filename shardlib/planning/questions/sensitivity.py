@@ -79,13 +79,13 @@ def _price_of_memory(plan: Plan, best: Plan) -> Price:
     steps = staircase(best)
     if not steps:
         return price
-    at, low, high = _first_larger(plan, best, steps[0].short_bytes + 1)
+    larger, low, high = _first_larger(plan, best, steps[0].short_bytes + 1)
     return replace(
         price,
         break_amount=float(topology.chip.usable_bytes + high),
-        break_mesh=at.mesh,
-        break_changes=changes(best, at),
-        break_seconds=at.estimate.step_seconds,
+        break_mesh=larger.mesh,
+        break_changes=changes(best, larger),
+        break_seconds=larger.estimate.step_seconds,
         limit=float(topology.chip.usable_bytes + low),
     )
 
@@ -98,24 +98,27 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
     small steps; the first is narrowed down by halves.
     """
     topology = source_of(plan).topology
-    low, usable, held = 0, topology.chip.usable_bytes, margin(topology)
-    found = other.best_on(plan, other.with_memory(topology, high)) or best
+    low, usable, memory_margin = 0, topology.chip.usable_bytes, margin(topology)
+    first = other.best_on(plan, other.with_memory(topology, high)) or best
     for _ in range(MOST_HALVES):
         if high - low <= NARROW_MEMORY * usable:
             break
         middle = (low + high) // 2
         between = other.best_on(plan, other.with_memory(topology, middle)) or best
         if between.estimate.step_seconds < best.estimate.step_seconds * (1 - TIE):
-            found, high = (
+            first, high = (
                 between,
                 min(
                     middle,
-                    max(low + 1, math.ceil(between.estimate.device_bytes.peak * held) - usable),
+                    max(
+                        low + 1,
+                        math.ceil(between.estimate.device_bytes.peak * memory_margin) - usable,
+                    ),
                 ),
             )
         else:
             low = middle
-    return found, low, high
+    return first, low, high
 
 
 def _price_of_link(plan: Plan, best: Plan, tier: int) -> Price:
@@ -152,26 +155,26 @@ def _saved(before: float, after: float) -> float:
 
 
 def _first_rival(
-    plan: Plan, best: Plan, at: Callable[[float], Topology], rate: float
+    plan: Plan, best: Plan, machine_at: Callable[[float], Topology], rate: float
 ) -> tuple[Plan | None, float]:
     """The first plan that overtakes the best one as a link gets faster, and the rate at which it
     does.
     """
     high, rival = rate * FARTHEST, None
     while True:
-        found = other.best_on(plan, at(high))
-        leader = other.priced_on(rival or best, at(high))
+        candidate = other.best_on(plan, machine_at(high))
+        leader = other.priced_on(rival or best, machine_at(high))
         if (
-            found is None
+            candidate is None
             or leader is None
-            or found.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE)
+            or candidate.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE)
         ):
             return rival, high
-        rival, high = found, _meeting(best, found, at, rate, high)
+        rival, high = candidate, _meeting(best, candidate, machine_at, rate, high)
 
 
 def _meeting(
-    best: Plan, rival: Plan, at: Callable[[float], Topology], low: float, high: float
+    best: Plan, rival: Plan, machine_at: Callable[[float], Topology], low: float, high: float
 ) -> float:
     """The rate, between one where `best` leads and one where `rival` does, from which on `rival`
     leads.
@@ -181,9 +184,12 @@ def _meeting(
     """
 
     def lead(rate: float) -> float:
-        mine, theirs = other.priced_on(best, at(rate)), other.priced_on(rival, at(rate))
-        assert mine is not None and theirs is not None, "memory does not depend on links"
-        return theirs.estimate.step_seconds - mine.estimate.step_seconds
+        ours, theirs = (
+            other.priced_on(best, machine_at(rate)),
+            other.priced_on(rival, machine_at(rate)),
+        )
+        assert ours is not None and theirs is not None, "memory does not depend on links"
+        return theirs.estimate.step_seconds - ours.estimate.step_seconds
 
     ahead, behind = lead(low), lead(high)
     while high - low > NARROW * low and ahead > 0:
@@ -197,18 +203,19 @@ def _meeting(
 
 
 def _shock(plan: Plan, what: str, topology: Topology) -> Shock:
-    mine, best = other.priced_on(plan, topology), other.best_on(plan, topology)
-    assert mine is not None, "slower figures leave memory as it is"
+    repriced, best = other.priced_on(plan, topology), other.best_on(plan, topology)
+    assert repriced is not None, "slower figures leave memory as it is"
     best = (
         best
-        if best is not None and best.estimate.step_seconds < mine.estimate.step_seconds * (1 - TIE)
+        if best is not None
+        and best.estimate.step_seconds < repriced.estimate.step_seconds * (1 - TIE)
         else plan
     )
-    seconds = mine.estimate.step_seconds if best is plan else best.estimate.step_seconds
+    seconds = repriced.estimate.step_seconds if best is plan else best.estimate.step_seconds
     return Shock(
         what=what,
         factor=SHOCK,
-        plan_seconds=mine.estimate.step_seconds,
+        plan_seconds=repriced.estimate.step_seconds,
         best_seconds=seconds,
         best_mesh=best.mesh,
         changes=changes(plan, best),

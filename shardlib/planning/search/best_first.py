@@ -62,12 +62,12 @@ class Front:
         """Entries that may have a plan below a limit and have not been taken, and their least
         bound.
         """
-        some, _ = self.entries.below(limit)
-        some = some[~self.seen[some]]
-        if len(some):
-            self.seen[some] = True
-            self.waiting = np.concatenate([self.waiting, some])
-            self.seconds = np.concatenate([self.seconds, self.entries.seconds(some)])
+        fresh, _ = self.entries.below(limit)
+        fresh = fresh[~self.seen[fresh]]
+        if len(fresh):
+            self.seen[fresh] = True
+            self.waiting = np.concatenate([self.waiting, fresh])
+            self.seconds = np.concatenate([self.seconds, self.entries.seconds(fresh)])
         return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
 
     def advance(self, new: Array, limit: float) -> None:
@@ -87,8 +87,8 @@ class Front:
         waiting, self.placed = self.placed, []
         for placed in waiting:
             self._price(placed, limit)
-        for one in near:
-            if len(placed := one.below(self.best.limit)):
+        for placed_near in near:
+            if len(placed := placed_near.below(self.best.limit)):
                 ready = int((placed.least < limit).sum())
                 self.near.append(placed.after(ready))
                 self._price(self.pricer.bounded(self.entries, placed.first(ready)), limit)
@@ -123,23 +123,23 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
     limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
         return
-    fronts, found = dict[int, Front](), list[tuple[float, int, Array]]()
-    most = limit * FARTHEST
-    while sum(len(new) for *_, new in found) < ENOUGH:
+    fronts, fresh_entries = dict[int, Front](), list[tuple[float, int, Array]]()
+    farthest = limit * FARTHEST
+    while sum(len(new) for *_, new in fresh_entries) < ENOUGH:
         seen = _below(fronts, limit)
-        if seen >= HOPELESS or not limit < most:
+        if seen >= HOPELESS or not limit < farthest:
             return
         limit *= STEP if seen else GROWTH
-        found = _new(explorers, counts, fronts, limit)
-    best, least = explorers[0].best, np.inf
-    while limit != least:
-        least = limit
-        for _, number, new in sorted(found, key=lambda one: one[:2]):
+        fresh_entries = _new(explorers, counts, fronts, limit)
+    best, previous = explorers[0].best, np.inf
+    while limit != previous:
+        previous = limit
+        for _, number, new in sorted(fresh_entries, key=lambda entry: entry[:2]):
             fronts[number].advance(new, limit)
         if not np.isfinite(best.seconds) and _below(fronts, limit) >= HOPELESS:
             return
         limit = min(limit * STEP, best.limit) if limit < best.limit else limit
-        found = _new(explorers, counts, fronts, limit)
+        fresh_entries = _new(explorers, counts, fronts, limit)
     for explorer in explorers:
         explorer.leave_out(counts, fronts)
     for front in fronts.values():
@@ -164,7 +164,7 @@ def _new(
                     entries=entries, pricer=explorer.pairs, best=explorer.best
                 )
     return [
-        (least, number, new)
+        (minimum, number, new)
         for number, front in fronts.items()
-        for new, least in [front.new(limit)]
+        for new, minimum in [front.new(limit)]
     ]

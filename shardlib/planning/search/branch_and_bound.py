@@ -145,8 +145,8 @@ class Explorer:
         """
         if not (self.room.choices and self.room.routes):
             return
-        found = [self._few(devices) for devices in counts]
-        for entries in self._of([sizes for sizes in found if len(sizes["micro"])]):
+        sampled = [self._few(devices) for devices in counts]
+        for entries in self._of([sizes for sizes in sampled if len(sizes["micro"])]):
             bounds = entries.seconds(np.arange(len(entries)))
             order = np.lexsort((bounds, _devices(entries.sizes)))
             _, first = np.unique(_devices(entries.sizes)[order], return_index=True)
@@ -166,15 +166,15 @@ class Explorer:
         """
         if TIGHT * self._uncut.resting_bytes / max(counts) < self._most:
             return False
-        every = self._entries(counts, 1)
-        return not any((entries.fewest_bytes <= self._most).any() for entries in every)
+        all_entries = self._entries(counts, 1)
+        return not any((entries.fewest_bytes <= self._most).any() for entries in all_entries)
 
     def least_seconds(self, counts: Counts) -> float:
         """Seconds that no plan on some numbers of devices beats; infinite where a good plan to
         compare with is not looked for.
         """
-        some = self.room.choices and self.room.routes and not self.flat
-        return self._uncut.seconds / max(counts) if some else np.inf
+        searchable = self.room.choices and self.room.routes and not self.flat
+        return self._uncut.seconds / max(counts) if searchable else np.inf
 
     def large(self, counts: Counts, limit: float) -> list[Entries]:
         """Entries on some numbers of devices that may have a plan faster than a limit, where they
@@ -194,7 +194,9 @@ class Explorer:
 
     def leave_out(self, counts: Counts, done: Container[int]) -> None:
         """Leaves out entries on some numbers of devices, by identity."""
-        self._done |= {id(one) for one in self._explored.get(counts, []) if id(one) in done}
+        self._done |= {
+            id(entries) for entries in self._explored.get(counts, []) if id(entries) in done
+        }
 
     def _entries(self, counts: Counts, reach: float) -> list[Entries]:
         """The entries on some numbers of devices, with experts treated in each way; without those
@@ -219,17 +221,20 @@ class Explorer:
             counts: what is asked for.
             enough: those of them that are not excluded.
         """
-        every = [meshes.sizes(self.room, self.load.colouring, devices) for devices in enough]
-        found = self._of([sizes for sizes in every if len(sizes["micro"])])
-        if found:
-            self._explored[counts] = found
-        return found
+        mesh_sizes = [meshes.sizes(self.room, self.load.colouring, devices) for devices in enough]
+        made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
+        if made_entries:
+            self._explored[counts] = made_entries
+        return made_entries
 
-    def _of(self, every: Sequence[dict[str, Array]]) -> list[Entries]:
+    def _of(self, mesh_sizes: Sequence[dict[str, Array]]) -> list[Entries]:
         """The entries of some meshes with microbatches, with experts treated in each way."""
-        if not every:
+        if not mesh_sizes:
             return []
-        sizes = {axis: np.concatenate([one[axis] for one in every]) for axis in every[0]}
+        sizes = {
+            axis: np.concatenate([sizes_of[axis] for sizes_of in mesh_sizes])
+            for axis in mesh_sizes[0]
+        }
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes.and_one())
         self._uncut = replace(self._uncut, values=values)
@@ -261,16 +266,16 @@ class Explorer:
         self.best.counts["bound"] += len(entries) - done
 
     def _fitted(
-        self, entries: Entries, some: Array, reach: float, ranking: Ranking[Candidate] | None
+        self, entries: Entries, selected: Array, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
         """Prices those of some entries that could fit, in the order of a bound of what does."""
-        bounds = entries.seconds(some)
+        bounds = entries.seconds(selected)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
         order = ascending(bounds, self.limit * reach)
         if ranking is not None or self.flat:
-            self._in_order(entries, some[order], bounds[order], reach, ranking)
+            self._in_order(entries, selected[order], bounds[order], reach, ranking)
         else:
-            self._narrowed(entries, some[order], bounds[order])
+            self._narrowed(entries, selected[order], bounds[order])
 
     @property
     def flat(self) -> bool:
@@ -300,8 +305,8 @@ class Explorer:
         """Prices entries that no bound excludes on every place that they can have."""
         small = len(entries) <= SMALL
         for start, end in blocks(FIRST, len(order), PLACED):
-            found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            if (near := self.pairs.near(entries, found)) is not None:
+            pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
+            if (near := self.pairs.near(entries, pairs)) is not None:
                 for begin, until in blocks(QUICKEST if small else FEW, len(near)):
                     self._settle(entries, near.after(begin).first(until - begin).below(self.limit))
 
@@ -309,10 +314,10 @@ class Explorer:
         """Prices pairs on places in the order of their bounds, until no other can be faster."""
         placed, size = self.pairs.bounded(entries, near), NEAREST
         while len(placed := placed.below(self.limit)):
-            known, count = self.limit, min(size, len(placed))
+            limit, count = self.limit, min(size, len(placed))
             self.pairs.price_placed(entries, placed.first(count), 1, None)
             placed = placed.after(count)
-            size *= MORE if self.limit < known else MANY
+            size *= MORE if self.limit < limit else MANY
 
     def _leanest_first(self) -> Iterator[Entries]:
         """All entries that may have the minimum-memory plan, those on the most devices first."""

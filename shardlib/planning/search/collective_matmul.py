@@ -68,7 +68,7 @@ def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
 
 
 def with_any_loops(
-    load: Workload, topology: Topology, pins: Pins, found: PricedSpace
+    load: Workload, topology: Topology, pins: Pins, space: PricedSpace
 ) -> tuple[Candidate, float, float]:
     """The fastest candidate with or without loops over tensor, its seconds of a step, and seconds
     that none can beat.
@@ -77,13 +77,13 @@ def with_any_loops(
     over tensor hidden, every plan is at least as fast as with loops: others are priced in the order
     of that bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
     """
-    assert found.best.fastest is not None
-    best = with_loops(load, topology, found.best.fastest, pins, found.best.seconds)
-    for one in _by_tensor(load, topology, pins):
-        assert one.best.fastest is not None
+    assert space.best.fastest is not None
+    best = with_loops(load, topology, space.best.fastest, pins, space.best.seconds)
+    for sharded in _by_tensor(load, topology, pins):
+        assert sharded.best.fastest is not None
         best = min(
             best,
-            with_loops(load, topology, one.best.fastest, pins, one.best.seconds),
+            with_loops(load, topology, sharded.best.fastest, pins, sharded.best.seconds),
             key=lambda pair: pair[1],
         )
     hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
@@ -95,14 +95,14 @@ def with_any_loops(
             return *best, min(best[1], entry.seconds)
         candidate = everywhere.candidate(entry)
         if hides(load, topology, candidate.mesh):
-            other = with_loops(
+            alternative = with_loops(
                 load,
                 topology,
                 candidate,
                 pins,
                 float(price(load, topology, candidate).step_seconds[0]),
             )
-            best, priced = min(best, other, key=lambda pair: pair[1]), priced + 1
+            best, priced = min(best, alternative, key=lambda pair: pair[1]), priced + 1
     return *best, best[1]
 
 
@@ -113,11 +113,11 @@ def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[Price
     fixed = dict(pins.axes)
     if pins.mesh is not None or "tensor" in fixed or pins.staged:
         return
-    for ways in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
+    for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
         try:
-            axes = tuple(sorted({**fixed, "tensor": ways, "stage": 1}.items()))
-            found = priced_space(load, topology, pins.but(axes=axes))
+            axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
+            space = priced_space(load, topology, pins.but(axes=axes))
         except PinError:
             continue
-        if found.best.fastest is not None:
-            yield found
+        if space.best.fastest is not None:
+            yield space

@@ -18,15 +18,15 @@ def ascending(bounds: Array, limit: float) -> Array:
     return below[np.argsort(bounds[below], kind="stable")]
 
 
-def blocks(first: int, count: int, most: int | None = None) -> Iterator[tuple[int, int]]:
+def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple[int, int]]:
     """Begin and end of growing blocks of so many in all.
 
     Args:
         first: size of the first block.
         count: of all blocks together.
-        most: of a block; None for no limit.
+        largest: of a block; None for no limit.
     """
     start, size = 0, first
     while start < count:
         yield start, min(start + size, count)
-        start, size = start + size, min(size * GROWTH, most or count)
+        start, size = start + size, min(size * GROWTH, largest or count)

@@ -35,7 +35,7 @@ def infeasible(
         candidate: the minimum-memory plan.
         fits: whether a search with another topology or other pins succeeds.
     """
-    totals, held = price(load, topology, candidate), margin(topology)
+    totals, memory_margin = price(load, topology, candidate), margin(topology)
     capacity = fitting_bytes(topology)
     mesh, summary = candidate.mesh, candidate.summary
     peak = float(totals.peak_bytes[0])
@@ -43,32 +43,32 @@ def infeasible(
         ((float(values[0]), name) for name, values in totals.device_bytes.items()), reverse=True
     )
     shares = ", ".join(f"{name} {bytes_text(size)}" for size, name in parts if size > 0.01 * peak)
-    ways = [
+    hints = [
         f"leaving {name} to the planner"
         for name, others in pins.without().items()
         if fits(topology, others)
     ]
-    ways += _larger(topology, lambda other: fits(other, pins))
+    hints += _larger(topology, lambda machine: fits(machine, pins))
     smaller = _smaller_batch(totals, capacity)
-    ways += [smaller] if smaller else []
+    hints += [smaller] if smaller else []
     return InfeasibleError(
         f"{load.problem.model} does not fit on {topology.name}: the leanest plan"
         f" ({mesh}{', ' + summary if summary else ''}) needs {bytes_text(peak)} on each device,"
         f" {bytes_text(peak - capacity)} more than {_room(topology)}"
         f" ({shares})\nTry:"
-        f" {'; or '.join(ways) if ways else 'a larger topology and a smaller batch together'}",
-        short_bytes=math.ceil(peak * held - topology.chip.usable_bytes),
+        f" {'; or '.join(hints) if hints else 'a larger topology and a smaller batch together'}",
+        short_bytes=math.ceil(peak * memory_margin - topology.chip.usable_bytes),
     )
 
 
 def _room(topology: Topology) -> str:
     """The memory that a plan may fill, in words."""
-    held, usable = margin(topology), topology.chip.usable_bytes
-    if held == 1:
+    memory_margin, usable = margin(topology), topology.chip.usable_bytes
+    if memory_margin == 1:
         return f"the {bytes_text(usable)} it has"
     return (
         f"the {bytes_text(fitting_bytes(topology))} that a plan may fill of {bytes_text(usable)},"
-        f" as a program may need {percent_text(held - 1)} more than predicted"
+        f" as a program may need {percent_text(memory_margin - 1)} more than predicted"
     )
 
 
@@ -76,20 +76,20 @@ def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> list[str]:
     """The smallest doubling of the number of fast domains that fits, if one up to 64 times the size
     does; of each of the machines that a slow link joins.
     """
-    joined, at, inner = topology.name.partition("@")
-    link, _, inner = inner.partition("*") if at else ("", "", joined)
+    joined, separator, inner = topology.name.partition("@")
+    link, _, inner = inner.partition("*") if separator else ("", "", joined)
     count, star, domain = inner.partition("*")
     number, domain = (int(count), domain) if star else (1, inner)
-    front = f"{joined}@{link}*" if at else ""
+    front = f"{joined}@{link}*" if separator else ""
     for factor in (2, 4, 8, 16, 32, 64):
         try:
-            other = replace(
+            larger = replace(
                 parse_topology(f"{front}{number * factor}*{domain}"), chip=topology.chip
             )
         except TopologyError:
             return []
-        if fits(other):
-            return [f"the topology {other.name} ({other.devices} devices)"]
+        if fits(larger):
+            return [f"the topology {larger.name} ({larger.devices} devices)"]
     return []
 
 

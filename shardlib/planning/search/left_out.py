@@ -36,16 +36,16 @@ def fastest_with_left_out(
         return candidate, seconds
     others = sorted(
         (
-            (its, one)
-            for its, _, one in space.best.by_mesh.values()
-            if one.mesh["tensor"] > 1 and its <= REACH * seconds and one.mesh != candidate.mesh
+            (its, rival)
+            for its, _, rival in space.best.by_mesh.values()
+            if rival.mesh["tensor"] > 1 and its <= REACH * seconds and rival.mesh != candidate.mesh
         ),
         key=lambda pair: (pair[0], str(pair[1].mesh)),
     )
     best = candidate, seconds
-    for its, one in [(seconds, candidate), *others[:MESHES]]:
-        found = with_left_out(load, topology, space, one, its)
-        best = found if found[1] < best[1] else best
+    for its, start in [(seconds, candidate), *others[:MESHES]]:
+        improved = with_left_out(load, topology, space, start, its)
+        best = improved if improved[1] < best[1] else best
     return best
 
 
@@ -55,14 +55,14 @@ def with_left_out(
     """A plan with the dimensions sharded, too, that the search left out, where that is faster and
     fits; see `fastest_with_left_out`.
     """
-    ways, colours = candidate.mesh["tensor"], load.colouring.colours
-    for name in space.room.left_out if ways > 1 else ():
-        if colours[name].divisor % ways:
+    degree, colours = candidate.mesh["tensor"], load.colouring.colours
+    for name in space.room.left_out if degree > 1 else ():
+        if colours[name].divisor % degree:
             continue
         tensor = most_specific_first({*candidate.choice.tensor, name}, load.colouring)
-        other = replace(candidate, choice=replace(candidate.choice, tensor=tensor))
-        totals = price(load, topology, other)
+        alternative = replace(candidate, choice=replace(candidate.choice, tensor=tensor))
+        totals = price(load, topology, alternative)
         its = float(totals.step_seconds[0])
         if its < seconds * (1 - GAIN) and totals.peak_bytes[0] <= fitting_bytes(topology):
-            candidate, seconds = other, its
+            candidate, seconds = alternative, its
     return candidate, seconds

@@ -37,19 +37,19 @@ def with_more_room(
         candidate: the plan.
         seconds: of a step of it.
     """
-    one = candidate.decisions
-    if pins.zero is not None or not (1 <= one.zero < 3):
+    decisions = candidate.decisions
+    if pins.zero is not None or not (1 <= decisions.zero < 3):
         return candidate
-    least = float(price(load, topology, candidate).peak_bytes[0])
-    if least < NEARLY * fitting_bytes(topology):
+    fewest_bytes = float(price(load, topology, candidate).peak_bytes[0])
+    if fewest_bytes < NEARLY * fitting_bytes(topology):
         return candidate
-    stages = along({"stage": np.array([one.mesh["stage"]])})
-    for zero in (zero for zero in space.room.limits.able.zero if zero > one.zero):
-        other = candidate.but(zero=zero)
-        if not lowered(facts(other.decisions), stages, space.room.gaps).all():
+    stages = along({"stage": np.array([decisions.mesh["stage"]])})
+    for zero in (zero for zero in space.room.limits.able.zero if zero > decisions.zero):
+        alternative = candidate.but(zero=zero)
+        if not lowered(facts(alternative.decisions), stages, space.room.gaps).all():
             continue
-        totals = price(load, topology, other)
+        totals = price(load, topology, alternative)
         peak, its = float(totals.peak_bytes[0]), float(totals.step_seconds[0])
-        if its <= seconds * (1 + TIE) and peak < least * (1 - TIE):
-            candidate, least = other, peak
+        if its <= seconds * (1 + TIE) and peak < fewest_bytes * (1 - TIE):
+            candidate, fewest_bytes = alternative, peak
     return candidate

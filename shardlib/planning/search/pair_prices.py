@@ -65,7 +65,7 @@ class Placed:
             at=self.at[rows],
             choices=self.choices[rows],
             least=self.least[rows],
-            kinds={kind: least[rows] for kind, least in self.kinds.items()},
+            kinds={kind: bound[rows] for kind, bound in self.kinds.items()},
         )
 
     def first(self, count: int) -> Placed:
@@ -78,13 +78,13 @@ class Placed:
 
     def alone(self) -> Placed:
         """The same, of a block that has no other candidates."""
-        used, at = np.unique(self.at, return_inverse=True)
+        used, positions = np.unique(self.at, return_inverse=True)
         block = replace(
             self.block,
             places=[self.block.places[i] for i in used],
             c=self.block.c.take(used),
         )
-        return replace(self, block=block, at=at.reshape(-1))
+        return replace(self, block=block, at=positions.reshape(-1))
 
     def below(self, limit: float) -> Placed:
         """Those whose bound is below a limit, the least first."""
@@ -135,13 +135,13 @@ class PairPricer:
         """Pairs on every place that their axes can have, or on the usual one; None where they have
         none.
         """
-        block, where = self._block(entries, pairs, usual)
+        block, places = self._block(entries, pairs, usual)
         if block is None:
             return None
-        which = np.repeat(np.arange(len(pairs)), [len(one) for one in where])
+        which = np.repeat(np.arange(len(pairs)), [len(rows) for rows in places])
         return Placed(
             block=block,
-            at=np.array([at for one in where for at in one], dtype=np.int64),
+            at=np.array([row for rows in places for row in rows], dtype=np.int64),
             choices=pairs.choices[which],
             least=pairs.least[which],
             kinds={},
@@ -154,8 +154,8 @@ class PairPricer:
         placed = self.placed(entries, pairs)
         if placed is None or self.room.apart:
             return placed
-        least = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
-        return replace(placed, least=least).below(self.best.limit).alone()
+        bounds = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
+        return replace(placed, least=bounds).below(self.best.limit).alone()
 
     def bounded(self, entries: Entries, placed: Placed) -> Placed:
         """Pairs on places with bounds that know the choice, too, as far as they are below the
@@ -165,8 +165,8 @@ class PairPricer:
             return placed
         placed = placed.alone()
         kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
-        least = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
-        return replace(placed, least=least, kinds=kinds).below(self.best.limit)
+        bounds = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
+        return replace(placed, least=bounds, kinds=kinds).below(self.best.limit)
 
     def price_placed(
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
@@ -182,59 +182,61 @@ class PairPricer:
         """
         order = np.lexsort((placed.block.c.shape[placed.at], placed.choices))
         pricer = self._row_pricer(entries)
-        for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, placed.take(some)), seen)
+        for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
+            pricer.price(self._rows(entries, placed.take(part)), seen)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """Prices rows of some entries; layer groups apart, where the space has such plans."""
-        load, room, pricer = self.variants.load, self.room, self.variants.pricer
+        load, space, pricer = self.variants.load, self.room, self.variants.pricer
         groups = None
-        if room.apart:
+        if space.apart:
             bounds = GroupBounds(
                 load=load,
-                room=room,
+                room=space,
                 pricer=pricer,
                 capacity=self.variants.capacity,
                 offloads=self.variants.offloads(),
             )
             corners = Corners(
                 load=load,
-                policies=room.policies,
+                policies=space.policies,
                 pricer=pricer,
                 values=entries.values,
                 cuttable=self.cuttable,
             )
             groups = GroupPricer(
-                load=load, room=room, pricer=pricer, bounds=bounds, corners=corners
+                load=load, room=space, pricer=pricer, bounds=bounds, corners=corners
             )
-        return RowPricer(load=load, room=room, pricer=pricer, variants=self.variants, groups=groups)
+        return RowPricer(
+            load=load, room=space, pricer=pricer, variants=self.variants, groups=groups
+        )
 
     def _rows(self, entries: Entries, placed: Placed) -> Rows:
         """Candidates under choices, with their quantities."""
-        at, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
+        rows, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
         accounts, policies, routes = (
             entries.scope.accounts,
             self.room.policies,
             entries.scope.routes,
         )
-        apart = self.room.apart
-        bounds = (*policies, EACH) if apart else policies
-        shapes, where = np.unique(c.shape, return_inverse=True)
+        by_group = self.room.apart
+        bounds = (*policies, EACH) if by_group else policies
+        shapes, shape_of_row = np.unique(c.shape, return_inverse=True)
         keys, column = np.unique(
-            np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True
+            np.stack([choices, shape_of_row.reshape(-1)]), axis=1, return_inverse=True
         )
-        wanted = [
+        columns_needed = [
             (entries.choices[int(number)], keys[1, keys[0] == number])
             for number in np.unique(keys[0])
         ]
 
         def columns(account: Account) -> Array:
-            return account.on(entries.values, shapes).columns(wanted)
+            return account.on(entries.values, shapes).columns(columns_needed)
 
-        local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        under = Under(entries.scope.chosen, keys[0])
+        local, resting = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
+        row_choices = Under(entries.scope.chosen, keys[0])
         ticks = {
-            policy: entries.bounds.ticks(policy, under, shapes[keys[1]]).take(local.shape)
+            policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(local.shape)
             for policy in bounds
         }
         saved = (
@@ -244,13 +246,13 @@ class PairPricer:
                 )[0]
                 for policy in policies
             }
-            if apart
+            if by_group
             else dict[str, Array]()
         )
-        known = {
+        sums_by_policy = {
             policy: sums(
                 columns(accounts.work[policy, routes])[0],
-                rest,
+                resting,
                 list(columns(accounts.points[policy, routes])),
                 self.variants.load.model,
                 self.variants.pricer,
@@ -260,10 +262,10 @@ class PairPricer:
             for policy in policies
         }
         return Rows(
-            candidates=at,
+            candidates=rows,
             choices=choices,
             c=c,
-            sums=known,
+            sums=sums_by_policy,
             ticks=ticks,
             kinds=placed.kinds,
         )
@@ -274,16 +276,16 @@ class PairPricer:
         """The candidates of some pairs on their places, and the positions of those of each pair;
         nothing where there are none.
         """
-        known: dict[int, list[int]] = {}
+        rows_of_entry: dict[int, list[int]] = {}
         places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
         rows: list[int] = []
         for entry in pairs.entries:
-            if int(entry) not in known:
+            if int(entry) not in rows_of_entry:
                 mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
-                found = self._places(mesh, usual)
-                known[int(entry)] = list(range(len(rows), len(rows) + len(found)))
-                places += [(mesh, order, placement) for order, placement in found]
-                rows += [int(entry)] * len(found)
+                options = self._places(mesh, usual)
+                rows_of_entry[int(entry)] = list(range(len(rows), len(rows) + len(options)))
+                places += [(mesh, order, placement) for order, placement in options]
+                rows += [int(entry)] * len(options)
         if not rows:
             return None, []
         c = candidates(
@@ -297,13 +299,13 @@ class PairPricer:
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
             gaps=self.room.gaps,
         )
-        return block, [known[int(entry)] for entry in pairs.entries]
+        return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
 
     def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
         """The places of a mesh; with `usual`, one of them."""
-        wanted = self.room.pins.axis_order
-        if wanted is not None:
-            order = mesh.in_order(wanted)
+        pinned = self.room.pins.axis_order
+        if pinned is not None:
+            order = mesh.in_order(pinned)
             placement = place(mesh, self.topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
         if usual or not self.room.limits.able.free:

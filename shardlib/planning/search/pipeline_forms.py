@@ -70,8 +70,8 @@ def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
         gap=max(0.0, 1 - bound / chosen.estimate.step_seconds),
         counts=tuple(sorted(counts.items())),
     )
-    found = replace(chosen, search=certificate)
-    return found.with_findings(*([ONE_PROCESS] if found.pipeline == "programs" else []))
+    faster = replace(chosen, search=certificate)
+    return faster.with_findings(*([ONE_PROCESS] if faster.pipeline == "programs" else []))
 
 
 def forms_in_order(
@@ -92,25 +92,25 @@ def forms_in_order(
     Raises:
         PinError, InfeasibleError: neither form has a plan; of one program.
     """
-    least, most = math.inf, math.inf
-    for one in heapq.merge(*_of_both(pins, ranked), key=lambda one: one.seconds):
-        most = min(most, slack * one.seconds)
-        if one.seconds > most:
+    fewest_bytes, limit = math.inf, math.inf
+    for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):
+        limit = min(limit, slack * entry.seconds)
+        if entry.seconds > limit:
             return
-        if not front or one.peak_bytes < least:
-            yield one
-        least = min(least, one.peak_bytes)
+        if not front or entry.peak_bytes < fewest_bytes:
+            yield entry
+        fewest_bytes = min(fewest_bytes, entry.peak_bytes)
 
 
 def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
     """The answers for both forms, or for the one that has any."""
-    found: list[T] = []
+    answers: list[T] = []
     refused: list[PinError | InfeasibleError] = []
     for form in FORMS:
         try:
-            found.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
+            answers.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
         except (PinError, InfeasibleError) as error:
             refused.append(error)
-    if not found:
+    if not answers:
         raise refused[0]
-    return found
+    return answers

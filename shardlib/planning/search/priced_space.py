@@ -62,16 +62,16 @@ class PricedSpace:
     devices: int
     _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
 
-    def landscape(self, most: int) -> tuple[Priced, ...]:
+    def landscape(self, count: int) -> tuple[Priced, ...]:
         """What was priced, thinned; made once, when it is first asked for.
 
         Args:
-            most: points at most.
+            count: points at most.
         """
         if not self._points:
             self._points.extend(
                 Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)
-                for point in self.best.landscape.points(most)
+                for point in self.best.landscape.points(count)
             )
         return tuple(self._points)
 
@@ -118,40 +118,40 @@ def priced_space(
         PinError: the pins make no sense, or allow no plan.
     """
     rules = _require_possible(load, topology, pins)
-    wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
+    devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     rooms, runs = _explorers(
-        load, topology, pins, rules, wanted, any_plan=any_plan, all_devices=all_devices
+        load, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
     )
-    apart, most = within_slow_links(topology), max(devices for devices, _ in runs)
-    every = dict[Explorer, Counts]()
+    part, largest = within_slow_links(topology), max(devices for devices, _ in runs)
+    counts_by_explorer = dict[Explorer, Counts]()
     for devices, explorer in runs:
         if devices:
-            every[explorer] = (*every.get(explorer, ()), devices)
-    many = most > min(MANY, MANY_PER_ROW * rooms[-1].limits.batch)
-    if many and not any_plan and not apart:
-        _price_together(every, ranking, slack)
+            counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
+    many = largest > min(MANY, MANY_PER_ROW * rooms[-1].limits.batch)
+    if many and not any_plan and not part:
+        _price_together(counts_by_explorer, ranking, slack)
     else:
         if ranking is None and not any_plan:
-            if apart:
-                explore([explorer for devices, explorer in runs if devices == apart], (apart,))
-            together = [explorer for devices, explorer in runs if 0 < devices == most]
-            if together and together[0].is_small((most,)):  # its plan may exclude all others
-                explore(together[:1], (most,))
+            if part:
+                explore([explorer for devices, explorer in runs if devices == part], (part,))
+            together = [explorer for devices, explorer in runs if 0 < devices == largest]
+            if together and together[0].is_small((largest,)):  # its plan may exclude all others
+                explore(together[:1], (largest,))
                 together = together[1:]
-            explore(together, (most,))
+            explore(together, (largest,))
         # with all, plans are fastest, unless a slow link joins them
-        for devices, explorer in sorted(runs, key=lambda run: (run[0] != apart, -run[0])):
+        for devices, explorer in sorted(runs, key=lambda run: (run[0] != part, -run[0])):
             if devices:
                 explorer.run((devices,), ranking, slack)
     explorer = runs[0][1]
     if explorer.best.fastest is None and not any_plan:
-        for one in dict.fromkeys(explorer for _, explorer in runs):
-            one.minimum_memory()
+        for searcher in dict.fromkeys(explorer for _, explorer in runs):
+            searcher.minimum_memory()
     if explorer.best.minimum_memory is None and not any_plan:
         lacking = layers_lacking(load.problem.model, _layer_groups(load), pins)
         if lacking:
             raise PinError(lacking)
-        raise explain_empty(load.problem, load.colouring, pins, wanted)
+        raise explain_empty(load.problem, load.colouring, pins, devices_wanted)
     return PricedSpace(
         room=rooms[-1],
         best=explorer.best,
@@ -162,21 +162,28 @@ def priced_space(
 
 
 def _price_together(
-    every: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
+    counts_by_explorer: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
 ) -> None:
     """Prices spaces on all numbers of devices at once, after a simple plan for each number.
 
     Args:
-        every: numbers of devices by space.
+        counts_by_explorer: numbers of devices by space.
         ranking, slack: as `priced_space` takes them.
     """
-    for explorer, counts in every.items():
+    for explorer, counts in counts_by_explorer.items():
         if explorer.best.fastest is None:
             explorer.seed(counts)
     if ranking is None:
-        for counts in dict.fromkeys(every.values()):
-            explore([one for one, mine in every.items() if mine == counts], counts)
-    for explorer, counts in every.items():
+        for counts in dict.fromkeys(counts_by_explorer.values()):
+            explore(
+                [
+                    explorer
+                    for explorer, own_counts in counts_by_explorer.items()
+                    if own_counts == counts
+                ],
+                counts,
+            )
+    for explorer, counts in counts_by_explorer.items():
         explorer.run(counts, ranking, slack)
 
 
@@ -188,7 +195,7 @@ def within_slow_links(topology: Topology) -> int:
         topology: the machine.
     """
     first, *others = topology.tiers
-    slow = others and first.bytes_per_s * FAR_SLOWER < min(one.bytes_per_s for one in others)
+    slow = others and first.bytes_per_s * FAR_SLOWER < min(tier.bytes_per_s for tier in others)
     return topology.devices // first.devices if slow else 0
 
 
@@ -207,7 +214,7 @@ def _explorers(
     topology: Topology,
     pins: Pins,
     rules: Rules | None,
-    wanted: int,
+    device_count: int,
     *,
     any_plan: bool,
     all_devices: bool,
@@ -218,32 +225,32 @@ def _explorers(
     Args:
         load, topology, pins, any_plan, all_devices: as `priced_space` takes them.
         rules: pinned rules, in the colours of the model.
-        wanted: devices that a plan should use.
+        device_count: devices that a plan should use.
     """
     able = load.framework.able if load.framework is not None else ANYTHING
     fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
-    every = dict.fromkeys(
-        effective(one, load.problem, load.profile, pins.dtypes)
-        for one in combinations(pins.dtypes, pins.allow)
+    all_dtypes = dict.fromkeys(
+        effective(combination, load.problem, load.profile, pins.dtypes)
+        for combination in combinations(pins.dtypes, pins.allow)
     )
-    ways = strategies(load.problem, pins, load.profile, topology.chip, able)
+    all_strategies = strategies(load.problem, pins, load.profile, topology.chip, able)
     rooms: list[Space] = []
     runs: list[tuple[int, Explorer]] = []
-    for dtypes, strategy in itertools.product(every, ways):
+    for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        one = load.under(dtypes, decisions.fused)
-        rooms.append(build(one, pins, fixed, replace(strategy, decisions=decisions)))
+        workload = load.under(dtypes, decisions.fused)
+        rooms.append(build(workload, pins, fixed, replace(strategy, decisions=decisions)))
         counts = [
             count
-            for count in _counts(rooms[-1], one, topology, wanted)
+            for count in _counts(rooms[-1], workload, topology, device_count)
             if count == topology.devices or not all_devices
         ]
         explorers: dict[Topology, Explorer] = {}
-        for devices in counts or [wanted]:
+        for devices in counts or [device_count]:
             machine = topology.in_use(devices)
             if machine not in explorers:
                 explorers[machine] = Explorer(
-                    one,
+                    workload,
                     rooms[-1],
                     machine,
                     fitting_bytes(topology),
@@ -306,7 +313,7 @@ def _require_able(framework: Framework | None, pins: Pins) -> None:
         raise_all(PinError, what, failures, hint="other pins, or no framework")
 
 
-def _counts(space: Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:
+def _counts(space: Space, load: Workload, topology: Topology, device_count: int) -> Iterator[int]:
     """Numbers of devices that a plan may use, the largest first; where none of those that are
     tried has a mesh, the most that one has.
     """
@@ -315,16 +322,16 @@ def _counts(space: Space, load: Workload, topology: Topology, wanted: int) -> It
         return len(sizes(space, load.colouring, devices)["micro"]) > 0
 
     if space.pins.mesh is not None:
-        yield wanted
+        yield device_count
         return
     tried = device_counts(topology, space.limits.batch)
     others = (
         n
-        for n in range(wanted, 0, -1)
+        for n in range(device_count, 0, -1)
         if n not in tried and place(MeshShape({"data": n}), topology) is not None
     )
-    most = next((n for n in itertools.chain(tried, others) if some(n)), 0)
-    if most in tried:
-        yield from (n for n in tried if n <= most)
-    elif most:
-        yield most
+    largest = next((n for n in itertools.chain(tried, others) if some(n)), 0)
+    if largest in tried:
+        yield from (n for n in tried if n <= largest)
+    elif largest:
+        yield largest

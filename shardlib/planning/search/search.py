@@ -98,12 +98,12 @@ def search(
     space = priced_space(load, topology, pins, all_devices=all_devices)
     if space.best.fastest is None:
         raise _infeasible(load, topology, pins, space)
-    fastest, found = fastest_with_left_out(
+    fastest, priced_seconds = fastest_with_left_out(
         load, topology, space, space.best.fastest, space.best.seconds
     )
-    fastest = with_more_room(load, topology, pins, space, fastest, found)
-    candidate, step_seconds = with_loops(load, topology, fastest, pins, found)
-    bound = min(found, step_seconds)
+    fastest = with_more_room(load, topology, pins, space, fastest, priced_seconds)
+    candidate, step_seconds = with_loops(load, topology, fastest, pins, priced_seconds)
+    bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and load.profile.name == XLA.name:
         candidate, step_seconds, bound = with_any_loops(load, topology, pins, space)
     seconds = time.perf_counter() - started
@@ -134,7 +134,7 @@ def prepared(
         profile: framework profile or its name; None for JAX and XLA.
         pins: decisions fixed by hand.
     """
-    wanted = (
+    chosen_profile = (
         framework_profile(profile)
         if profile is not None
         else load.profile
@@ -142,19 +142,19 @@ def prepared(
         else XLA
     )
     if pins.pipeline == "programs":  # they wait for nothing but their neighbours
-        wanted = replace(wanted, pipeline="asynchronous")
+        chosen_profile = replace(chosen_profile, pipeline="asynchronous")
     elif (
-        pins.pipeline is not None and wanted.name == XLA.name
+        pins.pipeline is not None and chosen_profile.name == XLA.name
     ):  # the load may be that of a plan whose stages are such programs
-        wanted = replace(wanted, pipeline=XLA.pipeline)
+        chosen_profile = replace(chosen_profile, pipeline=XLA.pipeline)
     if (
         load is not None
         and traits(load.vendor) == traits(topology.chip.vendor)
-        and load.profile == wanted
+        and load.profile == chosen_profile
     ):
         return load
     framework = load.framework if load is not None else None
-    return prepare(problem, topology.chip.vendor, wanted, framework)
+    return prepare(problem, topology.chip.vendor, chosen_profile, framework)
 
 
 def ranked(
@@ -204,9 +204,9 @@ def ranked(
     seconds = time.perf_counter() - started
 
     def plan(candidate: Candidate, entry: Entry[Candidate]) -> Plan:
-        other, found = with_left_out(load, topology, space, candidate, entry.seconds)
-        other = with_more_room(load, topology, pins, space, other, found)
-        chosen, step_seconds = with_loops(load, topology, other, pins, found)
+        alternative, priced_seconds = with_left_out(load, topology, space, candidate, entry.seconds)
+        alternative = with_more_room(load, topology, pins, space, alternative, priced_seconds)
+        chosen, step_seconds = with_loops(load, topology, alternative, pins, priced_seconds)
         bound = min(space.best.seconds, step_seconds)
         certificate = _certificate(space, chosen, step_seconds, seconds, bound)
         return _plan(load, topology, pins, space, chosen, certificate)
@@ -232,7 +232,7 @@ def _plan(
     candidate: Candidate,
     certificate: Search,
 ) -> Plan:
-    made = assemble(
+    plan = assemble(
         load,
         topology,
         candidate,
@@ -242,8 +242,8 @@ def _plan(
         most=space.devices,
         pinned=pins.mesh is not None,
     )
-    require_obeyed(pins, made)
-    return made.with_findings(*without_effect(space.room.pins, made))
+    require_obeyed(pins, plan)
+    return plan.with_findings(*without_effect(space.room.pins, plan))
 
 
 def _certificate(
@@ -270,7 +270,7 @@ def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
     """The best plan of each other mesh that was priced, and meshes for which nothing fits; the
     fastest and those of the least memory.
     """
-    found = [
+    rejected = [
         Rejected(
             mesh=mesh,
             summary=candidate.summary,
@@ -283,7 +283,8 @@ def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
     ]
     return tuple(
         sorted(
-            found, key=lambda r: (r.reason != "slower", r.step_seconds, r.peak_bytes, str(r.mesh))
+            rejected,
+            key=lambda r: (r.reason != "slower", r.step_seconds, r.peak_bytes, str(r.mesh)),
         )
     )[:MOST_REJECTED]
 
@@ -293,9 +294,9 @@ def _infeasible(
 ) -> InfeasibleError:
     assert space.best.minimum_memory is not None
 
-    def fits(other: Topology, others: Pins) -> bool:
+    def fits(machine: Topology, others: Pins) -> bool:
         try:
-            priced = priced_space(load, other, others, any_plan=True)
+            priced = priced_space(load, machine, others, any_plan=True)
         except PinError:
             return False
         return priced.best.fastest is not None

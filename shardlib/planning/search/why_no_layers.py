@@ -54,17 +54,17 @@ def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
 
 def _called_again(model: str, calls: int, pins: Pins) -> str:
     """Why a model whose layers a loss runs several times has none to split."""
-    asked = (
+    request = (
         f"{' with '.join(_stage_pins(pins))} splits layers into stages"
         if pins.staged
         else f"remat_layers={pins.remat_layers} rematerialises some of the layers"
     )
     often = "twice" if calls == 2 else f"{calls} times"
     return (
-        f"{asked}, and the loss runs the layers of {model}, or some of them, {often} with the same"
-        " parameters, as where it calls the model or one of its layers more than once; they have to"
-        " run once, each layer with parameters of its own\nTry: one call of the model for all rows,"
-        " no layer that is used again, or no such pin"
+        f"{request}, and the loss runs the layers of {model}, or some of them, {often} with the"
+        " same parameters, as where it calls the model or one of its layers more than once; they"
+        " have to run once, each layer with parameters of its own\nTry: one call of the model for"
+        " all rows, no layer that is used again, or no such pin"
     )
 
 
@@ -73,34 +73,34 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
     if not pins.staged:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
-    asked = " with ".join(_stage_pins(pins))
+    request = " with ".join(_stage_pins(pins))
     if layers < 2:
         return (
-            f"{asked} splits layers into stages, and {model} has {_number(layers)} in a"
+            f"{request} splits layers into stages, and {model} has {_number(layers)} in a"
             " loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
         )
     if stages > layers:
         return (
-            f"{asked} splits layers into stages, and {model} has {_number(layers)} in a"
+            f"{request} splits layers into stages, and {model} has {_number(layers)} in a"
             " loop\nTry: fewer stages, or more layers under jax.lax.scan or nnx.scan"
         )
-    chunks, least = _chunks(pins), max(stages, 2)
-    if chunks * least <= layers:
+    chunks, stage_count = _chunks(pins), max(stages, 2)
+    if chunks * stage_count <= layers:
         return ""
     source = (
         f"virtual_stages={chunks}"
         if pins.virtual_stages
         else f"schedule={pins.schedule!r} has at least virtual_stages={chunks}, and that"
     )
-    most = layers // least
+    limit = layers // stage_count
     fewer = (
-        f"virtual_stages of at most {most}"
-        if most > 1 and pins.virtual_stages
+        f"virtual_stages of at most {limit}"
+        if limit > 1 and pins.virtual_stages
         else "a schedule without chunks of layers, such as '1f1b'"
     )
     return (
-        f"{source} splits the layers of each of {least} stages into {chunks} chunks:"
-        f" {chunks * least} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
+        f"{source} splits the layers of each of {stage_count} stages into {chunks} chunks:"
+        f" {chunks * stage_count} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
         f" {fewer}, or fewer stages"
     )
 
@@ -108,15 +108,15 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
 def _stage_pins(pins: Pins) -> list[str]:
     """The pins that ask for stages."""
     stages = dict(pins.mesh or pins.axes).get("stage", 1)
-    given = {
+    pinned = {
         "schedule": pins.schedule if pins.schedule and named(pins.schedule).staged else None,
         "pipeline": pins.pipeline if pins.pipeline == "programs" else None,
         "accumulation": pins.accumulation if (pins.accumulation or 1) > 1 else None,
         "virtual_stages": pins.virtual_stages if (pins.virtual_stages or 1) > 1 else None,
         "gather": pins.gather if pins.gather == "once" else None,
     }
-    asked = [f"{word}={value!r}" for word, value in given.items() if value is not None]
-    return [f"stage={stages}"] if stages > 1 else asked
+    words = [f"{word}={value!r}" for word, value in pinned.items() if value is not None]
+    return [f"stage={stages}"] if stages > 1 else words
 
 
 def _chunks(pins: Pins) -> int:
@@ -140,17 +140,17 @@ def _too_few_to_rematerialise(
     stages = dict(pins.mesh or pins.axes).get("stage", 1)
     chunks = stages * (pins.virtual_stages or 1)
     here = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
-    where = f"a stage of {model}" if stages > 1 else model
+    location = f"a stage of {model}" if stages > 1 else model
     faults = [
-        f"remat_classes rematerialises {asked} of the layers of {name!r}, and {where} has {found}"
-        " there"
-        for name, found in zip(names, here, strict=True)
-        if (asked := groups.get(name)) and asked > found - (len(names) == 1)
+        f"remat_classes rematerialises {requested} of the layers of {name!r}, and {location} has"
+        f" {count} there"
+        for name, count in zip(names, here, strict=True)
+        if (requested := groups.get(name)) and requested > count - (len(names) == 1)
     ]
     if pins.remat_layers and counts and pins.remat_layers >= sum(here):
         faults.append(
-            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {where} has"
-            f" {_number(sum(here))} in a loop"
+            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {location}"
+            f" has {_number(sum(here))} in a loop"
         )
     if not faults:
         return ""

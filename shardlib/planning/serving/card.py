@@ -39,21 +39,21 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
         plan: the plan.
         points: its curve.
     """
-    estimate, held = plan.estimate, plan.estimate.device_bytes
+    estimate, sizes = plan.estimate, plan.estimate.device_bytes
     memory = [
         (name, size, bytes_text(size))
         for name, size in (
-            ("weights", held.weights),
-            ("pages", held.cache),
-            ("temporaries", held.temporaries),
-            ("spare", held.limit - held.peak),
+            ("weights", sizes.weights),
+            ("pages", sizes.cache),
+            ("temporaries", sizes.temporaries),
+            ("spare", sizes.limit - sizes.peak),
         )
         if size > 0
     ]
-    first, _, rest = explained(plan).partition("\n\n")
-    found = card(
+    first, _, remainder = explained(plan).partition("\n\n")
+    html = card(
         first.replace("\n", " "),
-        [rest.partition("\n\n")[0].replace("\n", " ")],
+        [remainder.partition("\n\n")[0].replace("\n", " ")],
         bars=(
             (
                 "from token to token",
@@ -64,9 +64,9 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
         text=explained(plan),
     )
     return (
-        found
+        html
         if len(points) < 2
-        else found.replace("<details>", f"{curve_svg(points, plan)}<details>")
+        else html.replace("<details>", f"{curve_svg(points, plan)}<details>")
     )
 
 
@@ -78,35 +78,35 @@ def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -
         points: of the curve.
         plan: what is chosen.
     """
-    times = [math.log(one.tpot_seconds) for one in points]
-    most = max(one.output_tokens_per_second_per_chip for one in points)
+    times = [math.log(point.tpot_seconds) for point in points]
+    highest = max(point.output_tokens_per_second_per_chip for point in points)
     low, high = min(times), max(times)
     span = (high - low) or 1.0
 
-    def at(one: ServingPoint) -> tuple[float, float]:
-        across = (math.log(one.tpot_seconds) - low) / span
-        up = one.output_tokens_per_second_per_chip / most
+    def at(point: ServingPoint) -> tuple[float, float]:
+        across = (math.log(point.tpot_seconds) - low) / span
+        up = point.output_tokens_per_second_per_chip / highest
         return LEFT + across * (WIDE - LEFT - 12), HIGH - BELOW - up * (HIGH - BELOW - 14)
 
-    def chosen(one: ServingPoint) -> bool:
-        return plan is not None and (one.tensor, one.batch, one.chunk) == (
+    def chosen(point: ServingPoint) -> bool:
+        return plan is not None and (point.tensor, point.batch, point.chunk) == (
             plan.choice.tensor,
             plan.choice.batch,
             plan.choice.chunk,
         )
 
-    places = [at(one) for one in points]
+    places = [at(point) for point in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     marks = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if chosen(one) else 3}"'
-        f' fill="{"#d55e00" if chosen(one) else "#0072b2"}">'
-        f"<title>{escape(_told(one))}</title></circle>"
-        for one, (x, y) in zip(points, places, strict=True)
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if chosen(point) else 3}"'
+        f' fill="{"#d55e00" if chosen(point) else "#0072b2"}">'
+        f"<title>{escape(_told(point))}</title></circle>"
+        for point, (x, y) in zip(points, places, strict=True)
     ]
     ends = [
         (LEFT, HIGH - 8, "start", seconds_text(math.exp(low))),
         (WIDE - 12, HIGH - 8, "end", seconds_text(math.exp(high)) + " a token"),
-        (LEFT - 6, 22, "end", count_text(most)),
+        (LEFT - 6, 22, "end", count_text(highest)),
         (LEFT - 6, HIGH - BELOW, "end", "0"),
         (LEFT + 4, 12, "start", "tokens/s a chip"),
     ]
@@ -125,9 +125,9 @@ def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -
     )
 
 
-def _told(one: ServingPoint) -> str:
+def _told(point: ServingPoint) -> str:
     return (
-        f"{one.replicas} x tensor {one.tensor}, {one.batch} requests, chunk {one.chunk}:"
-        f" {count_text(one.output_tokens_per_second_per_chip)} tokens/s a chip, a token every"
-        f" {seconds_text(one.tpot_seconds)}, the first after {seconds_text(one.ttft_seconds)}"
+        f"{point.replicas} x tensor {point.tensor}, {point.batch} requests, chunk {point.chunk}:"
+        f" {count_text(point.output_tokens_per_second_per_chip)} tokens/s a chip, a token every"
+        f" {seconds_text(point.tpot_seconds)}, the first after {seconds_text(point.ttft_seconds)}"
     )

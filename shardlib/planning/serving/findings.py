@@ -22,9 +22,9 @@ def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tu
         point: what was chosen.
         estimate: what that is predicted to do.
     """
-    found: list[Finding] = []
+    listed: list[Finding] = []
     if asked.topology.chip.name not in LEARNED_ON:
-        found.append(
+        listed.append(
             Finding(
                 code="chip-not-measured",
                 severity="info",
@@ -38,7 +38,7 @@ def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tu
         )
     nbytes = estimate.device_bytes
     if nbytes.peak > TIGHT * nbytes.limit:
-        found.append(
+        listed.append(
             Finding(
                 code="memory-full",
                 severity="info",
@@ -50,4 +50,4 @@ def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tu
                 ),
             )
         )
-    return tuple(found)
+    return tuple(listed)

@@ -50,10 +50,10 @@ class ServingPins:
                 table["replicas" if axis == "data" else axis] = size
         else:
             failures.append(f"mesh is {mesh!r}; it is a table such as {{'tensor': 8}}")
-        known = [one.name for one in fields(cls)]
+        words = [field.name for field in fields(cls)]
         for word, value in table.items():
-            if word not in known:
-                near = difflib.get_close_matches(word, [*known, "mesh"], 1)
+            if word not in words:
+                near = difflib.get_close_matches(word, [*words, "mesh"], 1)
                 hint = f"; do you mean {near[0]!r}?" if near else ""
                 failures.append(f"{word!r} is no decision of serving{hint}")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -63,7 +63,7 @@ class ServingPins:
                 PinError,
                 "the pins cannot be kept",
                 failures,
-                hint=f"decisions are mesh, {', '.join(known)}",
+                hint=f"decisions are mesh, {', '.join(words)}",
             )
         return cls(**{word: value for word, value in table.items() if isinstance(value, int)})
 
@@ -73,13 +73,13 @@ class ServingPins:
         Args:
             others: those that are not None count.
         """
-        found = {one.name: getattr(others, one.name) for one in fields(others)}
-        return replace(self, **{name: value for name, value in found.items() if value is not None})
+        values = {field.name: getattr(others, field.name) for field in fields(others)}
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
 
     def to_json(self) -> dict[str, int]:
         """The pins that there are."""
         return {
-            one.name: value
-            for one in fields(self)
-            if (value := getattr(self, one.name)) is not None
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
         }

@@ -57,8 +57,8 @@ def priced(replica: Replica, chunk: int) -> Priced:
         chunk: tokens of prompts in a step.
     """
     load, pinned = replica.asked.workload, replica.asked.pins.batch
-    most = replica.most(chunk)
-    batch = np.arange(1, most + 1, dtype=float)
+    limit = replica.most(chunk)
+    batch = np.arange(1, limit + 1, dtype=float)
     if pinned is not None:
         batch = batch[batch == pinned]
     share = batch * load.prompt / (load.output * chunk)
@@ -89,16 +89,16 @@ def priced(replica: Replica, chunk: int) -> Priced:
     )
 
 
-def all_priced(asked: Asked) -> Iterator[Priced]:
+def all_priced(request: Asked) -> Iterator[Priced]:
     """Every choice, by tensor and chunk.
 
     Args:
-        asked: what is planned.
+        request: what is planned.
     """
-    for tensor in asked.tensors():
-        replica = asked.replica(tensor)
+    for tensor in request.tensors():
+        replica = request.replica(tensor)
         if replica is not None:
-            for chunk in asked.chunks():
-                found = priced(replica, chunk)
-                if len(found.batch):
-                    yield found
+            for chunk in request.chunks():
+                prices = priced(replica, chunk)
+                if len(prices.batch):
+                    yield prices

@@ -92,54 +92,54 @@ class Found:
         return tuple(self.point(int(row)) for row in order[per_chip > before * (1 + 1e-12)])
 
 
-def search(asked: Asked) -> Found:
+def search(request: Asked) -> Found:
     """Every choice that keeps to the limits.
 
     Args:
-        asked: what is planned.
+        request: what is planned.
 
     Raises:
         PinError: the pins leave no choice.
         InfeasibleError: the model does not fit, or nothing keeps to the limits; the message says
             what does.
     """
-    found = every(asked)
-    kept = found.within()
-    if not len(kept.choices):
-        raise _infeasible(found)
-    return kept
+    choices = every(request)
+    within_limits = choices.within()
+    if not len(within_limits.choices):
+        raise _infeasible(choices)
+    return within_limits
 
 
-def every(asked: Asked) -> Found:
+def every(request: Asked) -> Found:
     """Every choice, whatever the limits.
 
     Args:
-        asked: what is planned.
+        request: what is planned.
     """
     rows: list[Numbers] = []
     count = 0
-    for one in all_priced(asked):
-        count += len(one.batch)
-        rows.append(_sustained(one) if asked.workload.rate else _saturated(one))
+    for prices in all_priced(request):
+        count += len(prices.batch)
+        rows.append(_sustained(prices) if request.workload.rate else _saturated(prices))
     table = np.concatenate(rows) if rows else np.zeros((0, _COLUMNS))
-    return Found(asked=asked, choices=table, priced=count)
+    return Found(asked=request, choices=table, priced=count)
 
 
-def _replicas(one: Priced) -> Iterator[int]:
+def _replicas(prices: Priced) -> Iterator[int]:
     """Numbers of replicas that the devices and the pins allow."""
-    asked = one.replica.asked
-    most = asked.topology.devices // one.replica.tensor
-    pinned = asked.pins.replicas
+    request = prices.replica.asked
+    limit = request.topology.devices // prices.replica.tensor
+    pinned = request.pins.replicas
     if pinned is None:
-        yield from range(1, most + 1)
-    elif pinned <= most:
+        yield from range(1, limit + 1)
+    elif pinned <= limit:
         yield pinned
 
 
-def _saturated(one: Priced) -> Numbers:
+def _saturated(prices: Priced) -> Numbers:
     """All devices, and requests in every slot."""
-    replicas = max(_replicas(one), default=0)
-    tensor, batch = one.replica.tensor, one.batch
+    replicas = max(_replicas(prices), default=0)
+    tensor, batch = prices.replica.tensor, prices.batch
     if not replicas:
         return np.zeros((0, _COLUMNS))
     same = np.ones_like(batch)
@@ -148,42 +148,47 @@ def _saturated(one: Priced) -> Numbers:
             tensor * same,
             replicas * same,
             batch,
-            one.chunk * same,
+            prices.chunk * same,
             batch,
-            one.tpot,
-            one.ttft,
-            replicas * one.requests,
+            prices.tpot,
+            prices.ttft,
+            replicas * prices.requests,
             tensor * replicas * same,
         ],
         axis=1,
     )
 
 
-def _sustained(one: Priced) -> Numbers:
+def _sustained(prices: Priced) -> Numbers:
     """For each number of replicas the fewest requests at a time that sustain the rate."""
-    asked = one.replica.asked
-    rate = asked.workload.rate or 0.0
-    replicas = np.array(list(_replicas(one)), float)
-    reached = np.maximum.accumulate(one.requests)
-    at = np.searchsorted(reached, rate / replicas)
-    held = at < len(reached)
-    replicas, at = replicas[held], at[held]
-    running = one.batch[at]
+    request = prices.replica.asked
+    rate = request.workload.rate or 0.0
+    replicas = np.array(list(_replicas(prices)), float)
+    reached = np.maximum.accumulate(prices.requests)
+    positions = np.searchsorted(reached, rate / replicas)
+    feasible = positions < len(reached)
+    replicas, positions = replicas[feasible], positions[feasible]
+    running = prices.batch[positions]
     slots = np.ceil(running + 3 * np.sqrt(running))
-    if asked.pins.batch is not None:
-        slots = np.full_like(running, asked.pins.batch)
-    held = slots <= one.replica.most(one.chunk)
-    replicas, at, running, slots = replicas[held], at[held], running[held], slots[held]
-    tensor = np.full_like(running, one.replica.tensor)
+    if request.pins.batch is not None:
+        slots = np.full_like(running, request.pins.batch)
+    feasible = slots <= prices.replica.most(prices.chunk)
+    replicas, positions, running, slots = (
+        replicas[feasible],
+        positions[feasible],
+        running[feasible],
+        slots[feasible],
+    )
+    tensor = np.full_like(running, prices.replica.tensor)
     return np.stack(
         [
             tensor,
             replicas,
             slots,
-            np.full_like(running, one.chunk),
+            np.full_like(running, prices.chunk),
             running,
-            one.tpot[at],
-            one.ttft[at],
+            prices.tpot[positions],
+            prices.ttft[positions],
             np.full_like(running, rate),
             tensor * replicas,
         ],
@@ -191,69 +196,72 @@ def _sustained(one: Priced) -> Numbers:
     )
 
 
-def _infeasible(found: Found) -> PinError | InfeasibleError:
+def _infeasible(outcome: Found) -> PinError | InfeasibleError:
     """Why there is no choice."""
-    asked, load = found.asked, found.asked.workload
-    name, machine = asked.model.name, asked.topology.name
-    pinned = f" under the pins {asked.pins.to_json()}" if asked.pins.to_json() else ""
-    replicas = [one for tensor in asked.tensors() if (one := asked.replica(tensor)) is not None]
+    request, load = outcome.asked, outcome.asked.workload
+    name, machine = request.model.name, request.topology.name
+    pinned = f" under the pins {request.pins.to_json()}" if request.pins.to_json() else ""
+    replicas = [
+        replica for tensor in request.tensors() if (replica := request.replica(tensor)) is not None
+    ]
     if not replicas:
         return PinError(
-            f"{machine} has no group of {asked.pins.tensor} devices among {asked.topology.devices}"
+            f"{machine} has no group of {request.pins.tensor} devices among"
+            f" {request.topology.devices}"
         )
-    fewest = min(one.tensor for one in replicas)
-    if (asked.pins.replicas or 1) * fewest > asked.topology.devices:
+    fewest = min(replica.tensor for replica in replicas)
+    if (request.pins.replicas or 1) * fewest > request.topology.devices:
         return PinError(
-            f"{asked.pins.replicas} groups of {fewest} devices are more than the"
-            f" {asked.topology.devices} of {machine}"
+            f"{request.pins.replicas} groups of {fewest} devices are more than the"
+            f" {request.topology.devices} of {machine}"
         )
-    if not found.priced:
-        chunk = asked.chunks()[0]
-        wanted = asked.pins.batch or 1
-        least = min(one.short(wanted, chunk) for one in replicas)
-        if least > 0:
+    if not outcome.priced:
+        chunk = request.chunks()[0]
+        batch = request.pins.batch or 1
+        short_bytes = min(replica.short(batch, chunk) for replica in replicas)
+        if short_bytes > 0:
             return InfeasibleError(
-                f"{name} does not fit {machine}{pinned}: with {wanted} requests of {load.tokens}"
-                f" tokens a device lacks {bytes_text(least)}\nTry: more devices, weights='int8',"
-                " cache='int8', or shorter requests",
-                short_bytes=math.ceil(least),
+                f"{name} does not fit {machine}{pinned}: with {batch} requests of {load.tokens}"
+                f" tokens a device lacks {bytes_text(short_bytes)}\nTry: more devices,"
+                " weights='int8', cache='int8', or shorter requests",
+                short_bytes=math.ceil(short_bytes),
             )
         return PinError(
-            f"prompts come faster than chunks of {asked.chunks()[-1]} tokens compute"
+            f"prompts come faster than chunks of {request.chunks()[-1]} tokens compute"
             f" them{pinned}: a request has {load.prompt} tokens of prompt for {load.output} of"
             " answer\nTry: a larger chunk, or a smaller batch"
         )
-    if not len(found.choices):
-        best = max(float(one.requests.max()) * _most(one) for one in all_priced(asked))
+    if not len(outcome.choices):
+        best = max(float(prices.requests.max()) * _most(prices) for prices in all_priced(request))
         return InfeasibleError(
             f"{name} on {machine} serves {count_text(best)} requests a second at"
             f" most{pinned}, and {load.rate:g} are asked for\nTry: more devices, or a longer tpot",
             short_bytes=0,
         )
     return InfeasibleError(
-        f"no plan for {name} on {machine}{pinned} keeps to the limits: {_least(found)}\nTry: longer"
-        " limits, more devices, or weights='int8'",
+        f"no plan for {name} on {machine}{pinned} keeps to the limits: {_least(outcome)}\nTry:"
+        " longer limits, more devices, or weights='int8'",
         short_bytes=0,
     )
 
 
-def _most(one: Priced) -> int:
-    return max(_replicas(one), default=0)
+def _most(prices: Priced) -> int:
+    return max(_replicas(prices), default=0)
 
 
-def _least(found: Found) -> str:
+def _least(outcome: Found) -> str:
     """What is reached at best, for each limit and under the other."""
-    load = found.asked.workload
-    said: list[str] = []
+    load = outcome.asked.workload
+    reached: list[str] = []
     for name, limit, column, others in (
-        ("tpot", load.tpot, 5, found.within(tpot=False)),
-        ("ttft", load.ttft, 6, found.within(ttft=False)),
+        ("tpot", load.tpot, 5, outcome.within(tpot=False)),
+        ("ttft", load.ttft, 6, outcome.within(ttft=False)),
     ):
         if limit is None:
             continue
-        alone, text = float(found.choices[:, column].min()), f"{name} {seconds_text(limit)}"
-        said.append(f"{text} is asked for, and {seconds_text(alone)} can be reached")
+        alone, text = float(outcome.choices[:, column].min()), f"{name} {seconds_text(limit)}"
+        reached.append(f"{text} is asked for, and {seconds_text(alone)} can be reached")
         if len(others.choices) and alone <= limit:
-            least = float(others.choices[:, column].min())
-            said[-1] += f", {seconds_text(least)} within the other limit"
-    return "; ".join(said)
+            lowest = float(others.choices[:, column].min())
+            reached[-1] += f", {seconds_text(lowest)} within the other limit"
+    return "; ".join(reached)

@@ -74,8 +74,8 @@ class Asked:
             return None
         shared = self.shared(tensor)
         mesh = MeshShape(context=shared, tensor=tensor // shared)
-        found = serving_layouts(self.problem, mesh)
-        return {path: mesh.ways(tuple(layout.axes)) for path, layout in found.items()}
+        layouts = serving_layouts(self.problem, mesh)
+        return {path: mesh.ways(tuple(layout.axes)) for path, layout in layouts.items()}
 
     @property
     def dtype(self) -> str:
@@ -98,9 +98,9 @@ class Asked:
         """Numbers of devices that may share a layer, rising."""
         devices = self.topology.devices
         return [
-            ways
-            for ways in range(1, devices + 1)
-            if devices % ways == 0 and self.pins.tensor in (None, ways)
+            degree
+            for degree in range(1, devices + 1)
+            if devices % degree == 0 and self.pins.tensor in (None, degree)
         ]
 
     def chunks(self) -> list[int]:
@@ -145,20 +145,20 @@ class Replica:
     @cached_property
     def pricing(self) -> Pricing:
         """What its steps cost."""
-        asked = self.asked
+        request = self.asked
         return Pricing(
             split=split(
-                asked.model,
-                asked.cut,
+                request.model,
+                request.cut,
                 self.tensor,
-                weights=asked.workload.weights,
-                cache=asked.workload.cache,
-                parts=asked.parts(self.tensor),
+                weights=request.workload.weights,
+                cache=request.workload.cache,
+                parts=request.parts(self.tensor),
             ),
-            chip=asked.topology.chip,
+            chip=request.topology.chip,
             reduce=self.reduce,
             constants=learned(),
-            dtype=asked.dtype,
+            dtype=request.dtype,
         )
 
     @property
@@ -175,8 +175,8 @@ class Replica:
     @cached_property
     def windows(self) -> tuple[int, ...]:
         """Tokens that layers keep, the most first; 0 for all."""
-        kept = (one.window for one in self.pricing.split.cached)
-        return ordered(kept, longest=self.asked.workload.tokens)
+        windows = (entry.window for entry in self.pricing.split.cached)
+        return ordered(windows, longest=self.asked.workload.tokens)
 
     def pages(self, batch: int, chunk: int) -> tuple[int, ...]:
         """Pages of each cache group, as `shardlib.serving.Capacity` has them.
@@ -185,10 +185,10 @@ class Replica:
             batch: requests at a time.
             chunk: tokens of prompts in a step.
         """
-        sizes, most = {"budget": batch + chunk, "size": self.page}, self.pages_each
+        sizes, limit = {"budget": batch + chunk, "size": self.page}, self.pages_each
         if self.windows[0]:
-            most = min(most, needed(window=self.windows[0], **sizes))
-        return pages_each(self.windows, first=batch * most, slots=batch, **sizes)
+            limit = min(limit, needed(window=self.windows[0], **sizes))
+        return pages_each(self.windows, first=batch * limit, slots=batch, **sizes)
 
     def cache_bytes(self, batch: int, chunk: int) -> float:
         """Bytes of all pages, on a device.
@@ -199,8 +199,8 @@ class Replica:
         """
         pages = self.pages(batch, chunk)
         return self.page * sum(
-            one.bytes * pages[group_of(one.window, self.windows)]
-            for one in self.pricing.split.cached
+            entry.bytes * pages[group_of(entry.window, self.windows)]
+            for entry in self.pricing.split.cached
         )
 
     def short(self, batch: int, chunk: int) -> float:
@@ -211,8 +211,8 @@ class Replica:
             chunk: tokens of prompts in a step.
         """
         split_ = self.pricing.split
-        held = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
-        return held + self.cache_bytes(batch, chunk) - limit(self.asked.topology.chip)
+        used_bytes = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
+        return used_bytes + self.cache_bytes(batch, chunk) - limit(self.asked.topology.chip)
 
     def most(self, chunk: int) -> int:
         """Requests that fit at a time.

@@ -72,33 +72,35 @@ def prefill_seconds(replica: Replica) -> float:
     Args:
         replica: the devices.
     """
-    prompt, most = replica.asked.workload.prompt, CHUNKS[1]
-    found = 0.0
-    for begin in range(0, prompt, most):
-        count = min(most, prompt - begin)
+    prompt, chunk = replica.asked.workload.prompt, CHUNKS[1]
+    seconds = 0.0
+    for begin in range(0, prompt, chunk):
+        count = min(chunk, prompt - begin)
         load = Load(prompt=float(count), before=begin + count / 2, ended=1.0)
-        found += float(replica.pricing.seconds(load))
-    return found
+        seconds += float(replica.pricing.seconds(load))
+    return seconds
 
 
-def two_meshes(asked: Asked) -> TwoMeshes | None:
+def two_meshes(request: Asked) -> TwoMeshes | None:
     """The plan of two meshes with the most tokens a second within the limits, without a rate of
     requests; None where there is none.
 
     Args:
-        asked: what is planned.
+        request: what is planned.
     """
-    load, devices = asked.workload, asked.topology.devices
-    replicas = [one for ways in asked.tensors() if (one := asked.replica(ways)) is not None]
-    sizes = [one for one in replicas if one.most(CHUNKS[0]) > 0]
-    moved = asked.model.kept_bytes(load.cache, load.prompt)
+    load, devices = request.workload, request.topology.devices
+    replicas = [
+        replica for degree in request.tensors() if (replica := request.replica(degree)) is not None
+    ]
+    sizes = [replica for replica in replicas if replica.most(CHUNKS[0]) > 0]
+    moved = request.model.kept_bytes(load.cache, load.prompt)
     best: TwoMeshes | None = None
     for first in sizes:
         alone = prefill_seconds(first)
         for second in sizes:
             batch = np.arange(1, second.most(0) + 1, dtype=float)
             tpot = second.pricing.seconds(Load(rows=batch, context=load.context))
-            rate = asked.topology.tiers[0].reached_bytes_per_s * min(first.tensor, second.tensor)
+            rate = request.topology.tiers[0].reached_bytes_per_s * min(first.tensor, second.tensor)
             for count in range(1, (devices - first.tensor) // second.tensor + 1):
                 before = (devices - count * second.tensor) // first.tensor
                 served = np.minimum(before / alone, count * batch / (load.output * tpot))
@@ -112,18 +114,20 @@ def two_meshes(asked: Asked) -> TwoMeshes | None:
                     keep &= ttft <= load.ttft
                 if not keep.any():
                     continue
-                at = int(np.argmax(np.where(keep, served, -math.inf)))
-                if best is None or served[at] > best.requests_per_second * (1 + 1e-9):
+                best_index = int(np.argmax(np.where(keep, served, -math.inf)))
+                if best is None or served[best_index] > best.requests_per_second * (1 + 1e-9):
                     best = TwoMeshes(
                         prefill_tensor=first.tensor,
                         prefill_replicas=before,
                         decode_tensor=second.tensor,
                         decode_replicas=count,
-                        batch=int(batch[at]),
-                        ttft_seconds=float(ttft[at]),
-                        tpot_seconds=float(tpot[at]),
-                        requests_per_second=float(served[at]),
-                        output_tokens_per_second_per_chip=float(served[at] * load.output / devices),
+                        batch=int(batch[best_index]),
+                        ttft_seconds=float(ttft[best_index]),
+                        tpot_seconds=float(tpot[best_index]),
+                        requests_per_second=float(served[best_index]),
+                        output_tokens_per_second_per_chip=float(
+                            served[best_index] * load.output / devices
+                        ),
                         transfer_bytes=moved,
                         transfer_seconds=moved / rate,
                     )

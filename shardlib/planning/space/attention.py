@@ -65,15 +65,15 @@ def strategies(
         )
     if not able.free and pins.context is None:
         return _of_framework(pins, able, _kernel(problem, pins, profile, chip))
-    without, wanted = pins.context == "none", pins.context not in (None, "none")
+    without, required = pins.context == "none", pins.context not in (None, "none")
     return [
         Strategy(
             decisions=replace(pins.unsearched, context=context, attention=attention),
-            contexts=False if without else True if wanted else contexts,
+            contexts=False if without else True if required else contexts,
         )
         for context, attention, contexts in dict.fromkeys(_ways(problem, pins, profile, chip))
         if not (without and contexts is True)
-        and not (wanted and (contexts is False or context != pins.context))
+        and not (required and (contexts is False or context != pins.context))
     ]
 
 
@@ -109,8 +109,8 @@ def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip)
     vendor where that applies.
     """
     best = OF_VENDOR.get(chip.vendor, "traced")
-    other = profile.attention != "traced" or _without(problem, chip, best)
-    return pins.attention or ("traced" if other else best)
+    untraced = profile.attention != "traced" or _without(problem, chip, best)
+    return pins.attention or ("traced" if untraced else best)
 
 
 def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
@@ -119,15 +119,17 @@ def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
     """
 
     def strategy(context: str, attention: str, *, contexts: bool) -> Strategy:
-        made = replace(pins.unsearched, context=context, attention=attention)
-        return Strategy(decisions=made, contexts=contexts)
+        decisions = replace(pins.unsearched, context=context, attention=attention)
+        return Strategy(decisions=decisions, contexts=contexts)
 
     blocks = "blocks" if kernel == "traced" else kernel
     attention = {"all-gather": "traced", "ring": "blocks", "ulysses": blocks}
     size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("context", 1)
     alone = [] if size > 1 else [strategy("all-gather", kernel, contexts=False)]
-    ways = able.contexts if "context" in able.axes else ()
-    return alone + [strategy(way, attention[way], contexts=True) for way in ways]
+    contexts_able = able.contexts if "context" in able.axes else ()
+    return alone + [
+        strategy(context, attention[context], contexts=True) for context in contexts_able
+    ]
 
 
 def _without(problem: Problem, chip: Chip, kind: str | None) -> str:

@@ -71,14 +71,14 @@ def components(
     """Colours that some group ties together, directly or through others; each component in the
     order of `colours`, and those that can be cut in the fewest ways first.
     """
-    found: list[set[str]] = [{name} for name in colours]
+    tied_sets: list[set[str]] = [{name} for name in colours]
     for group in groups:
-        tied = [part for part in found if part & group]
+        tied = [part for part in tied_sets if part & group]
         if len(tied) > 1:
-            found = [part for part in found if part not in tied] + [set[str]().union(*tied)]
+            tied_sets = [part for part in tied_sets if part not in tied] + [set[str]().union(*tied)]
     return tuple(
         sorted(
-            (tuple(name for name in colours if name in part) for part in found),
+            (tuple(name for name in colours if name in part) for part in tied_sets),
             key=lambda part: (len(part), colours.index(part[0])),
         )
     )
@@ -132,28 +132,33 @@ class Account:
             part: colours of the component.
             choice: what shards colours.
         """
-        asked = part, choice
-        if asked not in self._asked:
+        request = part, choice
+        if request not in self._asked:
             key = (
                 part,
                 replace(choice, tensor=tuple(name for name in choice.tensor if name in part)),
             )
             if key not in self._known:
-                cuttable, mine = {name for one in self.parts for name in one}, set(part)
+                cuttable, own_colours = (
+                    {name for component in self.parts for name in component},
+                    set(part),
+                )
                 groups = (
                     group
                     for group in self.groups
-                    if (group.colours & mine if mine else not group.colours & cuttable)
+                    if (
+                        group.colours & own_colours if own_colours else not group.colours & cuttable
+                    )
                 )
                 self._known[key] = tallied(
                     entry for group in groups for entry in group.entries(choice)
                 )
-            self._asked[asked] = key, self._known[key]
-        return self._asked[asked]
+            self._asked[request] = key, self._known[key]
+        return self._asked[request]
 
-    def on(self, values: Values, at: Array) -> OnShapes:
+    def on(self, values: Values, shapes: Array) -> OnShapes:
         """The account on some shapes."""
-        return OnShapes(account=self, values=values, at=at)
+        return OnShapes(account=self, values=values, at=shapes)
 
 
 @dataclass(kw_only=True)
@@ -171,23 +176,26 @@ class OnShapes:
         """Quantities under a choice: array [lists, segments, rows, shapes]."""
         return self.columns([(choice, np.arange(len(self.at)))])
 
-    def columns(self, wanted: Sequence[tuple[Choice, Array]]) -> Array:
+    def columns(self, choices: Sequence[tuple[Choice, Array]]) -> Array:
         """Quantities under some choices, each on some of the shapes by position, one after the
         other: array [lists, segments, rows, columns].
         """
         account = self.account
-        found = np.zeros(
-            (account.lists * account.segments * ROWS, sum(len(where) for _, where in wanted))
+        quantities = np.zeros(
+            (
+                account.lists * account.segments * ROWS,
+                sum(len(positions) for _, positions in choices),
+            )
         )
         begin = 0
-        for choice, where in wanted:
-            columns = slice(begin, begin := begin + len(where))
+        for choice, positions in choices:
+            columns = slice(begin, begin := begin + len(positions))
             for part in ((), *account.parts):
                 key, tally = account.of(part, choice)
                 if key not in self._known:
                     self._known[key] = tally.on(self.values, self.at)
-                found[tally.rows, columns] += self._known[key][:, where]
-        return found.reshape(account.lists, account.segments, ROWS, -1)
+                quantities[tally.rows, columns] += self._known[key][:, positions]
+        return quantities.reshape(account.lists, account.segments, ROWS, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,13 +230,13 @@ class Ledger:
         self,
         work: dict[tuple[str, bool], list[Item]],
         points: Callable[[], dict[tuple[str, bool], tuple[list[Item], ...]]],
-        rest: list[Item],
+        resting: list[Item],
         classes: int,
         profile: FrameworkProfile,
         fixed: frozenset[str],
         beside: Ledger | None = None,
     ) -> None:
-        self._work, self._points, self._rest = work, points, rest
+        self._work, self._points, self._rest = work, points, resting
         self._segments, self._fixed = classes + 2, fixed
         self._charged = Charged(Book(), profile, classes + 2) if beside is None else beside._charged
         self._groups: dict[
@@ -262,19 +270,19 @@ class Ledger:
                 *([items] for items in self._work.values()),
                 *points.values(),
             ]
-            groups = [self._grouped(some, relevant) for some in lists]
-            parts = components((group.colours for some in groups for group in some), cuttable)
-            rest, *others = [
+            groups = [self._grouped(items, relevant) for items in lists]
+            parts = components((group.colours for items in groups for group in items), cuttable)
+            resting, *others = [
                 Account(
                     lists=len(listed),
                     segments=self._segments,
-                    groups=some,
+                    groups=items,
                     parts=parts,
                 )
-                for listed, some in zip(lists, groups, strict=True)
+                for listed, items in zip(lists, groups, strict=True)
             ]
             self._known[cuttable] = Accounts(
-                rest=rest,
+                rest=resting,
                 work=dict(zip(self._work, others[: len(self._work)], strict=True)),
                 points=dict(zip(points, others[len(self._work) :], strict=True)),
             )

@@ -87,14 +87,14 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
     return math.gcd(*sizes) if sizes and name else 1
 
 
-def sequences_text(problem: Problem, colouring: Colouring, ways: str) -> str:
+def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
     """What a message says of the sequences of a model: their lengths, which some number of parts
     does not divide, or why there is none to shard.
 
     Args:
         problem: with the arrays of the batch.
         colouring: which colour is the sequence.
-        ways: the parts, in words.
+        parts: the parts, in words.
     """
     name = colouring.named_sequence
     if name is None:
@@ -108,7 +108,9 @@ def sequences_text(problem: Problem, colouring: Colouring, ways: str) -> str:
         if axis == name
     }
     listed = " and ".join(map(str, sorted(lengths)))
-    return f"has sequences of {listed}, which {ways} not divide{'' if len(lengths) < 2 else ' all'}"
+    return (
+        f"has sequences of {listed}, which {parts} not divide{'' if len(lengths) < 2 else ' all'}"
+    )
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -118,8 +120,10 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
     by_use = sorted(
         colouring.shardable, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name)
     )
-    kept = (c.name for c in by_use[:MAX_TENSOR_COLOURS])
-    return most_specific_first(kept, colouring), tuple(c.name for c in by_use[MAX_TENSOR_COLOURS:])
+    searched = (c.name for c in by_use[:MAX_TENSOR_COLOURS])
+    return most_specific_first(searched, colouring), tuple(
+        c.name for c in by_use[MAX_TENSOR_COLOURS:]
+    )
 
 
 def most_specific_first(names: Iterable[str], colouring: Colouring) -> tuple[str, ...]:

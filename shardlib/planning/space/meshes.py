@@ -37,13 +37,13 @@ def sizes(space: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     """
     names = {*space.tensor, *(name for choice in space.choices for name in choice.tensor)}
     cuttable = frozenset(colouring.colours[name].divisor for name in names)
-    every = _sizes(
+    candidates = _sizes(
         space.pins, space.limits, cuttable | {space.limits.sequence}, True in space.routes, devices
     )
-    fits = lowered(facts_of_pins(space.pins), along(every), space.gaps)
+    fits = lowered(facts_of_pins(space.pins), along(candidates), space.gaps)
     if (contexts := space.strategy.contexts) is not None:
-        fits = fits & ((every["context"] > 1) == contexts)
-    return {name: column[fits] for name, column in every.items()}
+        fits = fits & ((candidates["context"] > 1) == contexts)
+    return {name: column[fits] for name, column in candidates.items()}
 
 
 @lru_cache(maxsize=64)
@@ -64,10 +64,10 @@ def _sizes(
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
     for mesh in meshes(pins, limits, routed, devices):
-        ways = mesh[_TENSOR]
-        if ways > 1 and all(size % ways for size in cuttable):
+        degree = mesh[_TENSOR]
+        if degree > 1 and all(size % degree for size in cuttable):
             continue
-        parts = math.prod(mesh[at] for at in _BATCH)
+        parts = math.prod(mesh[position] for position in _BATCH)
         if parts not in microbatches:
             microbatches[parts] = (
                 _microbatches(limits.batch, parts, pins)
@@ -112,25 +112,25 @@ def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[t
             return [fixed[axis]] if left % fixed[axis] == 0 else []
         if (axis == "stage" and pins.unstaged) or (axis == "expert" and not routed):
             return [1]
-        most = max(1, beyond.get(axis, left))
+        limit = max(1, beyond.get(axis, left))
         return [
             n
-            for n in divisors(left, most)
-            if (axis == "stage" or axis not in beyond or most % n == 0)
+            for n in divisors(left, limit)
+            if (axis == "stage" or axis not in beyond or limit % n == 0)
             and not (axis == "stage" and piped and n == 1)
         ]
 
     last = MESH_AXES[-1]
-    found: list[tuple[tuple[int, ...], int]] = [((), devices)]
+    partial_meshes: list[tuple[tuple[int, ...], int]] = [((), devices)]
     for axis in MESH_AXES[:-1]:
-        known: dict[int, list[int]] = {}
+        sizes_by_left: dict[int, list[int]] = {}
         extended: list[tuple[tuple[int, ...], int]] = []
-        for sizes, left in found:
-            if left not in known:
-                known[left] = allowed(axis, left)
-            extended += [((*sizes, size), left // size) for size in known[left]]
-        found = extended
-    for sizes, left in found:
+        for sizes, left in partial_meshes:
+            if left not in sizes_by_left:
+                sizes_by_left[left] = allowed(axis, left)
+            extended += [((*sizes, size), left // size) for size in sizes_by_left[left]]
+        partial_meshes = extended
+    for sizes, left in partial_meshes:
         if fixed.get(last, left) == left and (left == 1 or last in axes):
             yield (*sizes, left)
 
@@ -150,16 +150,16 @@ def _able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
     )
 
 
-def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
-    if size % ways:
+def _microbatches(size: int, degree: int, pins: Pins) -> list[int]:
+    if size % degree:
         return []
     allowed = [
-        n for n in divisors(size // ways, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0
+        n for n in divisors(size // degree, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0
     ]
     return (
         [n for n in allowed if pins.microbatches in (None, n)]
         if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES
-        else ([pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
+        else ([pins.microbatches] if (size // degree) % pins.microbatches == 0 else [])
     )
 
 

@@ -63,8 +63,8 @@ class Program:
     @property
     def loops(self) -> tuple[int, ...]:
         """The segments of `moments`."""
-        found = spans(self.facts.graph, self.facts.layers) if self.apart else ()
-        return tuple(span.segment for span in found)
+        moments = spans(self.facts.graph, self.facts.layers) if self.apart else ()
+        return tuple(span.segment for span in moments)
 
     @cached_property
     def forward(self) -> list[Item]:
@@ -107,7 +107,7 @@ def program_of(
         routes=routes,
         exchange=Exchange(room=profile.exchange_room, sent=profile.exchange),
     )
-    apart = (
+    by_group = (
         1 < len(facts.layers.counts) <= MAX_CLASSES
         and len(problem.steps) > 1
         and "none" in problem.steps
@@ -117,15 +117,19 @@ def program_of(
         step=step,
         guesses=tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None)),
         profile=profile,
-        apart=apart,
+        apart=by_group,
         work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
     )
 
 
 def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
     """What the compiler does with the kernels under a framework profile."""
-    found = traits(vendor)
-    return replace(found, shares_gathers=True) if profile.gathered_inputs == "shared" else found
+    vendor_traits = traits(vendor)
+    return (
+        replace(vendor_traits, shares_gathers=True)
+        if profile.gathered_inputs == "shared"
+        else vendor_traits
+    )
 
 
 def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:

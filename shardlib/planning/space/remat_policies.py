@@ -26,11 +26,11 @@ def policies_of_groups(
     Raises:
         PinError: a layer group or a policy is unknown, or one cannot have a policy of its own.
     """
-    given = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
-    if not given or pins.remat_classes == ANY_GROUP:
+    pinned = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
+    if not pinned or pins.remat_classes == ANY_GROUP:
         return pins, ()
-    _require_groups(problem, given, names)
-    each = tuple(given.get(name, ("none", None)) for name in names)
+    _require_groups(problem, pinned, names)
+    each = tuple(pinned.get(name, ("none", None)) for name in names)
     policy, layers = each[0]
     if len(set(each)) == 1 and (layers is None or len(each) == 1):
         return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
@@ -44,19 +44,19 @@ def policies_of_groups(
 
 
 def _require_groups(
-    problem: Problem, given: Mapping[str, tuple[str, int | None]], names: Sequence[str]
+    problem: Problem, pinned: Mapping[str, tuple[str, int | None]], names: Sequence[str]
 ) -> None:
     """Raises where `remat_classes` names what is no layer group, or a policy that none can have."""
     if not names:
         raise PinError(
-            f"remat_classes names {', '.join(map(repr, given))}, and {problem.model} has no layer"
+            f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
             " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
             " nnx.scan, or no remat_classes"
         )
-    failures = [f"{name!r} is none of them" for name in given if name not in names]
+    failures = [f"{name!r} is none of them" for name in pinned if name not in names]
     failures += [
         f"{name!r} is to follow {policy!r}, which needs layers that repeat"
-        for name, (policy, _) in given.items()
+        for name, (policy, _) in pinned.items()
         if name in names and policy not in problem.steps
     ]
     if failures:

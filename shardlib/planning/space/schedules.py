@@ -101,7 +101,7 @@ def _schedules(space: Space, policy: str) -> list[tuple[str, int]]:
             most=MAX_VIRTUAL,
         )
     ]
-    return sorted(tried, key=lambda one: one[1] > 1)
+    return sorted(tried, key=lambda pair: pair[1] > 1)
 
 
 def of_policy(space: Space, policy: str) -> list[Schedule]:
@@ -154,13 +154,13 @@ def _dividing(layers: int) -> tuple[int, ...]:
 
 def usual(space: Space) -> set[tuple[str, int]]:
     """Every schedule with its chunks of layers on a stage, but for `breadth_first`."""
-    return {one for policy in space.policies for one in _schedules(space, policy)}
+    return {pair for policy in space.policies for pair in _schedules(space, policy)}
 
 
 def first(space: Space) -> set[tuple[str, int]]:
     """Every schedule of `breadth_first` with its chunks."""
     chunks = breadth_first(space)
-    return {(schedule.name, most) for schedule in forward_first() for most in chunks}
+    return {(schedule.name, count) for schedule in forward_first() for count in chunks}
 
 
 def most_rounds(space: Space, sizes: Mapping[str, Array]) -> Array:
@@ -174,15 +174,15 @@ def most_rounds(space: Space, sizes: Mapping[str, Array]) -> Array:
     Returns:
         Int array [candidates].
     """
-    stages, micro, rest = (
+    stages, micro, other_ways = (
         sizes["stage"],
         sizes["micro"],
         math.prod(sizes[axis] for axis in STORED_AXES),
     )
-    most, wanted = space.limits.layers // stages, space.pins.virtual_stages or FEWEST
-    fits = (stages > 1) & (micro >= stages * groups(space)) & (rest > 1) & (most >= wanted)
+    limit, minimum = space.limits.layers // stages, space.pins.virtual_stages or FEWEST
+    fits = (stages > 1) & (micro >= stages * groups(space)) & (other_ways > 1) & (limit >= minimum)
     return (
-        np.where(fits, space.pins.virtual_stages or most, 0)
+        np.where(fits, space.pins.virtual_stages or limit, 0)
         if breadth_first(space)
         else np.zeros_like(stages)
     )
@@ -207,43 +207,43 @@ def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array
     Returns:
         Int array [candidates].
     """
-    most = max((virtual for _, virtual in _schedules(space, policy)), default=1)
+    limit = max((virtual for _, virtual in _schedules(space, policy)), default=1)
     return np.where(
         micro >= stages * groups(space),
-        np.maximum(1, np.minimum(most, space.limits.layers // stages)),
+        np.maximum(1, np.minimum(limit, space.limits.layers // stages)),
         1,
     )
 
 
-def legal_schedule(space: Space, how: Decisions, c: Candidates) -> Array:
+def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
     """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
     microbatches for every stage; breadth first, as many layers in every chunk.
 
     Args:
         space: the space that is searched.
-        how: with the schedule and virtual stages.
+        decisions: with the schedule and virtual stages.
         c: candidates.
 
     Returns:
         Boolean array [candidates].
     """
     layers = space.limits.layers
-    fits = c.stage * how.virtual_stages <= layers
-    able, chunks = space.limits.able, how.virtual_stages
+    fits = c.stage * decisions.virtual_stages <= layers
+    able, chunks = space.limits.able, decisions.virtual_stages
     if able.has("equal stages"):
         fits &= layers % (c.stage * chunks) == 0
     if able.has("chunked in groups") and chunks > 1:
         fits &= c.micro % c.stage == 0
     if able.has("a microbatch a chunk"):
         fits &= c.micro >= c.stage * chunks
-    schedule = named(how.schedule)
-    if schedule.forward_first and how.virtual_stages > 1 and not space.pins.virtual_stages:
-        fits &= -(-layers // c.stage) % how.virtual_stages == 0
+    schedule = named(decisions.schedule)
+    if schedule.forward_first and decisions.virtual_stages > 1 and not space.pins.virtual_stages:
+        fits &= -(-layers // c.stage) % decisions.virtual_stages == 0
     return fits & schedule.fits(
         Pipelines(
             stages=c.stage,
-            chunks=np.full_like(c.stage, how.virtual_stages),
-            microbatches=c.micro // how.accumulation,
+            chunks=np.full_like(c.stage, decisions.virtual_stages),
+            microbatches=c.micro // decisions.accumulation,
             lockstep=space.pins.pipeline != "programs",
         )
     )

@@ -159,7 +159,7 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
         gathers=(
             (pins.gather,)
             if pins.gather
-            else tuple(one for one in gathers(load.profile) if one in limits.able.gathers)
+            else tuple(gather for gather in gathers(load.profile) if gather in limits.able.gathers)
         ),
         each=each,
         strategy=strategy,

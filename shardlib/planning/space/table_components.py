@@ -66,7 +66,7 @@ class Scope:
     def cuts(self, part: tuple[str, ...], sequence: str | None) -> list[Choice]:
         """Choices that shard a component in every way, and nothing else."""
         if (part, sequence) not in self._cuts:
-            mine = self.first[sequence]
+            uncut = self.first[sequence]
             fixed = self.room.pins.rules is not None
             options = (
                 {
@@ -77,7 +77,7 @@ class Scope:
                 if fixed
                 else subsets(part)
             )
-            self._cuts[part, sequence] = [replace(mine, tensor=cut) for cut in options]
+            self._cuts[part, sequence] = [replace(uncut, tensor=cut) for cut in options]
         return self._cuts[part, sequence]
 
     @cached_property
@@ -160,16 +160,16 @@ class _Filled:
         self._values, self._used = np.empty((count, 0)), 0
         self._place, self._make = np.full(size, -1), make
 
-    def on(self, at: Array) -> Array:
+    def on(self, shapes: Array) -> Array:
         """The quantities on shapes by number, array [quantities, shapes]; callers leave it as it
         is.
         """
-        places = self._place[at]
+        places = self._place[shapes]
         if places.min(initial=0) < 0:
             new = np.zeros(len(self._place), dtype=bool)
-            new[at] = True
+            new[shapes] = True
             self._add(np.flatnonzero(new & (self._place < 0)))
-            places = self._place[at]
+            places = self._place[shapes]
         if len(places) == self._used and np.array_equal(places, np.arange(self._used)):
             return self._values[:, : self._used]
         return self._values[:, places]
@@ -211,31 +211,31 @@ class Parts:
         self._leasts: dict[tuple[tuple[str, ...], str | None], _Filled] = {}
         self._sums: dict[int | None, _Filled] = {}
 
-    def total(self, under: Under, at: Array) -> Array:
+    def total(self, row_choices: Under, shapes: Array) -> Array:
         """The quantities of choices on some shapes, array [quantities, shapes].
 
         Choices that shard a component alike are added up together.
 
         Args:
-            under: the choice of each shape.
-            at: numbers of shapes.
+            row_choices: the choice of each shape.
+            shapes: numbers of shapes.
         """
-        found = np.zeros((self._count, len(at)))
+        total = np.zeros((self._count, len(shapes)))
         for part in ((), *self._account.parts):
-            for choice, where in under.rows(part):
+            for choice, positions in row_choices.rows(part):
                 quantities = self._part(part, choice)
-                if where is None:
-                    found += quantities.on(at)
+                if positions is None:
+                    total += quantities.on(shapes)
                 else:
-                    found[:, where] += quantities.on(at[where])
-        return found
+                    total[:, positions] += quantities.on(shapes[positions])
+        return total
 
-    def least(self, at: Array, first: int | None = None) -> Array:
+    def least(self, shapes: Array, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where
         no choice fits.
 
         Args:
-            at: numbers of shapes.
+            shapes: numbers of shapes.
             first: leave out all but so many components of the colours that the tensor axis may
                 shard, or so many of the last, below zero, which can only be less.
         """
@@ -243,37 +243,37 @@ class Parts:
             self._sums[first] = _Filled(
                 self._count, len(self._tensor), lambda new: self._found_least(new, first)
             )
-        return self._sums[first].on(at)
+        return self._sums[first].on(shapes)
 
-    def _found_least(self, at: Array, first: int | None) -> Array:
+    def _found_least(self, shapes: Array, first: int | None) -> Array:
         """See `least`."""
-        found = np.full((self._count, len(at)), np.inf)
+        minimum = np.full((self._count, len(shapes)), np.inf)
         for flag, choice in self._scope.first.items():
-            bare = self._part((), choice).on(at)
-            total = np.where((self._tensor[at] > 1) | (flag is None), bare, np.inf)
+            bare = self._part((), choice).on(shapes)
+            total = np.where((self._tensor[shapes] > 1) | (flag is None), bare, np.inf)
             for part in self._account.parts[:first]:
-                total += self._least_of(part, flag).on(at)
-            found = np.minimum(found, total)
-        return np.where(self._legal[at], found, np.inf)
+                total += self._least_of(part, flag).on(shapes)
+            minimum = np.minimum(minimum, total)
+        return np.where(self._legal[shapes], minimum, np.inf)
 
     def _least_of(self, part: tuple[str, ...], sequence: str | None) -> _Filled:
         """The least of a component over the ways to cut it that fit."""
         key = part, sequence
         if key not in self._leasts:
 
-            def make(at: Array) -> Array:
-                tensor, found = self._tensor[at], np.full((self._count, len(at)), np.inf)
+            def make(shapes: Array) -> Array:
+                tensor, minimum = self._tensor[shapes], np.full((self._count, len(shapes)), np.inf)
                 for choice in self._scope.cuts(part, sequence):
                     cut = choice.tensor
                     fits = np.logical_and.reduce(
-                        [self._fits[name][at] for name in cut] + [tensor > (1 if cut else 0)]
+                        [self._fits[name][shapes] for name in cut] + [tensor > (1 if cut else 0)]
                     )
-                    mine = np.flatnonzero(fits)
-                    if len(mine):
-                        found[:, mine] = np.minimum(
-                            found[:, mine], self._part(part, choice).on(at[mine])
+                    fitting = np.flatnonzero(fits)
+                    if len(fitting):
+                        minimum[:, fitting] = np.minimum(
+                            minimum[:, fitting], self._part(part, choice).on(shapes[fitting])
                         )
-                return found
+                return minimum
 
             self._leasts[key] = _Filled(self._count, len(self._tensor), make)
         return self._leasts[key]
@@ -285,14 +285,14 @@ class Parts:
         if key not in self._known:
             cut = bool(restricted.tensor or restricted.sequence)
 
-            def make(at: Array) -> Array:
-                sense = (self._tensor[at] > (1 if cut else 0)) & self._legal[at]
+            def make(shapes: Array) -> Array:
+                sense = (self._tensor[shapes] > (1 if cut else 0)) & self._legal[shapes]
                 if sense.all():
-                    return self._measured(tally, at)
-                found = np.zeros((self._count, len(at)))
+                    return self._measured(tally, shapes)
+                quantities = np.zeros((self._count, len(shapes)))
                 if sense.any():
-                    found[:, sense] = self._measured(tally, at[sense])
-                return found
+                    quantities[:, sense] = self._measured(tally, shapes[sense])
+                return quantities
 
             self._known[key] = _Filled(self._count, len(self._tensor), make)
         return self._known[key]

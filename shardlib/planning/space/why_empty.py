@@ -84,37 +84,37 @@ def _batch_fault(
     problem: Problem, pins: Pins, sizes: Mapping[str, int], size: int
 ) -> BatchError | PinError | None:
     """What is wrong with how the pins split a batch of `size` examples."""
-    ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    parts = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
     if (
         not any("batch" in axes for _, _, _, axes in problem.batch)
-        and ways * (pins.microbatches or 1) > 1
+        and parts * (pins.microbatches or 1) > 1
     ):
         return _no_rows(problem, MeshShape(sizes), pins.microbatches or 1)
-    if size % ways:
+    if size % parts:
         return PinError(
-            f"the mesh {MeshShape(sizes)} splits the batch into {ways} parts, which do not divide"
-            f" its {size} examples\nTry: a batch that is a multiple of {ways}, or smaller data and"
+            f"the mesh {MeshShape(sizes)} splits the batch into {parts} parts, which do not divide"
+            f" its {size} examples\nTry: a batch that is a multiple of {parts}, or smaller data and"
             " fsdp axes"
         )
-    if pins.microbatches and size % (ways * pins.microbatches):
+    if pins.microbatches and size % (parts * pins.microbatches):
         return PinError(
-            f"microbatches={pins.microbatches} does not divide {_share(size, ways)}\nTry: one of"
-            f" {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+            f"microbatches={pins.microbatches} does not divide {_share(size, parts)}\nTry: one of"
+            f" {', '.join(map(str, divisors(size // parts, MAX_MICROBATCHES)))}"
         )
-    if size // ways % (pins.accumulation or 1):
+    if size // parts % (pins.accumulation or 1):
         return PinError(
             f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not"
-            f" divide {_share(size, ways)}\nTry: one of"
-            f" {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+            f" divide {_share(size, parts)}\nTry: one of"
+            f" {', '.join(map(str, divisors(size // parts, MAX_MICROBATCHES)))}"
         )
     return None
 
 
-def _share(size: int, ways: int) -> str:
+def _share(size: int, parts: int) -> str:
     """The examples that have to be divided further, in words."""
-    if ways == 1:
+    if parts == 1:
         return f"the {size} examples of the batch"
-    return f"the {size // ways} examples of each of the {ways} parts of the batch"
+    return f"the {size // parts} examples of each of the {parts} parts of the batch"
 
 
 def _pipeline_fault(pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
@@ -139,12 +139,14 @@ def _sequence_fault(
 ) -> PinError | None:
     """Why the sequence cannot be sharded over tensor, as is pinned."""
     tensor = sizes.get("tensor", 1)
-    known = colouring.sequence_colour is not None
-    if pins.sequence_parallel and not (known and sequence_size(problem, colouring) % tensor == 0):
-        found = sequences_text(problem, colouring, f"{tensor} parts do")
+    has_sequence = colouring.sequence_colour is not None
+    if pins.sequence_parallel and not (
+        has_sequence and sequence_size(problem, colouring) % tensor == 0
+    ):
+        sequences = sequences_text(problem, colouring, f"{tensor} parts do")
         return PinError(
             f"sequence_parallel=True shards the sequence over tensor={tensor}, and {problem.model}"
-            f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
+            f' {sequences}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
         )
     return None
 
@@ -157,9 +159,9 @@ def _context_fault(
         return None
     if math.gcd(sequence_size(problem, colouring), devices) > 1:
         return None
-    found = sequences_text(problem, colouring, f"parts of {devices} devices do")
+    sequences = sequences_text(problem, colouring, f"parts of {devices} devices do")
     return PinError(
-        f"context={pins.context!r} shards the sequence, and {problem.model} {found}\nTry:"
+        f"context={pins.context!r} shards the sequence, and {problem.model} {sequences}\nTry:"
         " context='none', or name the dim \"seq\" in batch_axes"
     )
 
@@ -203,17 +205,17 @@ def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> 
     if tensor == 1 or pins.rules is None:
         return None
     cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
-    whole = [
+    undivided = [
         f"{name!r} -> tensor: its dims have the largest common size"
         f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
         for name, colour in cut.items()
         if colour is not None and colouring.colours[colour].divisor % tensor
     ]
-    if whole:
+    if undivided:
         raise_all(
             PinError,
             f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}",
-            whole,
+            undivided,
             hint="a tensor axis that divides them, or the rule to None",
         )
     if not cut:
@@ -238,14 +240,14 @@ def _in_order(pins: Pins, stages: int, together: int) -> bool:
 def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
     """A batch is to be sharded that has nothing to shard."""
     arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
-    asked = " and ".join(
+    request = " and ".join(
         [
             *([f"the mesh {mesh}"] if mesh.devices > 1 else []),
             *([f"microbatches={parts}"] if parts > 1 else []),
         ]
     )
     return BatchError(
-        f"{asked} would shard the rows of the batch, and it has"
+        f"{request} would shard the rows of the batch, and it has"
         f" {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\nTry: a batch whose arrays"
         " have their rows along the first dim, or batch_axes that say where they are"
     )
@@ -284,17 +286,17 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
     """
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
-        found = sequences_text(problem, colouring, f"{size} parts do")
+        reason = sequences_text(problem, colouring, f"{size} parts do")
         return (
-            f"context={size} shards the sequence, and {problem.model} {found}\nTry: a context axis"
+            f"context={size} shards the sequence, and {problem.model} {reason}\nTry: a context axis"
             ' that divides it, or name the dim "seq" in batch_axes'
         )
     if axis == "expert" and size > 1:
         name = expert_colour(problem.forward, colouring.forward)
-        found, hint = "has none that a grouped matmul (jax.lax.ragged_dot) uses", VISIT
+        reason, hint = "has none that a grouped matmul (jax.lax.ragged_dot) uses", VISIT
         if name:
             count = colouring.colours[name].divisor
-            found = f"has {count} of them, which {size} parts do not divide"
+            reason = f"has {count} of them, which {size} parts do not divide"
             hint = "an expert axis that divides them, or none"
-        return f"expert={size} shards experts, and {problem.model} {found}\nTry: {hint}"
+        return f"expert={size} shards experts, and {problem.model} {reason}\nTry: {hint}"
     return ""

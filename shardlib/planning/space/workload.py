@@ -157,15 +157,15 @@ class Workload:
         if (dtypes, kind) not in self._under:
             problem, profile = under(dtypes, self.problem, self.profile)
             changed = profile if kind == "traced" else replace(profile, attention=kind)
-            other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
+            prepared_other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
             if kind == "traced" and not dtypes:
-                found = self
-            elif kind != "traced" and other is not None:
-                found = other.attending(kind)
+                workload = self
+            elif kind != "traced" and prepared_other is not None:
+                workload = prepared_other.attending(kind)
             else:
                 beside = None if dtypes else self
-                found = prepare(problem, self.vendor, changed, self.framework, beside)
-            self._under[dtypes, kind] = found
+                workload = prepare(problem, self.vendor, changed, self.framework, beside)
+            self._under[dtypes, kind] = workload
         return self._under[dtypes, kind]
 
     def attending(self, kind: str) -> Workload:
@@ -176,7 +176,9 @@ class Workload:
             kind: "fused" or "blocks", as the profile of both is.
         """
         profile = replace(self.profile, attention=kind)
-        programs = {key: replace(one, profile=profile) for key, one in self.programs.items()}
+        programs = {
+            key: replace(program, profile=profile) for key, program in self.programs.items()
+        }
         return replace(self, profile=profile, programs=programs, beside=self)
 
     @cached_property
@@ -261,11 +263,11 @@ def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
 def _working(problem: Problem) -> float:
     """Bytes of a parameter as matmuls read it, over those as stored."""
     elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
-    rest = sum(
+    stored_bytes = sum(
         size * ITEMSIZE[parameter.dtype]
         for size, parameter in zip(elements, problem.parameters, strict=True)
     )
-    return sum(elements) * ITEMSIZE[problem.compute_dtype] / rest if rest else 1.0
+    return sum(elements) * ITEMSIZE[problem.compute_dtype] / stored_bytes if stored_bytes else 1.0
 
 
 def _head_layers(facts: Facts) -> float:

@@ -31,19 +31,19 @@ def in_order(uses: Iterable[FirstUse], shapes: Mapping[str, tuple[int, ...]]) ->
         uses: of parameters.
         shapes: of those that are meant, by path; each has to be among `uses`.
     """
-    found: list[tuple[Place, Part]] = []
+    placed: list[tuple[Place, Part]] = []
     for use in uses:
         if use.path not in shapes:
             continue
         size, rows = math.prod(shapes[use.path]), use.rows or 1
-        found += [
+        placed += [
             (
                 use.of_row(row) if use.rows else use.place,
                 Part(path=use.path, start=size // rows * row, stop=size // rows * (row + 1)),
             )
             for row in range(rows)
         ]
-    return tuple(part for _, part in sorted(found, key=lambda one: one[0]))
+    return tuple(part for _, part in sorted(placed, key=lambda pair: pair[0]))
 
 
 def in_buckets(parts: Iterable[Part], *, elements: int) -> tuple[Bucket, ...]:
@@ -54,7 +54,7 @@ def in_buckets(parts: Iterable[Part], *, elements: int) -> tuple[Bucket, ...]:
         elements: of a bucket, at least 1.
     """
     assert elements > 0, elements
-    found, filling, left = list[Bucket](), list[Part](), elements
+    full, filling, left = list[Bucket](), list[Part](), elements
     for part in parts:
         start = part.start
         while start < part.stop:
@@ -62,6 +62,6 @@ def in_buckets(parts: Iterable[Part], *, elements: int) -> tuple[Bucket, ...]:
             filling.append(Part(path=part.path, start=start, stop=stop))
             left, start = left - (stop - start), stop
             if not left:
-                found.append(tuple(filling))
+                full.append(tuple(filling))
                 filling, left = [], elements
-    return tuple([*found, tuple(filling)] if filling else found)
+    return tuple([*full, tuple(filling)] if filling else full)

@@ -80,9 +80,9 @@ def first_uses(graph: Graph) -> tuple[FirstUse, ...]:
         graph: a forward pass, whose inputs are named by path.
     """
     parameters = [*graph.inputs_of("parameter"), *graph.inputs_of("frozen")]
-    found = _reads(graph, parameters)
+    reads = _reads(graph, parameters)
     begins = _begins(graph)
-    uses = [_use(graph, number, found.get(number), begins) for number in parameters]
+    uses = [_use(graph, number, reads.get(number), begins) for number in parameters]
     return tuple(sorted(uses, key=lambda use: use.place))
 
 
@@ -95,40 +95,41 @@ def work_before(graph: Graph, places: Iterable[Place]) -> list[float]:
     """
     begins = _begins(graph)
     return [
-        sum(_before(graph, op, n, at, begins) for n, op in enumerate(graph.ops)) for at in places
+        sum(_before(graph, op, n, place, begins) for n, op in enumerate(graph.ops))
+        for place in places
     ]
 
 
-def _before(graph: Graph, op: Op, number: int, at: Place, begins: dict[int, int]) -> float:
+def _before(graph: Graph, op: Op, number: int, place: Place, begins: dict[int, int]) -> float:
     """Operations of one op before a place."""
     outer, total = _outermost(graph, op.region), op.flops * graph.trips(op.region)
     begin = number if outer is None else begins[outer]
-    if begin != at.op or outer is None:
-        return total if begin < at.op else 0.0
+    if begin != place.op or outer is None:
+        return total if begin < place.op else 0.0
     rows = graph.regions[outer].trips
-    return total / rows * min(rows, at.row + (number < at.within))
+    return total / rows * min(rows, place.row + (number < place.within))
 
 
 def _reads(graph: Graph, parameters: list[int]) -> dict[int, tuple[int, bool]]:
     """For each parameter that is used, the number of the op, and whether it reads a slice."""
     produced = {value for op in graph.ops for value in op.results}
     others = set(graph.inputs) - set(parameters)
-    made: dict[int, _Made] = {number: {number: False} for number in parameters}
-    found = dict[int, tuple[int, bool]]()
+    sources: dict[int, _Made] = {number: {number: False} for number in parameters}
+    reads = dict[int, tuple[int, bool]]()
     for position, op in enumerate(graph.ops):
-        known = [
-            made.get(value, None if value in produced or value in others else _Made())
+        operand_sources = [
+            sources.get(value, None if value in produced or value in others else _Made())
             for value in op.operands
         ]
-        alone = [one for one in known if one is not None]
-        if len(alone) == len(known):
-            merged = {n: one[n] or op.kind == "enter" for one in alone for n in one}
-            made.update((value, merged) for value in op.results)
+        alone = [source for source in operand_sources if source is not None]
+        if len(alone) == len(operand_sources):
+            merged = {n: source[n] or op.kind == "enter" for source in alone for n in source}
+            sources.update((value, merged) for value in op.results)
             continue
-        for one in alone:
-            for number, sliced in one.items():
-                found.setdefault(number, (position, sliced))
-    return found
+        for source in alone:
+            for number, sliced in source.items():
+                reads.setdefault(number, (position, sliced))
+    return reads
 
 
 def _use(
@@ -148,11 +149,11 @@ def _use(
 
 def _outermost(graph: Graph, region: int) -> int | None:
     """The outermost loop around a region; None outside of loops."""
-    found = None
+    outermost = None
     while region > 0:
-        found = region if graph.regions[region].kind in ("scan", "while") else found
+        outermost = region if graph.regions[region].kind in ("scan", "while") else outermost
         region = graph.regions[region].parent
-    return found
+    return outermost
 
 
 def _begins(graph: Graph) -> dict[int, int]:

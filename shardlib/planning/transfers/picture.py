@@ -116,22 +116,26 @@ def transfers(plan: Plan, forward: Graph) -> Transfers | None:
         forward: the loss as written.
     """
     exchange = plan.exchange
-    whole = isinstance(exchange, DiLoCo) and exchange.fragments == 1 and not exchange.delay
-    if not (whole or isinstance(exchange, Compressed)):
+    undivided = isinstance(exchange, DiLoCo) and exchange.fragments == 1 and not exchange.delay
+    if not (undivided or isinstance(exchange, Compressed)):
         return None
     uses = first_uses(forward)
-    shapes = {one.path: one.shape for one in plan.parameters if one.trained}
+    shapes = {parameter.path: parameter.shape for parameter in plan.parameters if parameter.trained}
     total = sum(math.prod(shape) for shape in shapes.values())
     elements = max(BUCKET_BYTES // 4, -(-total // MOST_BUCKETS))
     buckets = in_buckets(in_order(uses, shapes), elements=elements)
-    wire = sum(one.seconds for one in plan.estimate.collectives if ISLAND.name in one.axes)
+    wire = sum(
+        collective.seconds
+        for collective in plan.estimate.collectives
+        if ISLAND.name in collective.axes
+    )
     loads = _loads(forward, uses, shapes, buckets, plan.estimate.seconds.compute, wire)
-    if whole:  # parameters are there after the optimizer, all at the same time
+    if undivided:  # parameters are there after the optimizer, all at the same time
         back = sum(load.backward for load in loads)
         last = len(loads) - 1
         loads = [
-            Load(forward=one.forward, backward=back if n == last else 0.0, wire=one.wire)
-            for n, one in enumerate(loads)
+            Load(forward=load.forward, backward=back if n == last else 0.0, wire=load.wire)
+            for n, load in enumerate(loads)
         ]
     title = f"{plan.model} on {plan.topology}: {exchange}, {len(buckets)} buckets in order of use"
     return Transfers(

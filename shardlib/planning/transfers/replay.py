@@ -88,9 +88,9 @@ class Replay:
         """TicTac's: 1 where the longer of compute and wire hides the other, 0 where nothing
         overlaps.
         """
-        most = self.compute + self.wire
-        hideable = most - max(self.compute, self.wire)
-        return (most - self.seconds) / hideable if hideable else 1.0
+        unhidden = self.compute + self.wire
+        hideable = unhidden - max(self.compute, self.wire)
+        return (unhidden - self.seconds) / hideable if hideable else 1.0
 
 
 def replay(
@@ -157,7 +157,9 @@ def _crossing(
             continue
         bucket, stop = ready[0], now + left[ready[0]]
         before = order[: order.index(bucket)]
-        sooner = [released[one] for one in before if one in left and released[one] < stop]
+        sooner = [
+            released[earlier] for earlier in before if earlier in left and released[earlier] < stop
+        ]
         if preempt and sooner:
             stop = min(sooner)
             left[bucket] -= stop - now

@@ -34,19 +34,19 @@ def bar(parts: Sequence[Part]) -> str:
         for i, (label, size, text) in enumerate(parts)
         if size > 0
     ]
-    whole = sum(size for _, size, _, _ in coloured) or 1.0
+    total = sum(size for _, size, _, _ in coloured) or 1.0
     start = 0.0
     shapes: list[str] = []
     for label, size, text, colour in coloured:
-        width = 1000 * size / whole
+        width = 1000 * size / total
         shapes.append(
             f'<rect x="{start:.2f}" y="0" width="{width:.2f}" height="10" style="fill: {colour}">'
-            f"<title>{escape(label)}: {text} ({percent_text(size / whole)})</title></rect>"
+            f"<title>{escape(label)}: {text} ({percent_text(size / total)})</title></rect>"
         )
         start += width
     legend = "".join(
         f'<span><i style="background: {colour}"></i>{escape(label)} {text} <span'
-        f' class="soft">{percent_text(size / whole)}</span></span>'
+        f' class="soft">{percent_text(size / total)}</span></span>'
         for label, size, text, colour in coloured
     )
     return (

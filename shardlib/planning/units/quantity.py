@@ -83,8 +83,8 @@ def bar(share: float, width: int) -> str:
     """
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     eighths = max(eighths, 1) if share > 0 else 0
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+    full, remainder = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[remainder] if remainder else "")).ljust(width)
 
 
 def clip(text: str, width: int) -> str:

@@ -21,56 +21,61 @@ _NOTE = (
 )
 
 
-def answered(found: Answers, *, kernels_only: bool = False) -> Iterator[tuple[str, str, str]]:
+def answered(answers: Answers, *, kernels_only: bool = False) -> Iterator[tuple[str, str, str]]:
     """(name, heading, HTML) of each answer.
 
     Args:
-        found: the answers.
+        answers: the answers.
         kernels_only: that of the kernels alone, or all others.
     """
     if kernels_only:
-        if found.kernels is not None:
+        if answers.kernels is not None:
             rows = table(
-                kernel_rows(found.kernels, _MOST_KERNELS), KERNEL_HEAD, right={2, 3, 4, 5, 6}
+                kernel_rows(answers.kernels, _MOST_KERNELS), KERNEL_HEAD, right={2, 3, 4, 5, 6}
             )
-            yield "kernels", "Kernels", figure(roofline_picture(found.kernels), _NOTE, rows)
+            yield "kernels", "Kernels", figure(roofline_picture(answers.kernels), _NOTE, rows)
         return
-    if found.alternatives is not None:
+    if answers.alternatives is not None:
         rows = [
             [
-                seconds_text(one.step_seconds),
-                ratio_text(one.ratio),
-                bytes_text(one.peak_bytes),
-                str(one.mesh),
-                one.summary,
+                seconds_text(alternative.step_seconds),
+                ratio_text(alternative.ratio),
+                bytes_text(alternative.peak_bytes),
+                str(alternative.mesh),
+                alternative.summary,
             ]
-            for one in found.alternatives
+            for alternative in answers.alternatives
         ]
         head = ("a step", "time", "a device", "mesh", "with")
         yield "alternatives", "Alternatives", table(rows, head, right={0, 1, 2})
-    yield "constraints", "What holds the plan back", _constraints(found)
-    yield from _sensitivity(found)
+    yield "constraints", "What holds the plan back", _constraints(answers)
+    yield from _sensitivity(answers)
 
 
-def _constraints(found: Answers) -> str:
-    if found.constraints is None:
+def _constraints(answers: Answers) -> str:
+    if answers.constraints is None:
         return ""
-    held = [f"<li>{escape(one.message)}</li>" for one in found.constraints.binding]
+    bindings = [f"<li>{escape(binding.message)}</li>" for binding in answers.constraints.binding]
     steps = [
-        [seconds_text(one.step_seconds), bytes_text(one.short_bytes), str(one.mesh), one.summary]
-        for one in found.constraints.staircase
+        [
+            seconds_text(step.step_seconds),
+            bytes_text(step.short_bytes),
+            str(step.mesh),
+            step.summary,
+        ]
+        for step in answers.constraints.staircase
     ]
-    told = f"<ul>{''.join(held)}</ul>" if held else "<p>Nothing.</p>"
+    text = f"<ul>{''.join(bindings)}</ul>" if bindings else "<p>Nothing.</p>"
     head = ("a step", "lacking", "mesh", "with")
-    return told + (table(steps, head, right={0, 1}) if steps else "")
+    return text + (table(steps, head, right={0, 1}) if steps else "")
 
 
-def _sensitivity(found: Answers) -> Iterator[tuple[str, str, str]]:
-    if found.sensitivity is None:
+def _sensitivity(answers: Answers) -> Iterator[tuple[str, str, str]]:
+    if answers.sensitivity is None:
         return
-    prices, shocks = found.sensitivity.prices, found.sensitivity.shocks
-    rows = [list(price_row(one)) for one in prices]
-    breaks = "".join(f"<li>{escape(break_text(one))}</li>" for one in prices)
+    prices, shocks = answers.sensitivity.prices, answers.sensitivity.shocks
+    rows = [list(price_row(price)) for price in prices]
+    breaks = "".join(f"<li>{escape(break_text(price))}</li>" for price in prices)
     head = ("", "now", "one more", "saves a step")
     yield (
         "more",
@@ -80,5 +85,5 @@ def _sensitivity(found: Answers) -> Iterator[tuple[str, str, str]]:
     yield (
         "shocks",
         "If a figure is lower than thought",
-        table([list(shock_row(one)) for one in shocks], SHOCK_HEAD, right={1, 2, 3}),
+        table([list(shock_row(shock)) for shock in shocks], SHOCK_HEAD, right={1, 2, 3}),
     )

@@ -36,7 +36,7 @@ def page_data(
         ],
         "arrays": [
             *(_array(row) for row in rows),
-            *(_activation(one) for one in plan.activations),
+            *(_activation(activation) for activation in plan.activations),
             *_batch(plan),
         ],
         "microbatches": plan.microbatches,
@@ -69,7 +69,7 @@ def landscape(plan: Plan) -> JsonObject:
                 "fits": point.fits,
             }
         )
-    mine = next(
+    chosen_point = next(
         (
             point
             for point in plan.search.landscape
@@ -83,7 +83,7 @@ def landscape(plan: Plan) -> JsonObject:
         "chosen": {
             "mesh": str(plan.mesh),
             "axes": dict(plan.mesh),
-            "decided": dict(mine.decided) if mine else _decided(plan),
+            "decided": dict(chosen_point.decided) if chosen_point else _decided(plan),
             "s": chosen.step_seconds,
             "b": chosen.device_bytes.peak,
             "fits": True,
@@ -95,29 +95,29 @@ def landscape(plan: Plan) -> JsonObject:
 
 def _decided(plan: Plan) -> dict[str, str]:
     """Decisions of the plan in the words of the landscape."""
-    found: dict[str, str] = {}
+    decided: dict[str, str] = {}
     for word in ("zero", "remat", "microbatches", "schedule", "virtual_stages", "attention"):
         value = getattr(plan, word)
         if value != TABLE[word].default:
-            found[word] = str(value)
-    return found
+            decided[word] = str(value)
+    return decided
 
 
 def _array(row: ParameterRow) -> JsonObject:
-    one = row.example
+    parameter = row.example
     forms = [
-        ("stored", one.rest),
-        ("in compute, after its gathers", one.compute),
-        *([("gradient, reduced", one.gradient)] if one.trained else []),
-        *([("optimizer state", one.state)] if one.trained else []),
+        ("stored", parameter.rest),
+        ("in compute, after its gathers", parameter.compute),
+        *([("gradient, reduced", parameter.gradient)] if parameter.trained else []),
+        *([("optimizer state", parameter.state)] if parameter.trained else []),
     ]
     return {
         "group": "parameters",
         "name": row.pattern,
-        "shape": list(one.shape),
-        "names": [name or "" for name in one.colours],
-        "item": ITEMSIZE.get(one.dtype, 4),
-        "dtype": one.dtype,
+        "shape": list(parameter.shape),
+        "names": [name or "" for name in parameter.colours],
+        "item": ITEMSIZE.get(parameter.dtype, 4),
+        "dtype": parameter.dtype,
         "forms": [_form(words, layout, row) for words, layout in forms],
     }
 
@@ -130,23 +130,23 @@ def _form(words: str, layout: Layout, row: ParameterRow) -> JsonObject:
     }
 
 
-def _activation(one: ActivationLayout) -> JsonObject:
+def _activation(activation: ActivationLayout) -> JsonObject:
     return {
         "group": "activations",
-        "name": one.name,
-        "shape": list(one.shape),
-        "names": [name or "" for name in one.colours],
-        "item": ITEMSIZE.get(one.dtype, 4),
-        "dtype": one.dtype,
+        "name": activation.name,
+        "shape": list(activation.shape),
+        "names": [name or "" for name in activation.colours],
+        "item": ITEMSIZE.get(activation.dtype, 4),
+        "dtype": activation.dtype,
         "forms": [
-            *(_moved(one, move) for move in one.moves if move.before),
-            _side(one, "held between operations", one.held, ""),
-            *(_moved(one, move) for move in one.moves if not move.before),
+            *(_moved(activation, move) for move in activation.moves if move.before),
+            _side(activation, "held between operations", activation.held, ""),
+            *(_moved(activation, move) for move in activation.moves if not move.before),
         ],
     }
 
 
-def _moved(one: ActivationLayout, move: Move) -> JsonObject:
+def _moved(activation: ActivationLayout, move: Move) -> JsonObject:
     """An activation on the other side of a collective."""
     over, of = "·".join(move.axes), together(move.of)
     words = f"{'before' if move.before else 'after'} its {move.kind} over {over}"
@@ -157,14 +157,15 @@ def _moved(one: ActivationLayout, move: Move) -> JsonObject:
         note = f"partial sums over {over}, as {of} makes them" if sums else f"as {of} makes it"
     else:
         note = f"as {of} reads it"
-    return {**_side(one, words, move.layout, note), "sums": list(move.axes) if sums else []}
+    return {**_side(activation, words, move.layout, note), "sums": list(move.axes) if sums else []}
 
 
-def _side(one: ActivationLayout, words: str, layout: Layout, note: str) -> JsonObject:
+def _side(activation: ActivationLayout, words: str, layout: Layout, note: str) -> JsonObject:
     return {
         "words": words,
         "dims": [list(axes) for axes in layout],
-        "text": notation(one.colours, one.shape, layout) + (f", {note}" if note else ""),
+        "text": notation(activation.colours, activation.shape, layout)
+        + (f", {note}" if note else ""),
     }
 
 

@@ -49,45 +49,48 @@ def said_of(plan: Plan, others: Sequence[Evidence] = ()) -> tuple[Evidence, ...]
                 peak_bytes=refined.peak_bytes or None,
             )
         ]
-        if refined is not None and not any(one.source == "compiled" for one in others)
+        if refined is not None and not any(source.source == "compiled" for source in others)
         else []
     )
     return predicted, *compiled, *others
 
 
-def evidence_rows(found: Sequence[Evidence]) -> list[tuple[str, ...]]:
+def evidence_rows(sources: Sequence[Evidence]) -> list[tuple[str, ...]]:
     """Rows of a table under `evidence_head`; the differences are from the prediction.
 
     Args:
-        found: the prediction first.
+        sources: the prediction first.
     """
-    first = found[0]
+    first = sources[0]
     rows = [
-        ("seconds a step", *(_seconds(one, first) for one in found)),
-        ("peak bytes a device", *(_bytes(one.peak_bytes, first.peak_bytes) for one in found)),
+        ("seconds a step", *(_seconds(source, first) for source in sources)),
+        (
+            "peak bytes a device",
+            *(_bytes(source.peak_bytes, first.peak_bytes) for source in sources),
+        ),
     ]
-    kinds = sorted({(c.kind, c.axes) for one in found for c in one.collectives})
+    kinds = sorted({(c.kind, c.axes) for source in sources for c in source.collectives})
     for kind, axes in kinds:
         name = f"{kind} over {'·'.join(axes)}"
         totals = [
-            sum(c.total_bytes for c in one.collectives if (c.kind, c.axes) == (kind, axes))
-            if one.collectives
+            sum(c.total_bytes for c in source.collectives if (c.kind, c.axes) == (kind, axes))
+            if source.collectives
             else None
-            for one in found
+            for source in sources
         ]
         rows.append((name, *(_bytes(total, totals[0]) for total in totals)))
     return rows
 
 
-def evidence_head(found: Sequence[Evidence]) -> tuple[str, ...]:
+def evidence_head(sources: Sequence[Evidence]) -> tuple[str, ...]:
     """The heads of its columns."""
-    return ("", *(one.source for one in found))
+    return ("", *(source.source for source in sources))
 
 
-def _seconds(one: Evidence, first: Evidence) -> str:
-    if one.step_seconds is None:
+def _seconds(source: Evidence, first: Evidence) -> str:
+    if source.step_seconds is None:
         return "-"
-    return seconds_text(one.step_seconds) + _off(one.step_seconds, first.step_seconds)
+    return seconds_text(source.step_seconds) + _off(source.step_seconds, first.step_seconds)
 
 
 def _bytes(size: int | None, predicted: int | None) -> str:

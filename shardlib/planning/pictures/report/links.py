@@ -33,9 +33,9 @@ def causes(plan: Plan, rows: Sequence[ParameterRow]) -> list[tuple[CollectiveRow
             sorted(
                 {
                     number
-                    for one in collectives
-                    if (one.kind, one.axes) == (row.kind, row.axes)
-                    for number in _of(one, plan, rows)
+                    for collective in collectives
+                    if (collective.kind, collective.axes) == (row.kind, row.axes)
+                    for number in _of(collective, plan, rows)
                 }
             ),
         )
@@ -52,21 +52,21 @@ def moved(plan: Plan, row: CollectiveRow) -> list[int]:
     """
     return [
         number
-        for number, one in enumerate(plan.activations)
-        if any((move.kind, move.axes) == (row.kind, row.axes) for move in one.moves)
+        for number, activation in enumerate(plan.activations)
+        if any((move.kind, move.axes) == (row.kind, row.axes) for move in activation.moves)
     ]
 
 
-def _of(one: Collective, plan: Plan, rows: Sequence[ParameterRow]) -> Iterator[int]:
+def _of(collective: Collective, plan: Plan, rows: Sequence[ParameterRow]) -> Iterator[int]:
     """The numbers of the parameters that a collective is for."""
     for number, row in enumerate(rows):
-        if (one.cause and _same(one.cause, row)) or (
-            one.kind in ("reduce-scatter", "all-reduce")
-            and one.cause.startswith("transpose(")
+        if (collective.cause and _same(collective.cause, row)) or (
+            collective.kind in ("reduce-scatter", "all-reduce")
+            and collective.cause.startswith("transpose(")
             and row.example.trained
             and len(row.example.shape) > 1
-            and one.bytes in _gradient_bytes(plan, row, one.kind)
-            and _meets(one, row)
+            and collective.bytes in _gradient_bytes(plan, row, collective.kind)
+            and _meets(collective, row)
         ):
             yield number
 
@@ -78,9 +78,9 @@ def _same(cause: str, row: ParameterRow) -> bool:
     return bool(parts) and pattern[: len(parts)] == parts and len(pattern) - len(parts) <= 1
 
 
-def _meets(one: Collective, row: ParameterRow) -> bool:
+def _meets(collective: Collective, row: ParameterRow) -> bool:
     """Whether a collective runs along axes that its gradient is a partial sum over."""
-    return not set(one.axes) & row.example.compute.axes
+    return not set(collective.axes) & row.example.compute.axes
 
 
 def _gradient_bytes(plan: Plan, row: ParameterRow, kind: str) -> set[int]:
@@ -89,15 +89,15 @@ def _gradient_bytes(plan: Plan, row: ParameterRow, kind: str) -> set[int]:
     layouts = [row.example.gradient, row.example.rest, row.example.state]
     if kind == "all-reduce":
         layouts.append(row.example.compute)
-    found: set[int] = set()
+    sizes: set[int] = set()
     for layout in layouts:
         elements = _local(shape, layout, plan)
         for layers in {1, shape[0]}:
             for stages in {1, plan.mesh["stage"]}:
-                found |= {round(elements * item * stages / layers) for item in _ITEMS}
-    return found
+                sizes |= {round(elements * item * stages / layers) for item in _ITEMS}
+    return sizes
 
 
 def _local(shape: Sequence[int], layout: Layout, plan: Plan) -> float:
-    ways = math.prod(plan.mesh.ways(axes) for axes in layout)
-    return math.prod(shape) / ways
+    degree = math.prod(plan.mesh.ways(axes) for axes in layout)
+    return math.prod(shape) / degree

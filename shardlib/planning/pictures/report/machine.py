@@ -54,13 +54,13 @@ def machine_picture(
                 " x ".join(f"{n:,}" for n in tier.shape),
                 f"{count_text(tier.bytes_per_s)}B/s",
                 seconds_text(tier.latency_s) if tier.latency_s else "-",
-                ", ".join(f"{axis}={ways}" for axis, ways, _ in axes) or "none",
+                ", ".join(f"{axis}={degree}" for axis, degree, _ in axes) or "none",
             )
         )
         y += 2 * _BAR + 12
     drawn, height = _devices(mesh, topology, order, y)
-    said = "; ".join(f"{name} {shape}: {axes}" for name, shape, _, _, axes in rows)
-    label = f"{topology.devices:,} devices {topology.chip.name}. {said}"
+    description = "; ".join(f"{name} {shape}: {axes}" for name, shape, _, _, axes in rows)
+    label = f"{topology.devices:,} devices {topology.chip.name}. {description}"
     return picture(label, height, [*shapes, *drawn]), rows
 
 
@@ -73,7 +73,7 @@ def _along(placement: Placement, tier: int) -> list[tuple[str, int, int]]:
             for span in spans
             if span.tier == tier
         ),
-        key=lambda one: (one[2], list(AXIS_COLOURS).index(one[0])),
+        key=lambda axis_span: (axis_span[2], list(AXIS_COLOURS).index(axis_span[0])),
     )
 
 
@@ -82,19 +82,19 @@ def _tier(tier: Tier, axes: list[tuple[str, int, int]], y: float) -> Iterator[st
     yield words(0, y + 16, tier.name, cls="strong")
     shape = " x ".join(f"{n:,}" for n in tier.shape)
     yield words(0, y + 33, f"{shape} · {count_text(tier.bytes_per_s)}B/s", cls="soft")
-    room = WIDTH - _LEFT
-    used = sum(math.log2(ways) for _, ways, _ in axes)
-    whole = max(used, math.log2(tier.devices), 1.0)
-    yield rect(_LEFT, y, room, _BAR, cls="faint", tip=f"{tier.name}: {shape}")
+    width_left = WIDTH - _LEFT
+    used = sum(math.log2(degree) for _, degree, _ in axes)
+    span = max(used, math.log2(tier.devices), 1.0)
+    yield rect(_LEFT, y, width_left, _BAR, cls="faint", tip=f"{tier.name}: {shape}")
     if not axes:
         yield words(_LEFT + 8, y + 17, "no mesh axis", cls="soft")
     x = float(_LEFT)
-    for axis, ways, dim in axes:
-        width = room * math.log2(ways) / whole
+    for axis, degree, dim in axes:
+        width = width_left * math.log2(degree) / span
         fill, ink = AXIS_COLOURS[axis]
         along = f", dim {dim}" if len(tier.shape) > 1 else ""
-        yield rect(x, y, width, _BAR, fill=fill, tip=f"{axis}: {ways} along {tier.name}{along}")
-        text = f"{axis} {ways:,}"
+        yield rect(x, y, width, _BAR, fill=fill, tip=f"{axis}: {degree} along {tier.name}{along}")
+        text = f"{axis} {degree:,}"
         if width > 7.4 * len(text):
             yield words(x + width / 2, y + 17, text, anchor="middle", fill=ink)
         x += width
@@ -106,7 +106,7 @@ def _devices(
     """Some parts of the innermost tier with their devices, and the height of the picture."""
     numbers = device_order(mesh, topology, order)
     assert numbers is not None, "the mesh has a place"
-    places = {int(number): at for at, number in enumerate(numbers.reshape(-1))}
+    places = {int(number): index for index, number in enumerate(numbers.reshape(-1))}
     tier = topology.tiers[-1]
     rows, columns = _grid(tier)
     parts = topology.devices // tier.devices
@@ -115,8 +115,8 @@ def _devices(
     side = min(34.0, (WIDTH - gap * _PARTS) / (columns * max(len(shown), 1)), 210 / rows)
     axis = _innermost(mesh, topology, order)
     shapes, x = [words(0, top + 6, _told(tier, parts, axis), cls="soft")], 0.0
-    for at, part in enumerate(shown):
-        if at and part - shown[at - 1] > 1:
+    for index, part in enumerate(shown):
+        if index and part - shown[index - 1] > 1:
             shapes.append(words(x, top + 24 + rows * side / 2, "…", cls="strong"))
             x += gap
         shapes += _part(tier, part, (x, top + 18, side), (rows, columns), places, mesh, axis)
@@ -144,14 +144,14 @@ def _told(tier: Tier, parts: int, axis: str) -> str:
 def _part(
     tier: Tier,
     part: int,
-    at: tuple[float, float, float],
+    corner: tuple[float, float, float],
     grid: tuple[int, int],
     places: dict[int, int],
     mesh: MeshShape,
     axis: str,
 ) -> Iterator[str]:
     """The devices of one part."""
-    (x, y, side), (rows, columns) = at, grid
+    (x, y, side), (rows, columns) = corner, grid
     yield rect(x - 4, y - 4, columns * side + 8, rows * side + 8, cls="frame")
     across = tier.shape[-1] if len(tier.shape) > 1 else columns
     for row in range(rows):
@@ -170,19 +170,19 @@ def _part(
 
 def _device(
     number: int,
-    at: tuple[float, float, float],
+    corner: tuple[float, float, float],
     places: dict[int, int],
     mesh: MeshShape,
     axis: str,
 ) -> Iterator[str]:
-    x, y, side = at
+    x, y, side = corner
     if number not in places:
         yield rect(x + 1, y + 1, side - 2, side - 2, cls="faint", tip=f"device {number}: not used")
         return
-    where = coordinates(places[number], mesh)
-    tip = ", ".join(f"{name} {value}" for name, value in where.items())
+    position = coordinates(places[number], mesh)
+    tip = ", ".join(f"{name} {value}" for name, value in position.items())
     colour = AXIS_COLOURS[axis][0] if axis else AXIS_COLOURS["data"][0]
-    share = where.get(axis, 0) / max(1, mesh[axis] - 1) if axis else 1.0
+    share = position.get(axis, 0) / max(1, mesh[axis] - 1) if axis else 1.0
     yield (
         f'<rect class="device" x="{x + 1:.1f}" y="{y + 1:.1f}" width="{side - 2:.1f}"'
         f' height="{side - 2:.1f}" style="fill: {colour}; fill-opacity: {0.25 + 0.75 * share:.2f}">'
@@ -191,7 +191,7 @@ def _device(
     if axis and side >= 16:
         middle = y + side / 2 + 4
         ink = "#111" if share > 0.45 else ""
-        yield words(x + side / 2, middle, str(where[axis]), cls="on", anchor="middle", fill=ink)
+        yield words(x + side / 2, middle, str(position[axis]), cls="on", anchor="middle", fill=ink)
 
 
 def _innermost(mesh: MeshShape, topology: Topology, order: tuple[str, ...]) -> str:
@@ -212,7 +212,7 @@ def coordinates(place_in_mesh: int, mesh: MeshShape) -> dict[str, int]:
         place_in_mesh: counted through the mesh, the last axis fastest.
         mesh: sizes of the mesh axes.
     """
-    found: dict[str, int] = {}
+    position: dict[str, int] = {}
     for axis in reversed(tuple(mesh)):
-        place_in_mesh, found[axis] = divmod(place_in_mesh, mesh[axis])
-    return {axis: found[axis] for axis in mesh}
+        place_in_mesh, position[axis] = divmod(place_in_mesh, mesh[axis])
+    return {axis: position[axis] for axis in mesh}

@@ -56,8 +56,8 @@ def memory_picture(parts: DeviceBytes, usable: float | None) -> str:
         usable: bytes of a device that a program can use; None where it is not known.
     """
     near = usable is not None and usable <= _FAR * parts.peak
-    most = max(parts.peak, usable if usable and near else 0) * 1.06 or 1.0
-    shapes = list(_grid(most))
+    top_bytes = max(parts.peak, usable if usable and near else 0) * 1.06 or 1.0
+    shapes = list(_grid(top_bytes))
     base = [0.0] * len(_AT)
     shown: list[tuple[str, int]] = []
     for name, colour in _COLOURS.items():
@@ -67,9 +67,9 @@ def memory_picture(parts: DeviceBytes, usable: float | None) -> str:
         shown.append((name, size))
         form = (1,) * len(_AT) if name in _STORED else _SHAPES[name]
         top = [low + size * share for low, share in zip(base, form, strict=True)]
-        shapes.append(_band(name, size, colour, base, top, most))
+        shapes.append(_band(name, size, colour, base, top, top_bytes))
         base = top
-    shapes += _marks(parts, usable, most)
+    shapes += _marks(parts, usable, top_bytes)
     label = (
         f"Memory of the fullest device over a step, {bytes_text(parts.peak)} at the peak: "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in shown)
@@ -81,17 +81,19 @@ def _x(share: float) -> float:
     return _LEFT + (WIDTH - _LEFT - 10) * share
 
 
-def _y(size: float, most: float) -> float:
-    return _TOP + _HEIGHT * (1 - size / most)
+def _y(size: float, top_bytes: float) -> float:
+    return _TOP + _HEIGHT * (1 - size / top_bytes)
 
 
 def _band(
-    name: str, size: int, colour: str, base: list[float], top: list[float], most: float
+    name: str, size: int, colour: str, base: list[float], top: list[float], top_bytes: float
 ) -> str:
-    up = " ".join(f"{_x(at):.1f},{_y(value, most):.1f}" for at, value in zip(_AT, top, strict=True))
+    up = " ".join(
+        f"{_x(time):.1f},{_y(value, top_bytes):.1f}" for time, value in zip(_AT, top, strict=True)
+    )
     down = " ".join(
-        f"{_x(at):.1f},{_y(value, most):.1f}"
-        for at, value in zip(reversed(_AT), reversed(base), strict=True)
+        f"{_x(time):.1f},{_y(value, top_bytes):.1f}"
+        for time, value in zip(reversed(_AT), reversed(base), strict=True)
     )
     return (
         f'<polygon points="{up} {down}" style="fill: {colour}"><title>{name}:'
@@ -99,26 +101,26 @@ def _band(
     )
 
 
-def _grid(most: float) -> Iterator[str]:
+def _grid(top_bytes: float) -> Iterator[str]:
     for k in range(5):
-        y = _y(most * k / 4, most)
+        y = _y(top_bytes * k / 4, top_bytes)
         yield line(_LEFT, y, WIDTH - 10, y)
-        yield words(_LEFT - 6, y + 4, bytes_text(most * k / 4), cls="soft", anchor="end")
-    for at, text in ((0.2, "forward"), (0.65, "backward"), (0.97, "update")):
-        yield words(_x(at), _TOP + _HEIGHT + 18, text, cls="soft", anchor="middle")
-    for at in (0.38, 0.92):
-        yield line(_x(at), _TOP, _x(at), _TOP + _HEIGHT)
+        yield words(_LEFT - 6, y + 4, bytes_text(top_bytes * k / 4), cls="soft", anchor="end")
+    for time, text in ((0.2, "forward"), (0.65, "backward"), (0.97, "update")):
+        yield words(_x(time), _TOP + _HEIGHT + 18, text, cls="soft", anchor="middle")
+    for time in (0.38, 0.92):
+        yield line(_x(time), _TOP, _x(time), _TOP + _HEIGHT)
 
 
-def _marks(parts: DeviceBytes, usable: float | None, most: float) -> Iterator[str]:
-    told = f"usable: {bytes_text(usable)}" if usable else ""
-    if usable and usable <= most:
-        y = _y(usable, most)
+def _marks(parts: DeviceBytes, usable: float | None, top_bytes: float) -> Iterator[str]:
+    label = f"usable: {bytes_text(usable)}" if usable else ""
+    if usable and usable <= top_bytes:
+        y = _y(usable, top_bytes)
         yield line(_LEFT, y, WIDTH - 10, y, cls="limit")
-        yield words(WIDTH - 12, y - 4, told, anchor="end")
+        yield words(WIDTH - 12, y - 4, label, anchor="end")
     elif usable:
-        yield words(WIDTH - 12, _TOP + 12, f"{told}, far above", anchor="end")
-    y = _y(parts.peak, most)
+        yield words(WIDTH - 12, _TOP + 12, f"{label}, far above", anchor="end")
+    y = _y(parts.peak, top_bytes)
     yield rect(_x(0.40) - 3, y - 3, 6, 6, cls="ink", tip=f"peak: {bytes_text(parts.peak)}")
     yield words(_x(0.40) + 8, max(y - 4, _TOP + 10), f"peak {bytes_text(parts.peak)}", cls="halo")
 
@@ -153,6 +155,6 @@ def memory_rows(parts: DeviceBytes) -> list[tuple[str, str, str, str]]:
             percent_text(size / (parts.peak or 1)),
             "between steps, too" if name in _STORED else "during a step",
         )
-        for name, size in sorted(sizes, key=lambda one: -one[1])
+        for name, size in sorted(sizes, key=lambda part: -part[1])
         if size > 0
     ]

@@ -47,13 +47,13 @@ def landscape_panel(plan: Plan) -> str:
     )
 
 
-def array_panel(some: bool) -> str:
+def array_panel(present: bool) -> str:
     """The place of arrays as grids; empty where a plan has none.
 
     Args:
-        some: whether it has any.
+        present: whether it has any.
     """
-    if not some:
+    if not present:
         return ""
     return (
         '<div class="controls"><label for="array-choose">array'

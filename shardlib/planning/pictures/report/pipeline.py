@@ -24,18 +24,18 @@ def pipeline_picture(plan: Plan) -> str:
     if not named(plan.schedule).staged:
         return ""
     try:
-        found = predicted(plan)
+        timeline = predicted(plan)
     except PlanError:
         return ""
-    if len(found.slices) > _MOST:
+    if len(timeline.slices) > _MOST:
         return (
-            f'<p class="soft">The pipeline has {len(found.slices):,} slices a step, more than a'
+            f'<p class="soft">The pipeline has {len(timeline.slices):,} slices a step, more than a'
             " page draws: shardlib timeline plan.json --svg timeline.svg</p>"
         )
-    image = base64.b64encode(timeline_svg(found).encode()).decode()
-    said = escape(str(found).strip().splitlines()[-1])
+    image = base64.b64encode(timeline_svg(timeline).encode()).decode()
+    caption = escape(str(timeline).strip().splitlines()[-1])
     return (
-        f'<figure><img alt="{escape(found.title)}. {said}" style="width: 100%"'
-        f' src="data:image/svg+xml;base64,{image}"><figcaption class="soft">{said}</figcaption>'
+        f'<figure><img alt="{escape(timeline.title)}. {caption}" style="width: 100%"'
+        f' src="data:image/svg+xml;base64,{image}"><figcaption class="soft">{caption}</figcaption>'
         "</figure>"
     )

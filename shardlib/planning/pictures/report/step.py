@@ -59,28 +59,28 @@ def lanes(plan: Plan) -> tuple[Lane, ...]:
     blocked = sum(row.seconds for row in rows if waiting[id(row)])
     others = sum(row.seconds for row in rows) - blocked
     part = min(1.0, left / blocked) if blocked else 0.0
-    rest = max(0.0, left - blocked)
-    share = min(1.0, rest / others) if others else 0.0
+    remaining = max(0.0, left - blocked)
+    share = min(1.0, remaining / others) if others else 0.0
     return tuple(
         Lane(row=row, exposed=row.seconds * (part if waiting[id(row)] else share)) for row in rows
     )
 
 
-def step_picture(plan: Plan, *, most: int = _MOST) -> str:
+def step_picture(plan: Plan, *, limit: int = _MOST) -> str:
     """The picture of a step.
 
     Args:
         plan: the plan.
-        most: kinds of collectives that are drawn, the slowest.
+        limit: kinds of collectives that are drawn, the slowest.
     """
-    found = lanes(plan)
+    listed = lanes(plan)
     total = plan.estimate.step_seconds
-    longest = max([total, *(lane.row.seconds for lane in found)]) or 1.0
+    longest = max([total, *(lane.row.seconds for lane in listed)]) or 1.0
     scale = (WIDTH - _LEFT - 60) / longest
-    height = 44 + _ROW * (1 + min(len(found), most)) + 20
+    height = 44 + _ROW * (1 + min(len(listed), limit)) + 20
     shapes = [*_grid(longest, scale, height), *_busy(plan, scale)]
     y = 24.0 + _ROW + 14
-    for lane in found[:most]:
+    for lane in listed[:limit]:
         shapes += _lane(lane, scale, y)
         y += _ROW
     label = (
@@ -89,7 +89,7 @@ def step_picture(plan: Plan, *, most: int = _MOST) -> str:
         + ". Collectives: "
         + ", ".join(
             f"{lane.row.kind} over {' and '.join(lane.row.axes)} {seconds_text(lane.row.seconds)}"
-            for lane in found[:most]
+            for lane in listed[:limit]
         )
     )
     return picture(label, height, shapes)

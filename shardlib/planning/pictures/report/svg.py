@@ -65,9 +65,9 @@ def words(x: float, y: float, text: str, *, cls: str = "", anchor: str = "", fil
         fill: its colour; by default that of the page's text.
     """
     name = f' class="{cls}"' if cls else ""
-    at = f' text-anchor="{anchor}"' if anchor else ""
+    anchored = f' text-anchor="{anchor}"' if anchor else ""
     style = f' style="fill: {fill}"' if fill else ""
-    return f'<text{name} x="{x:.1f}" y="{y:.1f}"{at}{style}>{escape(text)}</text>'
+    return f'<text{name} x="{x:.1f}" y="{y:.1f}"{anchored}{style}>{escape(text)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, cls: str = "grid") -> str:

@@ -25,12 +25,12 @@ def collective_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
         plan: the plan.
         rows: its parameters.
     """
-    found = causes(plan, rows)
-    if not found:
+    linked = causes(plan, rows)
+    if not linked:
         return ""
     head = ("over", "kind", "count", "bytes", "time", "mostly for", "moves")
     lines = [_heads(head, {2, 3, 4})]
-    for number, (row, parameters) in enumerate(found):
+    for number, (row, parameters) in enumerate(linked):
         cells = [
             "·".join(row.axes),
             row.kind,
@@ -64,14 +64,16 @@ def parameter_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
     """
     if not rows:
         return ""
-    found = causes(plan, rows)
+    linked = causes(plan, rows)
     head = ("parameter", "", "how many", "bytes", "stored", "in compute", "collectives")
     lines = [_heads(head, {2, 3})]
     for number, row in enumerate(rows):
         name = row.pattern + ("" if row.example.trained else f" ({row.example.role})")
         cells = [f"{row.count:,}", bytes_text(row.bytes), row.rest, row.compute]
         links = ", ".join(
-            _collective(c, one) for c, (one, parameters) in enumerate(found) if number in parameters
+            _collective(c, row)
+            for c, (row, parameters) in enumerate(linked)
+            if number in parameters
         )
         lines.append(
             f'<tr id="parameter-{number}"><td>{escape(name)}</td>{_button(number, row.pattern)}'
@@ -89,16 +91,18 @@ def activation_table(plan: Plan, before: int) -> str:
     """
     if not plan.activations:
         return ""
-    found = causes(plan, ())
+    linked = causes(plan, ())
     head = ("activation", "", "how many", "bytes", "held", "moved by")
     lines = [_heads(head, {2, 3})]
-    for number, one in enumerate(plan.activations):
-        cells = [f"{one.count:,}", bytes_text(_bytes(one)), _layout(one)]
-        told = "; ".join(_collective_of(move, [row for row, _ in found]) for move in one.moves)
+    for number, activation in enumerate(plan.activations):
+        cells = [f"{activation.count:,}", bytes_text(_bytes(activation)), _layout(activation)]
+        moves = "; ".join(
+            _collective_of(move, [row for row, _ in linked]) for move in activation.moves
+        )
         lines.append(
-            f'<tr id="activation-{number}"><td class="long">{escape(one.name)}</td>'
-            f"{_button(before + number, one.name)}{_cells(cells, {0, 1}, {2})}"
-            f'<td class="long">{told}</td></tr>'
+            f'<tr id="activation-{number}"><td class="long">{escape(activation.name)}</td>'
+            f"{_button(before + number, activation.name)}{_cells(cells, {0, 1}, {2})}"
+            f'<td class="long">{moves}</td></tr>'
         )
     note = (
         '<p class="soft">Of the whole batch, each once; of the forward and the backward pass. Of'
@@ -119,12 +123,12 @@ def _collective_of(move: Move, rows: Sequence[CollectiveRow]) -> str:
     return f"{link} {'after' if move.before else 'for'} {escape(together(move.of))}"
 
 
-def _bytes(one: ActivationLayout) -> int:
-    return math.prod(one.shape) * ITEMSIZE.get(one.dtype, 4)
+def _bytes(activation: ActivationLayout) -> int:
+    return math.prod(activation.shape) * ITEMSIZE.get(activation.dtype, 4)
 
 
-def _layout(one: ActivationLayout) -> str:
-    return notation(one.colours, one.shape, one.held)
+def _layout(activation: ActivationLayout) -> str:
+    return notation(activation.colours, activation.shape, activation.held)
 
 
 def _link(target: str, text: str) -> str:
