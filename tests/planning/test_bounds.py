@@ -74,10 +74,10 @@ def _entries(
     room = space.build(load, Pins(), None, strategy)
     sizes = meshes.sizes(room, load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
-    fitting = Fitting(room=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
+    fitting = Fitting(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(
         load=load,
-        room=room,
+        space=room,
         cuttable=room.tensor,
         along=load.colouring.sequence_colour,
         routes=routes,

@@ -66,7 +66,7 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
     shapes, _ = distinct(meshes.sizes(room, load.colouring, 8))
     scope = Scope(
         load=load,
-        room=room,
+        space=room,
         cuttable=room.tensor,
         along=load.colouring.sequence_colour,
         routes=True,
@@ -107,7 +107,7 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
     )
     at = np.zeros(1, dtype=np.int64)
     bounds = Bounds(
-        Scope(load=load, room=room, cuttable=room.tensor, along=None, routes=False),
+        Scope(load=load, space=room, cuttable=room.tensor, along=None, routes=False),
         pricer,
         pricer.values(load.ledger.book, shapes),
     )

@@ -53,8 +53,8 @@ class Entries:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices, self._seconds = scope.choices, np.full(len(shape), np.nan)
-        self._apart = scope.room.apart  # then the bounds do not know memory
-        self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
+        self._apart = scope.space.apart  # then the bounds do not know memory
+        self._policies = (*scope.space.policies, EACH) if self._apart else scope.space.policies
         self._fastest = Fastest(self.bounds, fitting, self._policies, sizes, shape)
 
     def __len__(self) -> int:
@@ -237,7 +237,11 @@ class Entries:
 
     def _fit(self, entries: Array) -> Pairs:
         """Some entries under every choice that fits them, choice by choice."""
-        space, sizes, colours = self.scope.room, self.at(entries), self.scope.load.colouring.colours
+        space, sizes, colours = (
+            self.scope.space,
+            self.at(entries),
+            self.scope.load.colouring.colours,
+        )
         tensor, fitted = sizes["tensor"], list[Pairs]()
         divides = {
             name: colours[name].divisor % tensor == 0

@@ -113,7 +113,7 @@ class Footprints:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
-        self._room, accounts = scope.room, scope.accounts
+        self._space, accounts = scope.space, scope.accounts
 
         def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
             weighed: dict[int, Tally] = {}
@@ -130,7 +130,7 @@ class Footprints:
         )
         self._points = {
             policy: parts(account, occupying(account, pricer), with_lacking)
-            for policy in scope.room.policies
+            for policy in scope.space.policies
             for account in [accounts.points[policy, scope.routes]]
         }
 
@@ -165,7 +165,7 @@ class Footprints:
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
         """
-        stages, together = sizes["stage"], sizes["micro"] // schedules.groups(self._room)
+        stages, together = sizes["stage"], sizes["micro"] // schedules.groups(self._space)
 
         def shape(chunks: int) -> Pipelines:
             return Pipelines(
@@ -178,25 +178,25 @@ class Footprints:
         longest = np.maximum.reduce(
             [schedule.in_flight(shape(chunks)) for schedule, chunks in self._in_flight()]
         )
-        in_flight, pinned = least_in_flight(shape(1)), self._room.pins.schedule
+        in_flight, pinned = least_in_flight(shape(1)), self._space.pins.schedule
         rounds = pinned is not None and named(pinned).forward_first
         footprint = self._holding(
             resting, points, sizes, in_flight, longest, 0.0 if rounds else 1.0
         )
-        if not schedules.breadth_first(self._room):
+        if not schedules.breadth_first(self._space):
             return footprint
         longest_in_flight = np.maximum.reduce(
             [schedule.in_flight(shape(1)) for schedule in schedules.forward_first()]
         )
-        chunks = schedules.most_rounds(self._room, sizes)
+        chunks = schedules.most_rounds(self._space, sizes)
         whole_share = np.minimum(1.0, 2 / np.maximum(chunks, 1))  # two chunks are whole at a time
         first = self._holding(resting, points, sizes, together, longest_in_flight, whole_share)
         return replace(footprint, breadth_first=first.under(3, "once"))
 
     def _in_flight(self) -> list[tuple[Schedule, int]]:
         """Schedules and chunks a stage, among which one has the most microbatches in flight."""
-        if self._room.pins.schedule:
-            return [(named(self._room.pins.schedule), chunks) for chunks in (1, 2)]
+        if self._space.pins.schedule:
+            return [(named(self._space.pins.schedule), chunks) for chunks in (1, 2)]
         return [
             (schedule, chunks)
             for schedule in pipelines()

@@ -67,7 +67,7 @@ class Bounds:
             policy: Parts(
                 scope, scope.accounts.work[policy, scope.routes], work, self._seconds, QUANTITIES
             )
-            for policy in scope.room.policies
+            for policy in scope.space.policies
         }
         self._by_class = (
             [
@@ -79,11 +79,11 @@ class Bounds:
                         partial(self._of_segment, segment),
                         QUANTITIES,
                     )
-                    for policy in scope.room.policies
+                    for policy in scope.space.policies
                 ]
                 for segment in range(self._layers + 2)
             ]
-            if scope.room.apart
+            if scope.space.apart
             else []
         )
 
@@ -202,13 +202,13 @@ class Bounds:
 
 def waited(scope: Scope) -> list[int]:
     """Slots of collectives that compute waits for."""
-    along = ALONG[scope.room.strategy.decisions.context]
+    along = ALONG[scope.space.strategy.decisions.context]
     return role_slots("block", *(role for role in along if role != "ring"))
 
 
 def hidden(scope: Scope) -> list[int]:
     """Slots of what goes around a ring, beside compute."""
-    along = ALONG[scope.room.strategy.decisions.context]
+    along = ALONG[scope.space.strategy.decisions.context]
     return role_slots(*(role for role in along if role == "ring"))
 
 

@@ -38,13 +38,13 @@ class Fitting:
     """Lower bounds under a capacity.
 
     Attributes:
-        room: the space.
+        space: the space.
         pricer: the machine.
         capacity: usable bytes of a device.
         offloads: what may be in host memory, () among it where nothing must.
     """
 
-    room: Space
+    space: Space
     pricer: Pricer
     capacity: float
     offloads: tuple[tuple[str, ...], ...]
@@ -77,7 +77,7 @@ class Fitting:
         """The same for every kind of plans; arguments as those of `seconds`."""
         constants = self.pricer.constants
         fixed = constants.step_s + constants.microbatch_s * (
-            sizes["micro"] + schedules.groups(self.room) * (sizes["stage"] - 1)
+            sizes["micro"] + schedules.groups(self.space) * (sizes["stage"] - 1)
         )
         kinds = dict[Kind, Array]()
         for zero, gather, legal in self._ways(sizes):
@@ -135,10 +135,10 @@ class Fitting:
             np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1,
             sizes["fsdp"] == 1,
         )
-        zeros = [zero for zero in range(4) if self.room.pins.zero in (None, zero)]
+        zeros = [zero for zero in range(4) if self.space.pins.zero in (None, zero)]
         stages = [(zero, "use", stored if zero else alone) for zero in zeros]
         staged = stored & (sizes["stage"] > 1)
-        once = 3 in zeros and "once" in self.room.gathers and bool(staged.any())
+        once = 3 in zeros and "once" in self.space.gathers and bool(staged.any())
         return [*stages, (3, "once", staged)] if once else stages
 
     def _alternatives(
@@ -153,7 +153,7 @@ class Fitting:
         mixes, and those of breadth first, whose stages gather weights once.
         """
         stages, micro = sizes["stage"], sizes["micro"]
-        space, groups, layers = self.room, schedules.groups(self.room), self.room.limits.layers
+        space, groups, layers = self.space, schedules.groups(self.space), self.space.limits.layers
         behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
         if not (stages > 1).any():
             return [
@@ -224,12 +224,12 @@ class Fitting:
         """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or
         with as many chunks as a stage can have.
         """
-        together = micro // schedules.groups(self.room)
-        limit = schedules.most_chunks(self.room, policy, stages, micro)
+        together = micro // schedules.groups(self.space)
+        limit = schedules.most_chunks(self.space, policy, stages, micro)
         return np.minimum.reduce(
             [
                 schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=together))
-                for schedule in schedules.of_policy(self.room, policy) or (NONE,)
+                for schedule in schedules.of_policy(self.space, policy) or (NONE,)
                 for chunks in (np.ones_like(limit), limit)
             ]
         )

@@ -163,7 +163,7 @@ class Traffic:
                 lambda tally, positions: self._seconds(tally, positions, self._roles),
                 len(into),
             )
-            for policy in scope.room.policies
+            for policy in scope.space.policies
         }
         self._rest = Parts(
             scope,

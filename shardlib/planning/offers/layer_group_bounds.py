@@ -40,14 +40,14 @@ class GroupBounds:
     """Bounds of all mixtures of a row, from the quantities of the policies alone.
 
     Attributes:
-        load, room: the model and the space.
+        load, space: the model and the space.
         pricer: the machine.
         capacity: usable bytes of a device.
         offloads: what may be put in host memory, beside nothing; with a pinned offload, that alone.
     """
 
     load: Workload
-    room: Space
+    space: Space
     pricer: Pricer
     capacity: float
     offloads: Sequence[tuple[str, ...]]
@@ -77,7 +77,7 @@ class GroupBounds:
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in knobs:
-            legal = np.flatnonzero(hopeful & schedules.legal_zero(self.room, decisions.zero, c))
+            legal = np.flatnonzero(hopeful & schedules.legal_zero(self.space, decisions.zero, c))
             none = combine(
                 sums[NONE].take(legal), decisions, self.load.model, self.pricer, c.take(legal)
             )
@@ -96,7 +96,7 @@ class GroupBounds:
         )
         busy = {
             corner: self._composed(corner, sums)
-            for corner in corners(self.room.policies, len(self.load.counts))
+            for corner in corners(self.space.policies, len(self.load.counts))
         }
         minima = {
             corner: (
@@ -216,7 +216,7 @@ class GroupBounds:
         """
         rate = self.pricer.topology.chip.host_bytes_per_s
         moves = {part for parts in self.offloads for part in parts} | set(
-            self.room.pins.offload or ()
+            self.space.pins.offload or ()
         )
         in_flight = named(decisions.schedule).in_flight(
             Pipelines(

@@ -78,21 +78,21 @@ class GroupPricer:
     """Prices mixtures.
 
     Attributes:
-        load, room: the model and the space.
+        load, space: the model and the space.
         pricer: the machine.
         bounds: of the same model, space and machine.
         corners: makes the quantities of corners.
     """
 
     load: Workload
-    room: Space
+    space: Space
     pricer: Pricer
     bounds: GroupBounds
     corners: Corners
 
     @cached_property
     def _patterns(self) -> list[Pattern]:
-        return patterns(self.room.policies, len(self.load.counts))
+        return patterns(self.space.policies, len(self.load.counts))
 
     def price(
         self,
@@ -113,11 +113,11 @@ class GroupPricer:
             knobs: ZeRO stages of the schedule.
             seen: takes the plans.
         """
-        if self.room.pins.remat_layers is None and not self.room.each:
+        if self.space.pins.remat_layers is None and not self.space.each:
             rows_by_knob = self.bounds.wanted(uniform, c, knobs, seen)
         else:
             rows_by_knob = {
-                decisions: np.flatnonzero(schedules.legal_zero(self.room, decisions.zero, c))
+                decisions: np.flatnonzero(schedules.legal_zero(self.space, decisions.zero, c))
                 for decisions in knobs
             }
         rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_knob.values()]))
@@ -147,15 +147,15 @@ class GroupPricer:
 
     def _offer(self, priced: _Priced, seen: Seen) -> None:
         """Offers the best mixture of each row, with nothing in host memory and with something."""
-        pinned = self.room.pins.offload
+        pinned = self.space.pins.offload
         for parts in [pinned] if pinned is not None else [(), *self.bounds.offloads]:
             moved = priced.offloaded(parts, self.pricer)
-            if self.room.each:
+            if self.space.each:
                 self._pinned(moved, seen)
                 continue
             hopeful = (
                 np.flatnonzero(self._bound(moved.corners) < seen.limit)
-                if self.room.pins.remat_layers is None
+                if self.space.pins.remat_layers is None
                 else np.arange(len(priced.c))
             )
             if len(hopeful):
@@ -194,14 +194,14 @@ class GroupPricer:
                 if number is None
                 else np.full(len(priced.c), float(number))
             )
-            for (policy, number), count in zip(self.room.each, layers, strict=True)
+            for (policy, number), count in zip(self.space.each, layers, strict=True)
         ]
         legal = np.flatnonzero(
             np.logical_and.reduce(
                 [number <= count for number, count in zip(numbers, layers, strict=True)]
             )
         )
-        corner = tuple(policy for policy, _ in self.room.each)
+        corner = tuple(policy for policy, _ in self.space.each)
         self._mixtures(priced, corner, np.stack(numbers), legal, seen)
 
     def _mixtures(
@@ -228,7 +228,7 @@ class GroupPricer:
         where none fits.
         """
         layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
-        total, capacity = self.room.pins.remat_layers, self.bounds.capacity
+        total, capacity = self.space.pins.remat_layers, self.bounds.capacity
         best = best_mixture(priced.corners, self._patterns, layers, capacity, total=total)
         if total is not None and (best.pattern < 0).all():
             best = best_mixture(priced.corners, self._patterns, layers, np.inf, total=total)

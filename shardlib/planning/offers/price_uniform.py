@@ -38,7 +38,7 @@ class RowPricer:
     """Prices rows whose layer groups are alike.
 
     Attributes:
-        load, room: the model and the space.
+        load, space: the model and the space.
         pricer: the machine.
         variants: what is offered beside a price: less that is rematerialised, something offloaded.
         groups: prices plans whose layer groups follow policies of their own; None where all are
@@ -46,7 +46,7 @@ class RowPricer:
     """
 
     load: Workload
-    room: Space
+    space: Space
     pricer: Pricer
     variants: Variants
     groups: GroupPricer | None = None
@@ -64,10 +64,10 @@ class RowPricer:
                 continue
             less = rows if len(selected) == len(rows) else rows.take(selected)
             by_schedule = defaultdict[tuple[str, int], dict[str, list[Decisions]]](
-                lambda: {policy: [] for policy in self.room.policies}
+                lambda: {policy: [] for policy in self.space.policies}
             )
-            for policy in self.room.policies:
-                for decisions in schedules.zeros_and_schedules(self.room, policy, pipelined=piped):
+            for policy in self.space.policies:
+                for decisions in schedules.zeros_and_schedules(self.space, policy, pipelined=piped):
                     by_schedule[decisions.schedule, decisions.virtual_stages][policy].append(
                         decisions
                     )
@@ -89,11 +89,11 @@ class RowPricer:
         legal = np.ones(len(rows), dtype=bool)
         if piped:
             legal = schedules.legal_schedule(
-                self.room,
+                self.space,
                 Decisions(
                     schedule=schedule,
                     virtual_stages=virtual,
-                    accumulation=schedules.groups(self.room),
+                    accumulation=schedules.groups(self.space),
                 ),
                 rows.c,
             )
@@ -108,11 +108,11 @@ class RowPricer:
             return
         worth = {
             policy: fitting & (self._least(rows, policy, schedule, virtual) < seen.limit)
-            for policy in self.room.policies
+            for policy in self.space.policies
             if knobs[policy]
         }
         selected = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
-        if len(selected) and not self.room.each:
+        if len(selected) and not self.space.each:
             self._alike(
                 rows.take(selected),
                 {p: rows_worth[selected] for p, rows_worth in worth.items()},
@@ -120,12 +120,12 @@ class RowPricer:
                 knobs,
                 seen,
             )
-        self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
+        self._apart(rows, legal, knobs[self.space.policies[-1]], seen)
 
     @cached_property
     def _kinds(self) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
         """Schedules with chunks, but for breadth first, and breadth first."""
-        return schedules.usual(self.room), schedules.first(self.room)
+        return schedules.usual(self.space), schedules.first(self.space)
 
     def _ways(self, schedule: str, chunks: int) -> tuple[bool, ...]:
         """Whether pipelines of a schedule may work breadth first (True), or otherwise (False)."""
@@ -179,11 +179,11 @@ class RowPricer:
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
             fitting = less.below((zero,), orders, (gather,), seen.limit)
-            legal = schedules.legal_zero(self.room, zero, less.c)
+            legal = schedules.legal_zero(self.space, zero, less.c)
             selected = {policy: rows_worth & fitting for policy, rows_worth in worth.items()}
             if (
                 gather == "once"
-                and "use" in self.room.gathers
+                and "use" in self.space.gathers
                 and not seen.ranks
                 and (
                     chosen := next(
@@ -220,7 +220,7 @@ class RowPricer:
         the others are no faster than those that gather at every use, and larger.
         """
         hopeful = np.flatnonzero(
-            np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(self.room, 3, rows.c)
+            np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(self.space, 3, rows.c)
         )
         less, saving = rows.take(hopeful), np.zeros(len(rows), dtype=bool)
         for policy in worth:
@@ -238,7 +238,7 @@ class RowPricer:
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
-        groups = schedules.groups(self.room)
+        groups = schedules.groups(self.space)
         shape = Pipelines(
             stages=rows.c.stage,
             chunks=np.full_like(rows.c.stage, virtual),
@@ -255,7 +255,7 @@ class RowPricer:
             rows.c.stage,
             rows.c.micro,
             rounds,
-            self.room.limits.layers,
+            self.space.limits.layers,
             groups,
             passes,
         )
@@ -279,7 +279,7 @@ class RowPricer:
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":
             partly[fast[0]] = (fast[1].step_seconds < seen.limit) & (
-                (fast[1].peak_bytes > self.variants.capacity) | bool(self.room.pins.remat_layers)
+                (fast[1].peak_bytes > self.variants.capacity) | bool(self.space.pins.remat_layers)
             )
         seen.skip(int(((worth | partly) & ~legal).sum()))
         hopeful = np.flatnonzero(legal & (worth | partly))

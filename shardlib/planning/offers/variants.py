@@ -33,13 +33,13 @@ class Variants:
     """Offers prices, and what may be better where a plan does not fit.
 
     Attributes:
-        load, room: the model and the space.
+        load, space: the model and the space.
         pricer: the machine.
         capacity: usable bytes of a device.
     """
 
     load: Workload
-    room: Space
+    space: Space
     pricer: Pricer
     capacity: float
 
@@ -55,7 +55,7 @@ class Variants:
         """Offers a price; where it does not fit also with something in host memory, and where more
         than enough is recomputed with less of it.
         """
-        pins, pinned_layers = self.room.pins, self.room.pins.remat_layers
+        pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
         pinned = pins.offload or ()
         if pinned:
             totals = offloaded(totals, pinned, self.pricer, c)
@@ -91,11 +91,11 @@ class Variants:
 
     @property
     def _able(self) -> Abilities:
-        return self.room.limits.able
+        return self.space.limits.able
 
     def offloads(self) -> list[tuple[str, ...]]:
         """What may be put in host memory, beside nothing."""
-        pinned = self.room.pins.offload
+        pinned = self.space.pins.offload
         if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []
         options = (*((part,) for part in HOSTED), HOSTED)
@@ -111,16 +111,16 @@ class Variants:
         seen: Seen,
     ) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""
-        pinned_layers = self.room.pins.remat_layers
+        pinned_layers = self.space.pins.remat_layers
         if (
             fast is None
             or pinned_layers == 0
-            or self.room.apart
+            or self.space.apart
             or "partly" not in self._able.remat
         ):
             return
         legal = fast.step_seconds < seen.limit
-        legal &= lowered(facts(offer.decisions), along(c.sizes), self.room.gaps)
+        legal &= lowered(facts(offer.decisions), along(c.sizes), self.space.gaps)
         if pinned_layers is None:
             legal &= (fast.peak_bytes > self.capacity) & (
                 fast.step_seconds < rematerialised.step_seconds

@@ -38,6 +38,6 @@ def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> floa
         workload = load.under(dtypes, decisions.fused)
         space = build(workload, pins, None, replace(strategy, decisions=decisions))
         seconds.append(
-            Uncut(load=workload, room=space, pricer=Pricer(topology, workload.profile)).seconds
+            Uncut(load=workload, space=space, pricer=Pricer(topology, workload.profile)).seconds
         )
     return min(seconds)

@@ -66,7 +66,7 @@ class Explorer:
 
     Args:
         load: the model.
-        room: the space.
+        space: the space.
         topology: the machine.
         capacity: usable bytes of a device.
         before: an explorer of the same model in other dtypes, whose results this one adds to.
@@ -87,8 +87,8 @@ class Explorer:
         *,
         any_plan: bool = False,
     ) -> None:
-        self.load, self.room, self.pricer = load, space, Pricer(topology, load.profile)
-        self._uncut = Uncut(load=load, room=space, pricer=self.pricer)
+        self.load, self.space, self.pricer = load, space, Pricer(topology, load.profile)
+        self._uncut = Uncut(load=load, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
@@ -102,14 +102,14 @@ class Explorer:
             )
         )
         self.pairs = PairPricer(
-            variants=Variants(load=load, room=space, pricer=self.pricer, capacity=capacity),
+            variants=Variants(load=load, space=space, pricer=self.pricer, capacity=capacity),
             cuttable=self._cuttable,
             best=self.best,
             rows=self.rows,
         )
         pinned = space.pins.offload
         self._fitting = Fitting(
-            room=space,
+            space=space,
             pricer=self.pricer,
             capacity=capacity,
             offloads=(pinned,) if pinned else ((), *self.pairs.variants.offloads()),
@@ -143,7 +143,7 @@ class Explorer:
         Args:
             counts: how many a plan may use.
         """
-        if not (self.room.choices and self.room.routes):
+        if not (self.space.choices and self.space.routes):
             return
         sampled = [self._few(devices) for devices in counts]
         for entries in self._of([sizes for sizes in sampled if len(sizes["micro"])]):
@@ -156,7 +156,7 @@ class Explorer:
 
     def _few(self, devices: int) -> dict[str, Array]:
         """Sizes of meshes of the simplest entries on some number of devices."""
-        sizes = meshes.sizes(self.room, self.load.colouring, devices)
+        sizes = meshes.sizes(self.space, self.load.colouring, devices)
         plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
         return {axis: size[plain] for axis, size in sizes.items()}
 
@@ -173,7 +173,7 @@ class Explorer:
         """Seconds that no plan on some numbers of devices beats; infinite where a good plan to
         compare with is not looked for.
         """
-        searchable = self.room.choices and self.room.routes and not self.flat
+        searchable = self.space.choices and self.space.routes and not self.flat
         return self._uncut.seconds / max(counts) if searchable else np.inf
 
     def large(self, counts: Counts, limit: float) -> list[Entries]:
@@ -204,7 +204,7 @@ class Explorer:
         """
         if counts in self._explored:
             return self._explored[counts]
-        if not (self.room.choices and self.room.routes):
+        if not (self.space.choices and self.space.routes):
             return []
         limit = self.limit * reach
         enough = [devices for devices in counts if not self._uncut.slower(devices, limit)]
@@ -221,7 +221,7 @@ class Explorer:
             counts: what is asked for.
             enough: those of them that are not excluded.
         """
-        mesh_sizes = [meshes.sizes(self.room, self.load.colouring, devices) for devices in enough]
+        mesh_sizes = [meshes.sizes(self.space, self.load.colouring, devices) for devices in enough]
         made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
         if made_entries:
             self._explored[counts] = made_entries
@@ -240,14 +240,18 @@ class Explorer:
         self._uncut = replace(self._uncut, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
-            for routes in sorted(self.room.routes, reverse=True)  # hardly ever slower
+            for routes in sorted(self.space.routes, reverse=True)  # hardly ever slower
         ]
 
     def _scope(self, routes: bool) -> Scope:
         along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
         if routes not in self._scopes:
             self._scopes[routes] = Scope(
-                load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes
+                load=self.load,
+                space=self.space,
+                cuttable=self._cuttable,
+                along=along,
+                routes=routes,
             )
         return self._scopes[routes]
 

@@ -32,7 +32,7 @@ def fastest_with_left_out(
         candidate: the fastest plan of it.
         seconds: of a step of that.
     """
-    if not space.room.left_out:
+    if not space.space.left_out:
         return candidate, seconds
     others = sorted(
         (
@@ -56,7 +56,7 @@ def with_left_out(
     fits; see `fastest_with_left_out`.
     """
     degree, colours = candidate.mesh["tensor"], load.colouring.colours
-    for name in space.room.left_out if degree > 1 else ():
+    for name in space.space.left_out if degree > 1 else ():
         if colours[name].divisor % degree:
             continue
         tensor = most_specific_first({*candidate.choice.tensor, name}, load.colouring)

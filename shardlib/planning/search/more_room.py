@@ -44,9 +44,9 @@ def with_more_room(
     if fewest_bytes < NEARLY * fitting_bytes(topology):
         return candidate
     stages = along({"stage": np.array([decisions.mesh["stage"]])})
-    for zero in (zero for zero in space.room.limits.able.zero if zero > decisions.zero):
+    for zero in (zero for zero in space.space.limits.able.zero if zero > decisions.zero):
         alternative = candidate.but(zero=zero)
-        if not lowered(facts(alternative.decisions), stages, space.room.gaps).all():
+        if not lowered(facts(alternative.decisions), stages, space.space.gaps).all():
             continue
         totals = price(load, topology, alternative)
         peak, its = float(totals.peak_bytes[0]), float(totals.step_seconds[0])

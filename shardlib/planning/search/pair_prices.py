@@ -109,9 +109,9 @@ class PairPricer:
     rows: list[Place]
 
     @property
-    def room(self) -> Space:
+    def space(self) -> Space:
         """The space."""
-        return self.variants.room
+        return self.variants.space
 
     @property
     def topology(self) -> Topology:
@@ -152,7 +152,7 @@ class PairPricer:
         as they are below the fastest plan, the least first; None where they have no place.
         """
         placed = self.placed(entries, pairs)
-        if placed is None or self.room.apart:
+        if placed is None or self.space.apart:
             return placed
         bounds = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
         return replace(placed, least=bounds).below(self.best.limit).alone()
@@ -161,7 +161,7 @@ class PairPricer:
         """Pairs on places with bounds that know the choice, too, as far as they are below the
         fastest plan, the least first.
         """
-        if self.room.apart or not len(placed):
+        if self.space.apart or not len(placed):
             return placed
         placed = placed.alone()
         kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
@@ -187,12 +187,12 @@ class PairPricer:
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """Prices rows of some entries; layer groups apart, where the space has such plans."""
-        load, space, pricer = self.variants.load, self.room, self.variants.pricer
+        load, space, pricer = self.variants.load, self.space, self.variants.pricer
         groups = None
         if space.apart:
             bounds = GroupBounds(
                 load=load,
-                room=space,
+                space=space,
                 pricer=pricer,
                 capacity=self.variants.capacity,
                 offloads=self.variants.offloads(),
@@ -205,10 +205,10 @@ class PairPricer:
                 cuttable=self.cuttable,
             )
             groups = GroupPricer(
-                load=load, room=space, pricer=pricer, bounds=bounds, corners=corners
+                load=load, space=space, pricer=pricer, bounds=bounds, corners=corners
             )
         return RowPricer(
-            load=load, room=space, pricer=pricer, variants=self.variants, groups=groups
+            load=load, space=space, pricer=pricer, variants=self.variants, groups=groups
         )
 
     def _rows(self, entries: Entries, placed: Placed) -> Rows:
@@ -216,10 +216,10 @@ class PairPricer:
         rows, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
         accounts, policies, routes = (
             entries.scope.accounts,
-            self.room.policies,
+            self.space.policies,
             entries.scope.routes,
         )
-        by_group = self.room.apart
+        by_group = self.space.apart
         bounds = (*policies, EACH) if by_group else policies
         shapes, shape_of_row = np.unique(c.shape, return_inverse=True)
         keys, column = np.unique(
@@ -297,18 +297,18 @@ class PairPricer:
             places=places,
             c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
-            gaps=self.room.gaps,
+            gaps=self.space.gaps,
         )
         return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
 
     def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
         """The places of a mesh; with `usual`, one of them."""
-        pinned = self.room.pins.axis_order
+        pinned = self.space.pins.axis_order
         if pinned is not None:
             order = mesh.in_order(pinned)
             placement = place(mesh, self.topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if usual or not self.room.limits.able.free:
+        if usual or not self.space.limits.able.free:
             placement = place(mesh, self.topology)
             return [] if placement is None else [((), placement)]
         return [*placements(mesh, self.topology)]

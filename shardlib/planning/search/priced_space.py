@@ -48,14 +48,14 @@ class PricedSpace:
     """A priced space.
 
     Attributes:
-        room: the space; of several, the last.
+        space: the space; of several, the last.
         best: what was seen.
         rules: pinned rules, in the colours of the model.
         rows: the places of candidates that a ranking speaks of.
         devices: the most that a mesh of the space has.
     """
 
-    room: Space
+    space: Space
     best: Best
     rules: Rules | None
     rows: list[Place]
@@ -153,7 +153,7 @@ def priced_space(
             raise PinError(lacking)
         raise explain_empty(load.problem, load.colouring, pins, devices_wanted)
     return PricedSpace(
-        room=rooms[-1],
+        space=rooms[-1],
         best=explorer.best,
         rules=rules,
         rows=explorer.rows,

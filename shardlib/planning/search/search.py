@@ -238,12 +238,12 @@ def _plan(
         candidate,
         certificate,
         rules=space.rules,
-        left_out=space.room.left_out,
+        left_out=space.space.left_out,
         most=space.devices,
         pinned=pins.mesh is not None,
     )
     require_obeyed(pins, plan)
-    return plan.with_findings(*without_effect(space.room.pins, plan))
+    return plan.with_findings(*without_effect(space.space.pins, plan))
 
 
 def _certificate(

@@ -29,14 +29,14 @@ class Uncut:
 
     Attributes:
         load: the model.
-        room: the space.
+        space: the space.
         pricer: the machine.
         values: measures on shapes of which the last is that of one device, where they have been
             evaluated; otherwise they are evaluated on this shape alone.
     """
 
     load: Workload
-    room: Space
+    space: Space
     pricer: Pricer
     values: Values | None = None
 
@@ -47,11 +47,11 @@ class Uncut:
         """
         totals = [
             self.pricer.corrected(self._total((policy, routes), routes=routes))[:, Q.COMPUTE, 0]
-            for routes in self.room.routes
-            for policy in self.room.policies
+            for routes in self.space.routes
+            for policy in self.space.policies
         ]
         seconds = np.stack(totals)
-        return float(seconds.min(0).sum() if self.room.apart else seconds.sum(1).min())
+        return float(seconds.min(0).sum() if self.space.apart else seconds.sum(1).min())
 
     def slower(self, devices: int, limit: float) -> bool:
         """Whether no plan on so many devices is faster than a limit in seconds."""

@@ -31,14 +31,14 @@ class Scope:
     """The choices that bounds speak of.
 
     Attributes:
-        load, room: the model and the space.
+        load, space: the model and the space.
         cuttable: colours that some choice shards.
         along: the colour that the context axis shards.
         routes: whether tokens of experts are routed.
     """
 
     load: Workload
-    room: Space
+    space: Space
     cuttable: tuple[str, ...]
     along: str | None
     routes: bool
@@ -51,7 +51,7 @@ class Scope:
     @cached_property
     def choices(self) -> list[Choice]:
         """The choices of the space."""
-        return [self.choice(choice) for choice in self.room.choices]
+        return [self.choice(choice) for choice in self.space.choices]
 
     @cached_property
     def chosen(self) -> Chosen:
@@ -67,7 +67,7 @@ class Scope:
         """Choices that shard a component in every way, and nothing else."""
         if (part, sequence) not in self._cuts:
             uncut = self.first[sequence]
-            fixed = self.room.pins.rules is not None
+            fixed = self.space.pins.rules is not None
             options = (
                 {
                     tuple(name for name in choice.tensor if name in part)
