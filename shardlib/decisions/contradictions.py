@@ -285,4 +285,4 @@ def _chunked() -> str:
 
 
 def _tried_whole(schedule: Schedule) -> bool:
-    return 1 in schedule.tried(pinned=True, chunks=None, policy="none", most=2)
+    return 1 in schedule.tried(pinned=True, chunks=None, policy="none", limit=2)

@@ -58,7 +58,9 @@ class GPipe:
         """A microbatch for every stage, where stages have several chunks."""
         return enough_for_chunks(pipelines)
 
-    def tried(self, *, pinned: bool, chunks: int | None, policy: str, most: int) -> tuple[int, ...]:
+    def tried(
+        self, *, pinned: bool, chunks: int | None, policy: str, limit: int
+    ) -> tuple[int, ...]:
         """Where it is pinned: it is as fast as 1F1B, and holds more. With chunks it is in the
         space for weights that are gathered once (`shardlib.planning.space`).
         """

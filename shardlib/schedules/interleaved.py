@@ -84,9 +84,11 @@ class Interleaved:
             return fits
         return fits & (pipelines.microbatches % pipelines.stages == 0)
 
-    def tried(self, *, pinned: bool, chunks: int | None, policy: str, most: int) -> tuple[int, ...]:
+    def tried(
+        self, *, pinned: bool, chunks: int | None, policy: str, limit: int
+    ) -> tuple[int, ...]:
         """With two chunks or more: with one it is 1F1B."""
-        return tuple(n for n in ((chunks,) if chunks else range(2, most + 1)) if n > 1)
+        return tuple(n for n in ((chunks,) if chunks else range(2, limit + 1)) if n > 1)
 
     def in_flight(self, pipelines: Pipelines) -> Array:
         """S + (S - 1) / v; the activation stash in a single program."""

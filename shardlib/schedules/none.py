@@ -41,7 +41,9 @@ class NoSchedule:
         """All that have no stages."""
         return pipelines.stages == 1
 
-    def tried(self, *, pinned: bool, chunks: int | None, policy: str, most: int) -> tuple[int, ...]:
+    def tried(
+        self, *, pinned: bool, chunks: int | None, policy: str, limit: int
+    ) -> tuple[int, ...]:
         """Where it is pinned."""
         return (1,) if pinned and chunks in (None, 1) else ()
 

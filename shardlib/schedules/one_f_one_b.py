@@ -57,7 +57,9 @@ class OneForwardOneBackward:
         """Any number of microbatches."""
         return pipelines.chunks == 1
 
-    def tried(self, *, pinned: bool, chunks: int | None, policy: str, most: int) -> tuple[int, ...]:
+    def tried(
+        self, *, pinned: bool, chunks: int | None, policy: str, limit: int
+    ) -> tuple[int, ...]:
         """Always."""
         return (1,) if chunks in (None, 1) else ()
 

@@ -123,14 +123,16 @@ class Schedule(Protocol):
         """Which pipelines have the microbatches that it needs: booleans [candidates]."""
         ...
 
-    def tried(self, *, pinned: bool, chunks: int | None, policy: str, most: int) -> tuple[int, ...]:
+    def tried(
+        self, *, pinned: bool, chunks: int | None, policy: str, limit: int
+    ) -> tuple[int, ...]:
         """Numbers of chunks a stage with which planning tries the schedule.
 
         Args:
             pinned: whether the user asks for it by name.
             chunks: the number of chunks that is pinned, if one is.
             policy: remat policy.
-            most: the most chunks to try where none are pinned.
+            limit: the most chunks to try where none are pinned.
 
         Returns:
             The numbers; () where it is not tried.

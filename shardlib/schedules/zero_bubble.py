@@ -71,7 +71,9 @@ class ZeroBubble:
         """Any number of microbatches."""
         return pipelines.chunks == 1
 
-    def tried(self, *, pinned: bool, chunks: int | None, policy: str, most: int) -> tuple[int, ...]:
+    def tried(
+        self, *, pinned: bool, chunks: int | None, policy: str, limit: int
+    ) -> tuple[int, ...]:
         """Where nothing is rematerialised: what gradients of weights are made from is kept
         whatever the remat policy is.
         """

@@ -200,7 +200,7 @@ class Footprints:
         return [
             (schedule, chunks)
             for schedule in pipelines()
-            for chunks in schedule.tried(pinned=False, chunks=None, policy="none", most=2)
+            for chunks in schedule.tried(pinned=False, chunks=None, policy="none", limit=2)
         ]
 
     def _holding(

@@ -123,7 +123,7 @@ def _chunks(pins: Pins) -> int:
     """The fewest chunks of layers that a stage has under the pins."""
     if pins.virtual_stages or pins.schedule is None:
         return pins.virtual_stages or 1
-    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", most=_MOST)
+    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MOST)
     return min(tried, default=1)
 
 

@@ -98,7 +98,7 @@ def _schedules(space: Space, policy: str) -> list[tuple[str, int]]:
             pinned=pins.schedule is not None or len(able.schedules) == 1,
             chunks=pins.virtual_stages,
             policy=policy,
-            most=MAX_VIRTUAL,
+            limit=MAX_VIRTUAL,
         )
     ]
     return sorted(tried, key=lambda pair: pair[1] > 1)
