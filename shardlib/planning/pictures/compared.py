@@ -20,15 +20,15 @@ def compared_page(a: Plan, b: Plan) -> str:
     Args:
         a, b: plans.
     """
-    difference = change(a, b)
+    changed = change(a, b)
     head = ("", "before", "after", "change")
     body = [
-        f"<h1>{escape(difference.title)}</h1>",
-        *section("Figures", table(difference.rows(), head, right={1, 2, 3})),
+        f"<h1>{escape(changed.title)}</h1>",
+        *section("Figures", table(changed.rows(), head, right={1, 2, 3})),
         *section(
             "Decisions",
-            table(difference.decisions, ("", "before", "after"))
-            if difference.decisions
+            table(changed.decisions, ("", "before", "after"))
+            if changed.decisions
             else "<p>All are the same.</p>",
         ),
     ]
@@ -38,7 +38,7 @@ def compared_page(a: Plan, b: Plan) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
         ' content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(difference.title)}</title>\n<style>{style('report.css')}</style>\n</head>\n"
+        f"<title>{escape(changed.title)}</title>\n<style>{style('report.css')}</style>\n</head>\n"
         "<body>\n<main>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
     )
 

@@ -65,8 +65,8 @@ def _controller() -> threadpoolctl.ThreadpoolController:
 
 
 def _limit_threads() -> Callable[[], None]:
-    limiter = _controller().limit(limits=1, user_api="blas")  # pyright: ignore[reportUnknownMemberType]
-    return limiter.restore_original_limits
+    own = _controller().limit(limits=1, user_api="blas")  # pyright: ignore[reportUnknownMemberType]
+    return own.restore_original_limits
 
 
 #: Garbage in cycles is hardly collected.
