@@ -54,7 +54,7 @@ def handler(
         options: which processes write.
         own: whether there are arrays that Orbax does not write by itself.
     """
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     if own:
         arrays = ocp.handlers.PyTreeCheckpointHandler(
             use_compression=False,
@@ -66,10 +66,10 @@ def handler(
             use_compression=False, multiprocessing_options=options
         )
     text = ocp.handlers.JsonCheckpointHandler(multiprocessing_options=options)
-    registry.add("state", ocp.args.PyTreeSave, arrays)
-    registry.add("about", ocp.args.JsonSave, text)
+    handlers.add("state", ocp.args.PyTreeSave, arrays)
+    handlers.add("about", ocp.args.JsonSave, text)
     return ocp.CompositeCheckpointHandler(
-        handler_registry=registry,
+        handler_registry=handlers,
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
     )
 

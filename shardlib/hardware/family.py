@@ -31,17 +31,17 @@ LONGEST_SIDE = 16
 CUBE = 64
 
 
-def of_size(topology: TopologyLike, devices: int) -> Topology:
+def of_size(member: TopologyLike, devices: int) -> Topology:
     """The machine of the same family with another number of devices.
 
     Args:
-        topology: a member of the family.
+        member: a topology of the family.
         devices: JAX devices of the wanted one.
 
     Raises:
         TopologyError: the family has no such member.
     """
-    machine = parse_topology(topology)
+    machine = parse_topology(member)
     if devices < 1:
         raise TopologyError(f"a machine of {devices} devices was asked for; it has at least 1")
     if devices == machine.devices:

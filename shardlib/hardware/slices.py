@@ -22,20 +22,20 @@ from shardlib.hardware.topology import topology as parse_topology
 SMALL = 64
 
 
-def slice_of(topology: Topology, devices: int) -> Topology | None:
+def slice_of(machine: Topology, devices: int) -> Topology | None:
     """The slice of a TPU machine that so many devices are, where a mesh leaves others idle: a
     program runs on that, and the compiler takes no part of a slice. None where all are used, or
     where it knows no slice of that size (its hosts have 2 x 2 chips).
 
     Args:
-        topology: the machine.
+        machine: of which some devices are used.
         devices: that a mesh uses, the innermost ones.
     """
-    used = used_shapes(devices, topology) if topology.chip.vendor == "google" else None
-    torus_tiers = [i for i, tier in enumerate(topology.tiers) if tier.kind == "torus"]
-    if used is None or len(torus_tiers) != 1 or devices == topology.devices:
+    used = used_shapes(devices, machine) if machine.chip.vendor == "google" else None
+    torus_tiers = [i for i, tier in enumerate(machine.tiers) if tier.kind == "torus"]
+    if used is None or len(torus_tiers) != 1 or devices == machine.devices:
         return None
-    shape, chips = topology.tiers[torus_tiers[0]].shape, math.prod(used[torus_tiers[0]])
+    shape, chips = machine.tiers[torus_tiers[0]].shape, math.prod(used[torus_tiers[0]])
     sizes = [[n for n in range(1, side + 1) if chips % n == 0] for side in shape]
     blocks = [
         block
@@ -46,7 +46,7 @@ def slice_of(topology: Topology, devices: int) -> Topology | None:
         return None
     block = "x".join(map(str, min(blocks, key=lambda shape: (max(shape), shape))))
     slices = math.prod(math.prod(shape) for shape in used[: torus_tiers[0]])
-    return parse_topology(f"{f'{slices}*' if slices > 1 else ''}{topology.chip.name}:{block}")
+    return parse_topology(f"{f'{slices}*' if slices > 1 else ''}{machine.chip.name}:{block}")
 
 
 def device_counts(topology: Topology, batch: int = 1) -> tuple[int, ...]:

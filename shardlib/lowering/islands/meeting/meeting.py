@@ -104,8 +104,8 @@ class Meeting:
         """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
         sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
         rows = [one.rows for one in self.about]
-        taken = layers.taken(self.mesh, thetas, self._rest, rows)
-        mine = [held(one, s) for one, s in zip(taken, sharded, strict=True)]
+        thetas_taken = layers.taken(self.mesh, thetas, self._rest, rows)
+        mine = [held(one, s) for one, s in zip(thetas_taken, sharded, strict=True)]
         alike = [one.spec for one in self._outer] if self.exchange.keeps else []
         specs = ([one.spec for one in sharded], alike, alike)
         after, outer, momentum = jax.shard_map(
